@@ -464,7 +464,7 @@ def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
         return []
     if cfg.reject in REJECTIONS:
         return [(REJECTIONS[cfg.reject], cfg.rs_low, cfg.rs_high)]
-    found = []
+    parsed = []
     for part in cfg.reject.split(","):
         name, *numbers = part.split(":")
         choice("reject", name, list(REJECTIONS))
@@ -480,8 +480,8 @@ def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
             low < high,
             f"--reject={cfg.reject}: the bounds of {part} are crossed; the first must be below the second",
         )
-        found.append((row, low, high))
-    return found
+        parsed.append((row, low, high))
+    return parsed
 
 
 def weight_and_mask(new, batch, stats, cfg: LossFlags):
@@ -590,12 +590,12 @@ def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
         "correction": CORRECTIONS.get(axes.get("correction")),
         "reject": REJECTIONS.get(axes.get("reject")),
     }
-    own = {axis: set(row.bounds) if row else set() for axis, row in rows.items()}
-    own["surrogate"] = {"clip_low", "clip_high"}
+    axes_of_rows = {axis: set(row.bounds) if row else set() for axis, row in rows.items()}
+    axes_of_rows["surrogate"] = {"clip_low", "clip_high"}
     if cfg.reject == "none":
-        own["reject"].add("reject_of")
+        axes_of_rows["reject"].add("reject_of")
     gone = set()
-    for axis, names in own.items():
+    for axis, names in axes_of_rows.items():
         if getattr(cfg, axis) not in (None, axes.get(axis)):
             gone |= names
     return {name: value for name, value in axes.items() if name not in gone}

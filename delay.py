@@ -87,7 +87,7 @@ class DelayDistribution:
 
 
 @dataclass
-class Sampler:
+class SimulatedSampler:
     """A simulated sampler."""
 
     version: int  # that it holds
@@ -120,7 +120,7 @@ class DelaySource(LocalSource):
         self.longest = (
             math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
         )
-        self.samplers: list[Sampler] = []
+        self.samplers: list[SimulatedSampler] = []
         self.broadcast: dict[
             int, float
         ] = {}  # version -> virtual time, for the versions still on disk
@@ -151,7 +151,8 @@ class DelaySource(LocalSource):
         self.broadcast[version] = self.now(version)
         if not self.samplers:
             self.samplers = [
-                Sampler(version, self.delay(i, 0), 1) for i in range(self.cfg.delay_samplers)
+                SimulatedSampler(version, self.delay(i, 0), 1)
+                for i in range(self.cfg.delay_samplers)
             ]
         # Before old versions are deleted: a sampler whose delay ended since the last broadcast
         # loads one of them.
@@ -308,7 +309,7 @@ class DelaySource(LocalSource):
         """Go on from a checkpoint. UserError: a version that a sampler or a waiting group needs is
         not on disk."""
         super().load_state_dict(state)
-        self.samplers = [Sampler(**sampler) for sampler in state["samplers"]]
+        self.samplers = [SimulatedSampler(**sampler) for sampler in state["samplers"]]
         self.tickets = [Ticket(*ticket) for ticket in state["tickets"]]
         self.broadcast = state["broadcast"]
         self.made = state["made"]

@@ -95,14 +95,14 @@ def solve(
     indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). write(problem,
     group): called with each problem's graded responses. Returns (len(indices), samples) of 0 / 1,
     and tokens."""
-    right, lengths, some = [], [], tasks.at_once(samples)
-    rounds = -(-len(indices) // some)
+    right, lengths, chunk = [], [], tasks.at_once(samples)
+    rounds = -(-len(indices) // chunk)
     bar = tqdm(total=rounds, desc="evaluate", leave=False, disable=rounds < 2)
     start = 0
     while engine.any_rank(
         start < len(indices)
     ):  # ranks that are one engine sample together, if need be nothing
-        problems = [task.problem("test", i) for i in indices[start : start + some]]
+        problems = [task.problem("test", i) for i in indices[start : start + chunk]]
         prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
         seeds = [
             [request_seed("eval", seed, problem.id, s) for s in range(samples)]
@@ -115,7 +115,7 @@ def solve(
             lengths += [len(r.tokens) for r in group]
             if write is not None:
                 write(problem, group)
-        start += some
+        start += chunk
         bar.update(1)
     bar.close()
     return np.array(right), float(np.mean(lengths)) if lengths else math.nan
@@ -134,12 +134,13 @@ def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
-    whole = empty_model(model.config)
+    full_model = empty_model(model.config)
     quant.align(
-        whole, next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None)
+        full_model,
+        next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None),
     )
-    memory.fill(whole, learner.device)
-    engine = HFEngine(whole, device=learner.device, vocabulary=learner.models.vocabulary)
+    memory.fill(full_model, learner.device)
+    engine = HFEngine(full_model, device=learner.device, vocabulary=learner.models.vocabulary)
     engine.load(learner.named_tensors(name))
     return engine
 
@@ -154,19 +155,30 @@ def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
         return {}
     cfg, engine = run.cfg, engine or sampler_of(learner, name, run.cfg)
     scores = []
-    for one in run.eval_sets:
-        n = cfg.eval_problems if one.task.size is None else min(cfg.eval_problems, one.task.size)
-        mine = list(range(learner.comm.rank, n, learner.comm.size))
-        plain = Sampling(temperature=one.temperature, max_tokens=one.max_tokens)
-        right, _ = solve(
-            engine, one.task, run.tokenizer, mine, one.samples, plain, cfg.seed, run.stop_ids
+    for eval_set in run.eval_sets:
+        n = (
+            cfg.eval_problems
+            if eval_set.task.size is None
+            else min(cfg.eval_problems, eval_set.task.size)
         )
-        score = right.mean(1) if mine else np.zeros(0)
+        indices = list(range(learner.comm.rank, n, learner.comm.size))
+        plain = Sampling(temperature=eval_set.temperature, max_tokens=eval_set.max_tokens)
+        right, _ = solve(
+            engine,
+            eval_set.task,
+            run.tokenizer,
+            indices,
+            eval_set.samples,
+            plain,
+            cfg.seed,
+            run.stop_ids,
+        )
+        score = right.mean(1) if indices else np.zeros(0)
         total, squares = learner.comm.sum([score.sum(), (score**2).sum()])
         mean = total / n
         variance = max(0.0, squares / n - mean**2)
         scores.append((mean, math.sqrt(variance / max(1, n - 1))))
-    return over_sets([(one.label, one.samples) for one in run.eval_sets], scores)
+    return over_sets([(eval_set.label, eval_set.samples) for eval_set in run.eval_sets], scores)
 
 
 def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) -> dict[str, float]:
@@ -252,8 +264,12 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
 
     problems: their number, unless --problems names one. sampler: folder of another model that
     samples."""
-    usual = {"samples": cfg.samples, "temperature": cfg.temperature, "max_tokens": cfg.max_tokens}
-    sets = eval_sets(cfg, "task", usual)
+    defaults = {
+        "samples": cfg.samples,
+        "temperature": cfg.temperature,
+        "max_tokens": cfg.max_tokens,
+    }
+    sets = eval_sets(cfg, "task", defaults)
     warmstart.check(cfg, sets[0].task)
     folder = find_model(cfg, "model", cfg.which)
     one_model = Path(cfg.model) not in Path(folder).parents
@@ -264,28 +280,31 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     models = [folder, sampler] if sampler else [folder]
     tokenizer = common_tokenizer(cfg, folder, sampler)
     ends = stop_ids(tokenizer, models, cfg.stop)
-    longest = {one.label: one.task.fit(tokenizer, cfg.max_prompt_tokens) for one in sets}
+    longest = {
+        eval_set.label: eval_set.task.fit(tokenizer, cfg.max_prompt_tokens) for eval_set in sets
+    }
     limit = min(
-        checkpoint.read_config(one).get_text_config().max_position_embeddings for one in models
+        checkpoint.read_config(eval_set).get_text_config().max_position_embeddings
+        for eval_set in models
     )
-    for one in sets:
-        check_context(one, longest[one.label], limit)
-        if getattr(one.task, "dropped", 0):
+    for eval_set in sets:
+        check_context(eval_set, longest[eval_set.label], limit)
+        if getattr(eval_set.task, "dropped", 0):
             print(
-                f"{one.label}: {one.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped"
+                f"{eval_set.label}: {eval_set.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped"
             )
     vocabulary = checkpoint.vocabulary_size(tokenizer)
     need(
         cfg.top_k <= vocabulary,
         f"--top_k={cfg.top_k}: larger than the vocabulary, {vocabulary} tokens; 0 keeps all",
     )
-    context = max(longest[one.label] + one.max_tokens for one in sets)
-    for one in models:
-        if cfg.rollout == "hf" or one != models[-1]:  # plain torch computes it
-            checkpoint.check_angles(one, context)
-        checkpoint.check_rows(one, vocabulary)
-        checkpoint.check_weights(one)
-        memory.check_names(one, cfg.rollout == "vllm")
+    context = max(longest[eval_set.label] + eval_set.max_tokens for eval_set in sets)
+    for eval_set in models:
+        if cfg.rollout == "hf" or eval_set != models[-1]:  # plain torch computes it
+            checkpoint.check_angles(eval_set, context)
+        checkpoint.check_rows(eval_set, vocabulary)
+        checkpoint.check_weights(eval_set)
+        memory.check_names(eval_set, cfg.rollout == "vllm")
     quant.check_model(cfg, models[-1])
     most = problems if cfg.problems is None else cfg.problems
     return Setup(sets, folder, tokenizer, most, context, vocabulary, ends)
@@ -362,14 +381,14 @@ def evaluate(cfg: EvalFlags) -> dict:
     check(cfg)
     check_only_samples(cfg)
     setup = open_setup(cfg, PROBLEMS)
-    ks = {one.label: ks_of(cfg.k, one.samples) for one in setup.sets}
+    ks = {eval_set.label: ks_of(cfg.k, eval_set.samples) for eval_set in setup.sets}
     written = Responses.open(cfg, setup) if cfg.out else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = make_engine(cfg, setup.folder, setup.context, 0, device, setup.vocabulary)
     results = []
-    for one in setup.sets:
-        right, length = evaluate_set(engine, one, setup, cfg, written)
-        results.append(scores(one, right, length, ks[one.label]))
+    for eval_set in setup.sets:
+        right, length = evaluate_set(engine, eval_set, setup, cfg, written)
+        results.append(scores(eval_set, right, length, ks[eval_set.label]))
     engine.close()
     first = {"model": setup.folder, "task": cfg.task}
     if len(results) == 1:
@@ -378,7 +397,7 @@ def evaluate(cfg: EvalFlags) -> dict:
     print(f"mean of the {len(results)} sets: {100 * mean:.2f} %")
     return first | {
         "mean": mean,
-        "sets": {one.label: r for one, r in zip(setup.sets, results, strict=True)},
+        "sets": {eval_set.label: r for eval_set, r in zip(setup.sets, results, strict=True)},
     }
 
 
@@ -403,8 +422,8 @@ def evaluate_set(engine, one: EvalSet, setup: Setup, cfg: EvalFlags, written: Re
     if todo:
         sampling = replace(Sampling.of(cfg), temperature=one.temperature, max_tokens=one.max_tokens)
         write = written.writer(one, setup.tokenizer, known) if written else None
-        how = (one.samples, sampling, cfg.seed, setup.stop_ids)
-        right, length = solve(engine, one.task, setup.tokenizer, todo, *how, write)
+        request = (one.samples, sampling, cfg.seed, setup.stop_ids)
+        right, length = solve(engine, one.task, setup.tokenizer, todo, *request, write)
         if not written:
             return right, length
     rows = [known[id] for id in ids]
@@ -415,12 +434,12 @@ def evaluate_set(engine, one: EvalSet, setup: Setup, cfg: EvalFlags, written: Re
 def scores(one: EvalSet, right, length: float, ks: list[int]) -> dict:
     """mean@n and pass@k of a set with their standard errors over problems; printed."""
     n = one.samples
-    found = {f"mean@{n}": right.mean(1)}  # one number a problem
+    means = {f"mean@{n}": right.mean(1)}  # one number a problem
     for k in ks:
-        found[f"pass@{k}"] = [pass_at_k(n, int(c), k) for c in right.sum(1)]
+        means[f"pass@{k}"] = [pass_at_k(n, int(c), k) for c in right.sum(1)]
     out = {"problems": len(right), "samples": n, "response_length": length}
     print(f"{one.label}: {len(right)} problems, {n} responses each, {length:.1f} tokens a response")
-    for name, score in found.items():
+    for name, score in means.items():
         mean, se = mean_se(score)
         out |= {name: mean, f"{name}_se": se}
         print(f"  {name:8s} {100 * mean:6.2f} +- {100 * se:.2f} %")
@@ -444,15 +463,15 @@ class Responses:
         """UserError: the file holds another evaluation."""
         path = Path(cfg.out).with_suffix(".responses.jsonl")
         check_output("out", str(path))
-        responses = cls(path, [one.label for one in setup.sets])
+        responses = cls(path, [eval_set.label for eval_set in setup.sets])
         aside = ("out", "k", "problems", "rollout_memory")
         asked = {key: value for key, value in vars(cfg).items() if key not in aside}
-        found = {
+        digests = {
             "folder": setup.folder,
             "files": checkpoint.stamps(setup.folder),
             "data": tasks.digests(cfg),
         }
-        head = json.dumps({"evaluation": asked | found}) + "\n"
+        head = json.dumps({"evaluation": asked | digests}) + "\n"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(head, encoding="utf-8")
@@ -462,12 +481,14 @@ class Responses:
             lines and lines[0] == head,
             f"{path}: holds responses of another evaluation, or to other problems; name another --out, or remove it",
         )
-        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-        for n, line in enumerate(whole[1:], 2):
+        complete_lines = [
+            line for line in lines if line.endswith("\n")
+        ]  # a kill may have cut the last one
+        for n, line in enumerate(complete_lines[1:], 2):
             row = tasks.parsed(line, f"{path}, line {n}")
             responses.known[row["set"]][row["id"]] = row
-        os.truncate(path, sum(len(line.encode()) for line in whole))
-        print(f"{path}: {len(whole) - 1} problems are there already")
+        os.truncate(path, sum(len(line.encode()) for line in complete_lines))
+        print(f"{path}: {len(complete_lines) - 1} problems are there already")
         return responses
 
     def writer(self, one: EvalSet, tokenizer, known: dict):
@@ -496,9 +517,10 @@ def show_prompt(cfg: EvalFlags) -> dict:
     """Print the first prompts of each set as the model sees them."""
     check(cfg)
     setup = open_setup(cfg, prompts.SHOWN)
-    for one in setup.sets:
+    for eval_set in setup.sets:
         problems = [
-            one.task.problem("test", i) for i in range(min(prompts.SHOWN, setup.count(one)))
+            eval_set.task.problem("test", i)
+            for i in range(min(prompts.SHOWN, setup.count(eval_set)))
         ]
         print(prompts.shown(setup.tokenizer, problems, setup.stop_ids))
     return {}
@@ -529,7 +551,9 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
     )
     saved = read_json(run / "config.json", "copy it again, or name another folder")["config"]
     given = {key: x for key, x in flags.read(EvalFlags, argv) if key != "follow"}
-    own = flags_of_run(saved, given.get("task")) + [f"--{key}={x}" for key, x in given.items()]
+    run_flags = flags_of_run(saved, given.get("task")) + [
+        f"--{key}={x}" for key, x in given.items()
+    ]
     while True:
         trains = is_locked(run)  # before the look, so that its last writes are seen
         done = {row["step"] for row in rows(run / EVALUATED)} | looked_at
@@ -540,7 +564,7 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
             for name in ("policy", "actor") if saved["actor"] != "none" else ("policy",):
                 values |= {
                     f"eval/{name}_{key}": x
-                    for key, x in evaluated(folder, name, saved, own).items()
+                    for key, x in evaluated(folder, name, saved, run_flags).items()
                 }
             if values:
                 with open(run / EVALUATED, "a", encoding="utf-8") as f:
@@ -567,15 +591,15 @@ def flags_of_run(saved: dict, sets: str | None = None) -> list[str]:
     )
     names = {f.name for kind in (TaskFlags, PromptFlags, EngineFlags) for f in fields(kind)}
     names |= {"max_tokens", "seed", "stop", "lm_head_fp32"}
-    own = {name: saved[name] for name in sorted(names) if name in saved}
-    own |= {
+    kept_flags = {name: saved[name] for name in sorted(names) if name in saved}
+    kept_flags |= {
         "problems": saved["eval_problems"],
         "samples": saved["eval_samples"],
         "rollout_tp": 1,
         "k": 1,
         "task": task,
     }
-    return [f"--{name}={value}" for name, value in own.items() if value is not None]
+    return [f"--{name}={value}" for name, value in kept_flags.items() if value is not None]
 
 
 def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str, float]:
@@ -608,9 +632,11 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
             print(f"{folder.name}: the {name} is not evaluated: {why}", file=sys.stderr)
             return {}
         result = read_json(out, "evaluate again")
-    found = result.get("sets", {"": result})
-    n = {label: one["samples"] for label, one in found.items()}
-    scores = [(one[f"mean@{n[label]}"], one[f"mean@{n[label]}_se"]) for label, one in found.items()]
+    sets = result.get("sets", {"": result})
+    n = {label: score["samples"] for label, score in sets.items()}
+    scores = [
+        (score[f"mean@{n[label]}"], score[f"mean@{n[label]}_se"]) for label, score in sets.items()
+    ]
     values = over_sets(list(n.items()), scores)
     print(
         f"{folder.name}: {name} {100 * values['pass@1']:.2f} +- {100 * values['se']:.2f} %",
@@ -622,9 +648,11 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
 def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
     """The flags with defaults filled in. UserError: a flag of `required` has no default for a model
     of your own."""
-    own = cfg.model.strip() and not cfg.model.startswith("base:")
+    is_custom = cfg.model.strip() and not cfg.model.startswith("base:")
     missing = [
-        f"--{flag}={PROPOSED[flag]}" for flag in required if own and getattr(cfg, flag) is None
+        f"--{flag}={PROPOSED[flag]}"
+        for flag in required
+        if is_custom and getattr(cfg, flag) is None
     ]
     cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in {"max_tokens", "rollout_dtype", *required}})
     if missing:
@@ -643,8 +671,11 @@ def main(argv: list[str] | None = None) -> dict:
     if cfg.out:
         check_output("out", cfg.out)
     if cfg.grade_gold:
-        usual = cfg.task == EvalFlags.task
-        need(usual, f"--task={cfg.task}: --grade_gold names the file itself; leave one of them out")
+        is_default_task = cfg.task == EvalFlags.task
+        need(
+            is_default_task,
+            f"--task={cfg.task}: --grade_gold names the file itself; leave one of them out",
+        )
         need(
             not cfg.model,
             f"--model={cfg.model}: --grade_gold grades a file's own answers, no model's; leave it out",

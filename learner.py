@@ -81,18 +81,18 @@ class Comm:
                 dist.init_process_group("gloo", timeout=patience)
             return cls("cpu")
         gpus = torch.cuda.device_count()
-        here = from_environment("LOCAL_WORLD_SIZE", 1)
+        ranks_on_host = from_environment("LOCAL_WORLD_SIZE", 1)
         need(
-            gpus >= max(here, LOCAL_RANK + 1),
-            f"torchrun --nproc_per_node={here}: this host has {gpus} GPU(s); start as many ranks as GPUs",
+            gpus >= max(ranks_on_host, LOCAL_RANK + 1),
+            f"torchrun --nproc_per_node={ranks_on_host}: this host has {gpus} GPU(s); start as many ranks as GPUs",
         )
         torch.cuda.set_device(
             LOCAL_RANK
         )  # before anything else asks for a GPU, and gets the first one
-        own = torch.device("cuda", LOCAL_RANK)
+        cuda_device = torch.device("cuda", LOCAL_RANK)
         if WORLD_SIZE > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=patience, device_id=own)
-        return cls(str(own))
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=patience, device_id=cuda_device)
+        return cls(str(cuda_device))
 
     def sum(self, values) -> list[float]:
         """Sums over ranks of a list of scalars (numbers or 0-d tensors), in float64."""
@@ -169,8 +169,8 @@ class Learner:
             if model is not None and cfg.gradient_checkpointing:
                 memory.recompute(model)
         autocast = memory.compute_type(cfg)
-        how = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
-        self.models = PolicyAndActor(policy, actor, *how, start)
+        options = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
+        self.models = PolicyAndActor(policy, actor, *options, start)
         self.models.eval()  # dropout stays off: scoring and training see one distribution
         self.wrapped = self._wrap(autocast)
         self.optimizers = {
@@ -323,8 +323,8 @@ class Learner:
     def dot(self, a, b) -> float:
         """<a, b> of two directions in a model's weights, the same number on every rank: one tensor
         for each parameter, under FSDP this rank's shard of it."""
-        mine = sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
-        total = self.comm.sum([mine])[0]
+        partial_sum = sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+        total = self.comm.sum([partial_sum])[0]
         return total if self.sharded else total / self.comm.size
 
     def _gradient_sync(self, last: bool):
@@ -500,31 +500,31 @@ class Learner:
     def agreement(self, batch: Batch) -> Agreement:
         """How far this learner is from the engine on a batch that was sampled from the same
         weights. Collective."""
-        few = batch.select(range(min(len(batch), 16)))
+        part = batch.select(range(min(len(batch), 16)))
         model = getattr(self.models, self.names[-1])
 
         def probabilities() -> torch.Tensor:
-            stats = self.score(few, Needs())
+            stats = self.score(part, Needs())
             return (stats.actor_logp if self.has_actor else stats.logp).exp().double()
 
         def distance(p, q) -> float:
-            total, n = self.comm.sum([((p - q).abs() * few.mask).sum(), few.mask.sum()])
+            total, n = self.comm.sum([((p - q).abs() * part.mask).sum(), part.mask.sum()])
             return total / n if n else 0.0
 
-        own, engine = probabilities(), few.logp_inf.exp().double()
+        learner_p, engine = probabilities(), part.logp_inf.exp().double()
         rounding = max(
             torch.finfo(getattr(torch, dtype)).eps
             for dtype in (self.cfg.dtype, self.cfg.rollout_dtype)
         )
         with nudged(model, rounding / 2):
-            floor = distance(own, probabilities())
+            floor = distance(learner_p, probabilities())
         plain = float("nan")
         if self.rollout_format is not None and any(
             isinstance(m, quant.LowBitLinear) for m in model.modules()
         ):
             with quant.in_full_precision(model):
                 plain = distance(probabilities(), engine)
-        return Agreement(distance(own, engine), floor, plain)
+        return Agreement(distance(learner_p, engine), floor, plain)
 
     def check_heads(self, ids: np.ndarray) -> None:
         """UserError, one sentence, if model/head.py makes other logits than a model itself.
@@ -532,16 +532,19 @@ class Learner:
 
         In the precision of the weights, whatever autocast rounds to: it is the function that is
         compared. ids: token ids (R, L)."""
-        some = min(
+        longest = min(
             rows_at_once(getattr(self.models, name).config, ids.shape[1]) for name in self.names
         )
-        batches = [batching.of_rows(ids[i : i + some], self.cfg) for i in range(0, len(ids), some)]
+        batches = [
+            batching.of_rows(ids[i : i + longest], self.cfg) for i in range(0, len(ids), longest)
+        ]
         ours = [self._in_full_precision(batch, Needs()) for batch in batches]
-        own = [self._in_full_precision(batch, Needs(own_head=True)) for batch in batches]
+        expected_stats = [self._in_full_precision(batch, Needs(own_head=True)) for batch in batches]
         for name, key in zip(self.names, ("logp", "actor_logp"), strict=False):
             config = getattr(self.models, name).config
             logp, expected = (
-                torch.cat([getattr(stats, key) for stats in found]) for found in (ours, own)
+                torch.cat([getattr(stats, key) for stats in stats_list])
+                for stats_list in (ours, expected_stats)
             )
             gap = float((logp - expected).abs().mean())
             need(
@@ -572,11 +575,11 @@ class Learner:
 
         Writing into these tensors changes the learner."""
         names = self._learning(name)
-        found = {key: p.detach() for p, key in names.items()}
+        tensors = {key: p.detach() for p, key in names.items()}
         for optimizer in self.optimizers[name]:
             for p, state in optimizer.state.items():
-                found |= {f"{names[p]}/{kind}": x for kind, x in state.items()}
-        return found
+                tensors |= {f"{names[p]}/{kind}": x for kind, x in state.items()}
+        return tensors
 
     def make_states(self, saved: dict[str, tuple]) -> None:
         """Allocate optimizer states for a checkpoint. saved: name -> (shape, dtype) of the tensors

@@ -64,7 +64,7 @@ SEED = 0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class Batch(NamedTuple):
+class Samples(NamedTuple):
     """B responses. A row is a prompt, padded on the left, and a response, padded on the right."""
 
     ids: torch.Tensor  # (B, P + T)
@@ -153,7 +153,7 @@ def train(policy, actor, task):
         metrics = {}
         for first in range(start, start + TRAIN_BATCH, MICRO_BATCH):
             rows = slice(first, min(first + MICRO_BATCH, start + TRAIN_BATCH))
-            batch = Batch(*(column[rows] for column in rollout_batch))
+            batch = Samples(*(column[rows] for column in rollout_batch))
             new = [log_probs(model, batch) for model in models]
             batch_ref = [logp[rows] for logp in ref] if ref else [logp.detach() for logp in new]
             loss, token_metrics = jackpot(new, batch_ref, batch)
@@ -218,7 +218,7 @@ def rollout(actor, task, number):
 
 @torch.no_grad()
 def sample(model, task, problems, seeds):
-    """One response for each seed, at temperature 1: a Batch without advantages and mask draws."""
+    """One response for each seed, at temperature 1; advantages and mask draws are missing."""
     G = len(seeds) // len(problems)
     prompts = [torch.tensor(task.encode(problem)) for problem, _ in problems]
     ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(DEVICE)
@@ -249,7 +249,8 @@ def sample(model, task, problems, seeds):
     mask = torch.stack(mask, 1)
     responses = [tokens[row] for tokens, row in zip(ids[:, -mask.shape[1] :], mask, strict=True)]
     rewards = [task.grade(x.tolist(), problems[i // G][1]) for i, x in enumerate(responses)]
-    return Batch(ids, attend, mask, torch.stack(logp_inf, 1), torch.tensor(rewards, device=DEVICE))
+    rewards = torch.tensor(rewards, device=DEVICE)
+    return Samples(ids, attend, mask, torch.stack(logp_inf, 1), rewards)
 
 
 def evaluate(model, task):
@@ -290,7 +291,7 @@ def last_number(text):
     return float((["nan"] + re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", "")))[-1])
 
 
-class Sums:
+class Addition:
     """The toy: "12 + 7 - 3 :" needs "12 + 7 = 19 ; 19 - 3 = 16 # 16". Each number is one token."""
 
     words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [str(n) for n in range(200)]
@@ -369,7 +370,7 @@ def warm_start(task, seed, hidden, layers):
 def load():
     """Policy, actor and task that the settings name."""
     if not MODEL:
-        task = Sums()
+        task = Addition()
         return warm_start(task, 0, 192, 3), warm_start(task, 1, 128, 2), task
     load_model = AutoModelForCausalLM.from_pretrained
     policy = load_model(MODEL, dtype=torch.float32).to(DEVICE)

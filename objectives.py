@@ -470,12 +470,12 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
         return value, logs
     as_actor = replace(batch, logp_ref=batch.actor_logp_ref)
     of_actor = replace(stats, kept_factor=None, weight_mean=1.0)
-    own, _ = loss(replace(new, logp=new.actor_logp), as_actor, of_actor, actor_config(cfg))
+    actor_loss, _ = loss(replace(new, logp=new.actor_logp), as_actor, of_actor, actor_config(cfg))
     distill = new.distill_loss.masked_fill(~batch.mask, 0.0)
-    value = value + own
+    value = value + actor_loss
     if stats.distill_lambda != 0:
         value = value + stats.distill_lambda * distill
-    return value, {**logs, "actor_loss": own.detach(), "distill": distill.detach()}
+    return value, {**logs, "actor_loss": actor_loss.detach(), "distill": distill.detach()}
 
 
 def actor_config(cfg: Config):

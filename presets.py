@@ -199,9 +199,9 @@ def called(cfg: dict) -> str:
     """Name of a run: its preset, and the axes that differ from the preset. cfg: all flags, by
     name."""
     preset = {**DEFAULTS, **OBJECTIVES[cfg["objective"]]}
-    own = [
+    axes = [
         f"{axis}={cfg[axis]}"
         for axis in ("correction", "surrogate", "ratio_base")
         if cfg[axis] != preset[axis]
     ]
-    return ", ".join([cfg["objective"], *own])
+    return ", ".join([cfg["objective"], *axes])

@@ -347,12 +347,12 @@ class LowBitExperts(nn.Module):
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         gate_up, down = self.matrices("gate_up_proj"), self.matrices("down_proj")
-        how = (self.format, nn.functional.linear)
+        setting = (self.format, nn.functional.linear)
         with torch.autocast(device, enabled=False):
             for e in top_k_index.unique().tolist():
                 token, k = (top_k_index == e).nonzero(as_tuple=True)
-                gate, up = StraightThroughMatmul.apply(x[token], *gate_up[e], *how).chunk(2, -1)
-                y = StraightThroughMatmul.apply(self.act_fn(gate) * up, *down[e], *how)
+                gate, up = StraightThroughMatmul.apply(x[token], *gate_up[e], *setting).chunk(2, -1)
+                y = StraightThroughMatmul.apply(self.act_fn(gate) * up, *down[e], *setting)
                 out.index_add_(0, token, (y * top_k_weights[token, k, None]).to(out.dtype))
         return out
 
@@ -380,19 +380,19 @@ def quantized_linears(model) -> dict[str, nn.Linear]:
 def experts_of(model) -> dict[str, nn.Module]:
     """The modules with all experts' matrices of a layer, by name: gate_up_proj (E, 2 I, H),
     down_proj (E, H, I)."""
-    found = {}
+    experts = {}
     for name, m in model.named_modules():
-        usual = (
+        known_names = (
             getattr(getattr(m, "_apply_gate", None), "__name__", "") == "_default_apply_gate"
         )  # act(gate) * up
-        if (usual or isinstance(m, LowBitExperts)) and m._parameters.keys() == {
+        if (known_names or isinstance(m, LowBitExperts)) and m._parameters.keys() == {
             "gate_up_proj",
             "down_proj",
         }:
             E, rows, H = m.gate_up_proj.shape
             if m.down_proj.shape == (E, H, rows // 2):
-                found[name] = m
-    return found
+                experts[name] = m
+    return experts
 
 
 def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:

@@ -227,8 +227,8 @@ class LocalSource:
         Each took as many (with --dynamic_sampling not quite: then some problems are left out, and
         none comes twice)."""
         taken = max(state["sequence"] for state in states) * len(states)
-        own = states[min(self.rank, len(states) - 1)]
-        return {**own, "sequence": -(-taken // self.n_ranks)}
+        rank_state = states[min(self.rank, len(states) - 1)]
+        return {**rank_state, "sequence": -(-taken // self.n_ranks)}
 
     def close(self) -> None:
         self.engine.close()

@@ -168,7 +168,7 @@ def key(name: str) -> str:
 def parts_of(held, published, fused: dict[str, list[str]]) -> dict[str, list[str]]:
     """engine tensor -> the published tensors in it. fused: name of a fused module -> names of its
     parts."""
-    by_key, found = {key(name): name for name in published}, {}
+    by_key, parts_of_tensor = {key(name): name for name in published}, {}
     for name in held:
         options = [[key(name)]]
         options += [
@@ -176,9 +176,9 @@ def parts_of(held, published, fused: dict[str, list[str]]) -> dict[str, list[str
         ]
         for parts in options:
             if all(part in by_key for part in parts):
-                found[name] = [by_key[part] for part in parts]
+                parts_of_tensor[name] = [by_key[part] for part in parts]
                 break
-    return found
+    return parts_of_tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,14 +238,14 @@ class WeightCheck:
         if stale:
             old = all(self._matches(engine, name, self.before) for name in stale)
             names = [part for name in stale for part in self.parts[name]]
-            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+            suffix = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
             state = (
                 f"still holds the bytes of version {self.version}"
                 if old
                 else "holds other bytes than were published"
             )
             raise SyncError(
-                f"version {version}: the engine {state} in {names[0]}{more}; {TURN_OFF}"
+                f"version {version}: the engine {state} in {names[0]}{suffix}; {TURN_OFF}"
             )
         changed = [loaded[name] != self.before.get(name) for name in loaded]
         share = float(np.mean(changed)) if self.before else float("nan")
@@ -312,7 +312,7 @@ class WeightCheck:
         SyncError: rounding does not explain the error. trial: of rolled weights, which may overflow
         in 16 bits."""
         dtype = getattr(torch, engine.dtype)
-        says = engine.logprobs(self.ids)  # (R, L - 1)
+        engine_logp = engine.logprobs(self.ids)  # (R, L - 1)
         tokens, sampled = sample(engine, self.ids)  # (R, n)
         rows = self.ids.copy()
         prompt = self.ids.shape[1] - tokens.shape[1]
@@ -328,10 +328,10 @@ class WeightCheck:
                 f"{e.args[0]} was not published; publish the whole state dict"
             ) from None
         published, behind, nudged, _ = np.split(logp, 4)
-        if trial and not (np.isfinite(says).all() and np.isfinite(logp).all()):
+        if trial and not (np.isfinite(engine_logp).all() and np.isfinite(logp).all()):
             return float("nan"), float("nan")
         error, floor, spread = (
-            rms(says - published),
+            rms(engine_logp - published),
             rms(nudged - published),
             float(published.std()),
         )
@@ -340,7 +340,7 @@ class WeightCheck:
         )  # robust: they are few
         limit = LIMIT * floor if 2 * floor > spread else min(LIMIT * floor, spread)
         if not max(error, decoded) <= limit:
-            where = "of prompts" if not error <= limit else "of sampled tokens"
+            place = "of prompts" if not error <= limit else "of sampled tokens"
             hint = (
                 "of other weights, loaded on trial: it computes with copies that its loader does not replace, or "
                 "another function"
@@ -348,7 +348,7 @@ class WeightCheck:
                 else "of the published weights: a tensor is transposed, exchanged, wrongly scaled or missing in it"
             )
             raise SyncError(
-                f"version {version}: the engine's log-probabilities {where} are {max(error, decoded):.3g} nats away "
+                f"version {version}: the engine's log-probabilities {place} are {max(error, decoded):.3g} nats away "
                 f"from those {hint} (rounding explains {floor:.3g}); {TURN_OFF}"
             )
         return error, floor
@@ -357,8 +357,8 @@ class WeightCheck:
 def totals(sums: list[int], tp: int) -> set[int]:
     """Checksums that a tensor of these parts may have, summed over `tp` ranks: each part is divided
     among the ranks, or all but the first (keys and values), or all, are on several of them."""
-    first, rest = sums[0], sum(sums[1:])
-    return {wrap(a * first + b * rest) for b in range(1, tp + 1) for a in (1, b)}
+    first, others = sums[0], sum(sums[1:])
+    return {wrap(a * first + b * others) for b in range(1, tp + 1) for a in (1, b)}
 
 
 def wrap(n: int) -> int:

@@ -253,10 +253,10 @@ class Training:
     def eval_engine(self, name: str):
         """An engine with one model's weights as they are now; None: a plain sampler on the
         learner's own."""
-        how = evaluated_by(self.cfg, name)
-        if how == "torch" or not self.run.eval_sets:
+        kind = evaluated_by(self.cfg, name)
+        if kind == "torch" or not self.run.eval_sets:
             return None
-        if how == "own":
+        if kind == "own":
             return self.source.lend(self.learner.published(name, self.source.packed))
         if self.second_engine is None:
             self.second_engine = open_eval_engine(self.cfg, self.run, self.comm)

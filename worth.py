@@ -57,7 +57,7 @@ from eval import sampler_of
 from learner import Comm, Learner
 from machinery import flags, plot, settings
 from machinery.flags import names_model, need, run_command
-from machinery.measure import FOLDS, Reference, Seen, with_errors
+from machinery.measure import FOLDS, Reference, RowSamples, with_errors
 from machinery.optim import learning
 from machinery.run import open_run, open_source, topk_of
 from model import Needs, TokenStats, needs_of_ref_pass
@@ -113,22 +113,22 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     both = dataclass(frozen=True)(type("Flags", (WorthFlags, config.Config), {}))
     pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config"})
     names = {f.name for f in fields(WorthFlags)}
-    own = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})
+    worth_flags = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})
     given = {k for k, _ in pairs}
-    usual = {"lr": "1", "actor_lr": "1", "dtype": "float32"}  # asked for, and nothing learns
-    usual["rollout_dtype"] = engine_dtype(pairs)
-    pairs = [*((k, v) for k, v in usual.items() if k not in given), *pairs]
+    defaults = {"lr": "1", "actor_lr": "1", "dtype": "float32"}  # asked for, and nothing learns
+    defaults["rollout_dtype"] = engine_dtype(pairs)
+    pairs = [*((k, v) for k, v in defaults.items() if k not in given), *pairs]
     shared = [f"--{k}={v}" for k, v in pairs if k not in names]
     for name in ("objective", "correction"):
         need(name not in given, f"--{name}: name the objectives to weigh with --rows")
     of_all = [f"--{k}={v}" for k, v in pairs if k in OF_ROWS - {"advantage", "reduction"}]
     if of_all and flags.from_environment("RANK", 0) == 0:
         print(f"note: every row with {' '.join(of_all)}, under its own name", file=sys.stderr)
-    check(own)
+    check(worth_flags)
     rows = {}
-    for row in filter(None, map(str.strip, own.rows.split(";"))):
-        objective, *more = row.split()
-        for flag in more:
+    for row in filter(None, map(str.strip, worth_flags.rows.split(";"))):
+        objective, *flags_of_row = row.split()
+        for flag in flags_of_row:
             name = flag.partition("=")[0]
             need(
                 name in OF_ROWS or name not in config.FIELDS,
@@ -136,16 +136,16 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
                 "separately from --rows",
             )
         rows[row] = settings.parse(
-            [*shared, f"--objective={objective}", *(f"--{flag}" for flag in more)]
+            [*shared, f"--objective={objective}", *(f"--{flag}" for flag in flags_of_row)]
         )
     need(rows, "--rows: names no objective")
     for row, cfg in rows.items():
         check_row(row, cfg)
     lead = next(iter(rows.values()))
-    seen = own.noise_batches * lead.train_batch // lead.group_size
+    seen = worth_flags.noise_batches * lead.train_batch // lead.group_size
     need(
         seen >= FOLDS,
-        f"--noise_batches={own.noise_batches}: {seen} groups of responses; at least {FOLDS}, for an error",
+        f"--noise_batches={worth_flags.noise_batches}: {seen} groups of responses; at least {FOLDS}, for an error",
     )
     kept = {topk_of(cfg) for cfg in rows.values()} - {0}
     need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
@@ -153,11 +153,11 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows]
     plain = settings.parse([*of_g, "--objective=none"])
     need(
-        not own.stale or plain.actor == "none",
-        f"--stale={own.stale}: the actor samples here; add --actor=none",
+        not worth_flags.stale or plain.actor == "none",
+        f"--stale={worth_flags.stale}: the actor samples here; add --actor=none",
     )
     return (
-        own,
+        worth_flags,
         rows,
         replace(unregularised(on_policy_config(plain)), actor="none", rollout_quant="none"),
     )
@@ -170,13 +170,13 @@ def engine_dtype(pairs: list[tuple[str, str]]) -> str:
     given = {key: value for file in of_files for key, value in file.items()} | dict(pairs)
     model = given.get("model", config.Config.model)
     default = config.EMBEDDED["rollout_dtype"] if model.startswith("base:") else given.get("dtype")
-    found = given.get("rollout_dtype", default)
+    dtype = given.get("rollout_dtype", default)
     need(
-        found is not None,
+        dtype is not None,
         f"--model={model}: the engine of a model of your own has no default precision; name it, for instance "
         f"--rollout_dtype={config.PROPOSED['dtype']}",
     )
-    return found
+    return dtype
 
 
 def check(own: WorthFlags) -> None:
@@ -306,8 +306,8 @@ class Weights:
 
     def gradient(self) -> list[torch.Tensor]:
         """Gradient of J after the last backward pass; the loss is -J."""
-        found = [local(p.grad).detach().view(-1) for p in learning(self.learner.models.policy)]
-        return [-x for x in self.chosen(found)]
+        gradients = [local(p.grad).detach().view(-1) for p in learning(self.learner.models.policy)]
+        return [-x for x in self.chosen(gradients)]
 
     def random(self, number: int) -> list[torch.Tensor]:
         """A direction of independent signs: E <x, v>^2 = |x|^2."""
@@ -325,10 +325,10 @@ class Weights:
 
     @torch.no_grad()
     def shift(self, direction, size: float) -> None:
-        for x, entries, rest, d in zip(
+        for x, entries, numbers, d in zip(
             self.flat, self.entries, self.at_rest, direction, strict=True
         ):
-            x[entries] = rest + size * d.to(x.device)
+            x[entries] = numbers + size * d.to(x.device)
 
     def slopes(self, batch, directions) -> list[torch.Tensor]:
         """s_t = d/de log p_t(theta + e v), (B, T), along each direction v, by a difference."""
@@ -350,11 +350,13 @@ class Weights:
         """About how far log-probabilities move for a step of 1, from a small one on a few responses
         of all ranks."""
         if id(direction) not in self.spreads:
-            few = batch.select(list(range(min(len(batch), 16))))
+            part = batch.select(list(range(min(len(batch), 16))))
             small = 1e-3 / math.sqrt(self.dot(direction, direction))
-            change = self.shifted(few, direction, small) - still[: len(few), : few.tokens.shape[1]]
+            change = (
+                self.shifted(part, direction, small) - still[: len(part), : part.tokens.shape[1]]
+            )
             squares, count = self.learner.comm.sum(
-                [change[few.mask].double().square().sum(), few.mask.sum()]
+                [change[part.mask].double().square().sum(), part.mask.sum()]
             )
             self.spreads[id(direction)] = max(math.sqrt(squares / count) / small, 1e-12)
         return self.spreads[id(direction)]
@@ -396,7 +398,7 @@ class Measurement:
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(lead, self.comm)
         late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
-        sizes = [one.vocabulary for one in (run, late)]
+        sizes = [each_run.vocabulary for each_run in (run, late)]
         need(
             sizes[0] == sizes[1],
             f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}",
@@ -436,14 +438,14 @@ class Measurement:
                 squares[part][b // each] += self.weights.dot(gradient, gradient) / each
                 mean = means[part][b // each]
                 mean[:] = [a + x / each for a, x in zip(mean, gradient, strict=True)]
-        found = {part: self.reference(means[part], squares[part], each) for part in self.parts}
-        found = {part: r for part, r in found.items() if r.is_found()}
+        estimates = {part: self.reference(means[part], squares[part], each) for part in self.parts}
+        estimates = {part: r for part, r in estimates.items() if r.is_found()}
         need(
-            EVERYTHING in found,
+            EVERYTHING in estimates,
             f"--reference={self.own.reference}: the on-policy gradient does not stand out of its noise; take more "
             "batches, or a task that the policy solves at times",
         )
-        return found
+        return estimates
 
     def gradient(self, batch) -> list[torch.Tensor]:
         """Of one on-policy batch, without a correction."""
@@ -473,17 +475,17 @@ class Measurement:
                 random = self.weights.slopes(batch, bar)
             yield Slopes(batches, along, random)
 
-    def see(self, seen: Seen, slopes: Slopes, c: torch.Tensor, part=EVERYTHING) -> None:
+    def see(self, seen: RowSamples, slopes: Slopes, c: torch.Tensor, part=EVERYTHING) -> None:
         """Add the measurements of coefficients c (B, T) on a batch."""
         batch = next(iter(slopes.batches.values()))
         c = c * of_length(batch, part)
         seen.along.append(self.comm.sum([(c * s).sum() for s in slopes.along[part]]))
         if slopes.random is not None:
             shares = torch.stack([(c * s).sum(1) for s in slopes.random], 1)  # (B, directions)
-            mine = shares.new_zeros(self.groups, len(slopes.random)).index_add_(
+            local_shares = shares.new_zeros(self.groups, len(slopes.random)).index_add_(
                 0, batch.group, shares
             )
-            everyone = self.comm.cat(mine.flatten().to(self.comm.device))
+            everyone = self.comm.cat(local_shares.flatten().to(self.comm.device))
             seen.noise.append(everyone.view(-1, len(slopes.random)).cpu().numpy())
 
     def count(self, who: str, batch, kl=0.0) -> None:
@@ -602,7 +604,7 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config)
     start = time.perf_counter()
     m = Measurement(own, rows, plain)
     references = m.references()
-    seen = {(part, name): Seen() for part in references for name in rows}
+    seen = {(part, name): RowSamples() for part in references for name in rows}
     for slopes in m.slopes(references):
         for name, cfg in rows.items():
             c = coefficients(slopes.batches[name], m.comm, cfg)

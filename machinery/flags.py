@@ -79,8 +79,8 @@ def about_files(e: OSError, path: Path | str | None = None) -> UserError | None:
     if e.errno not in ABOUT_FILES:
         return None
     name = path if e.filename is None else e.filename
-    where = "" if name is None else f"{name}: "
-    return UserError(f"{where}{e.strerror}; {ABOUT_FILES[e.errno]}")
+    prefix = "" if name is None else f"{name}: "
+    return UserError(f"{prefix}{e.strerror}; {ABOUT_FILES[e.errno]}")
 
 
 def read_text(path: Path | str) -> str:
@@ -97,13 +97,13 @@ def read_text(path: Path | str) -> str:
 def read_json(path: Path | str, fix: str) -> dict:
     """The JSON object in a file. UserError names the file, the problem, and the fix."""
     try:
-        found = json.loads(read_text(path))
+        value = json.loads(read_text(path))
     except UserError:
         raise
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path}: not valid JSON ({e}); {fix}") from None
-    need(isinstance(found, dict), f"{path}: not a JSON object; {fix}")
-    return found
+    need(isinstance(value, dict), f"{path}: not a JSON object; {fix}")
+    return value
 
 
 def is_hub_id(name: str) -> bool:
@@ -341,8 +341,8 @@ def choice(key: str, value, known, place: str = "") -> None:
 
 def groups_of(cls) -> list[type]:
     """The class's own flags first, then its groups as they are written."""
-    own = [cls] if "__annotations__" in vars(cls) else []
-    return own + [g for base in cls.__bases__ if base is not object for g in groups_of(base)]
+    first = [cls] if "__annotations__" in vars(cls) else []
+    return first + [g for base in cls.__bases__ if base is not object for g in groups_of(base)]
 
 
 def docs_of(cls) -> dict[str, str]:

@@ -113,7 +113,7 @@ def repetition(tokens, exists, n: int = 4):
     is shorter than n."""
     if tokens.shape[1] < n:
         return tokens.new_zeros(len(tokens), dtype=torch.double)
-    grams, whole = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
+    grams, in_response = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
     key = torch.zeros_like(grams[..., 0])
     for i in range(
         n
@@ -122,9 +122,9 @@ def repetition(tokens, exists, n: int = 4):
     nowhere = (
         torch.arange(key.shape[1], device=key.device) - 2**62
     )  # n-grams that do not exist are all distinct
-    ordered = torch.where(whole, key, nowhere).sort(1).values
+    ordered = torch.where(in_response, key, nowhere).sort(1).values
     repeats = (ordered[:, 1:] == ordered[:, :-1]).sum(1)
-    return repeats / whole.sum(1).clamp_min(1).double()
+    return repeats / in_response.sum(1).clamp_min(1).double()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Reference:
 
 
 @dataclass
-class Seen:
+class RowSamples:
     """Measurements of one row: its gradient along the directions."""
 
     along: list = field(default_factory=list)  # batches of (FOLDS,)      <g_c, mean of g>
@@ -294,7 +294,7 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
 
     along: (batches, FOLDS); noise: (groups, directions); groups: in a batch. keep: selected items
     (`replicates`)."""
-    batches, some, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
+    batches, rows, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
     square = reference.square(folds)
     n = len(folds) * reference.batches
     noise_on = (
@@ -305,13 +305,13 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
     by_batch = along[np.ix_(batches, folds)].mean(1) / square
     scale = by_batch.mean()
     scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)  # without its noise
-    shares = noise[np.ix_(some, directions)]
+    shares = noise[np.ix_(rows, directions)]
     variance = groups * shares.var(0, ddof=1)  # of a batch, along each direction
     elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(
         1
     )
     of_means = (
-        variance * groups / len(some) + scale_squared * noise_on / n
+        variance * groups / len(rows) + scale_squared * noise_on / n
     )  # contribution of noise to `elsewhere`, squared
     bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
     noise_of_batch = variance.mean() / square
@@ -353,7 +353,7 @@ def jackknife(values: list[list[float]]) -> float:
     return math.sqrt(variance)
 
 
-def with_errors(seen: Seen, reference: Reference, groups: int) -> dict[str, float]:
+def with_errors(seen: RowSamples, reference: Reference, groups: int) -> dict[str, float]:
     """`estimate`, and NAME_se by the jackknife."""
     along, noise = np.array(seen.along), np.concatenate(seen.noise)
     kinds = replicates(len(along), *noise.shape)

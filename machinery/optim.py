@@ -17,9 +17,9 @@ class Muon(torch.optim.Muon):
     Shards of such a parameter hold whole experts."""
 
     def _init_group(self, group, *lists):
-        found = ([], [], [])  # parameters, gradients, momenta
-        complex_numbers = super()._init_group(group, *found)
-        for tensors, wanted in zip(found, lists, strict=True):
+        group_lists = ([], [], [])  # parameters, gradients, momenta
+        complex_numbers = super()._init_group(group, *group_lists)
+        for tensors, wanted in zip(group_lists, lists, strict=True):
             for x in tensors:
                 wanted += getattr(x, "_local_tensor", x).unbind() if x.ndim == 3 else [x]
         return complex_numbers
@@ -37,11 +37,11 @@ def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
             getattr(m, kind) for m, kind in quant.expert_parameters(model).values()
         ]  # convolutions are none
     chosen = {id(p) for p in matrices + experts}
-    rest = [p for p in learning(model) if id(p) not in chosen]
+    others = [p for p in learning(model) if id(p) not in chosen]
     betas = (0.9, cfg.adam_beta2)
     # one parameter after the other: all at once would take 4 bytes of each for a moment
-    how = {"eps": 1e-8, "weight_decay": cfg.weight_decay, "foreach": False}
-    optimizers = [torch.optim.AdamW(rest, lr=lr, betas=betas, **how)]
+    options = {"eps": 1e-8, "weight_decay": cfg.weight_decay, "foreach": False}
+    optimizers = [torch.optim.AdamW(others, lr=lr, betas=betas, **options)]
     if matrices:
         muon = Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
         if experts:

@@ -81,8 +81,8 @@ def draw(runs: list[str], out: str) -> str:
         for run in reversed(rows):  # the first run last, above the others
             draw_line(ax, rows[run], keys, colours[run], width=2.4 if run == str(runs[0]) else 1.2)
         if not ax.has_data():
-            where = dict(ha="center", va="center", transform=ax.transAxes)
-            ax.text(0.5, 0.5, "not measured in these runs", color="grey", **where)
+            style = dict(ha="center", va="center", transform=ax.transAxes)
+            ax.text(0.5, 0.5, "not measured in these runs", color="grey", **style)
         ax.set_xlabel("updates", fontsize=8)
         ax.grid(alpha=0.3)
     handles = [Line2D([], [], color=colours[run], label=run) for run in rows]
@@ -185,8 +185,8 @@ def evaluation_lines(rows: list[dict]) -> list[str]:
 
 def rounded_line(cfg: dict) -> list[str]:
     """A note if evaluation used quantized weights but the checkpoint is full precision."""
-    own = cfg["eval_engine"] != "torch" and cfg["samplers"] == "local"
-    if not own or cfg["rollout_quant"] == "none" or cfg["learner_quant"] != "none":
+    by_engine = cfg["eval_engine"] != "torch" and cfg["samplers"] == "local"
+    if not by_engine or cfg["rollout_quant"] == "none" or cfg["learner_quant"] != "none":
         return []
     name = "policy" if cfg["actor"] == "none" else "actor"
     return [
@@ -273,18 +273,18 @@ def print_samples(run: str, last: int) -> None:
     need(
         path.is_file(), f"{path}: no such file; give the folder of a run with --log_samples above 0"
     )
-    found = rows(path)
+    samples = rows(path)
     need(
-        found,
+        samples,
         f"{path}: no responses in it; wait for the run's first update, or give another run's folder",
     )
-    for row in found[-last:]:
+    for row in samples[-last:]:
         need(
             is_response(row),
             f"{path}: the line of step {row['step']} is not that of a response; fix or remove it",
         )
-        said = f"reward {row['reward']:g}, {row['finish_reason']}, gap {row['gap']:.3g} nats"
-        print(f"update {row['step'] + 1}: {said}\n{row['prompt']}")
+        header = f"reward {row['reward']:g}, {row['finish_reason']}, gap {row['gap']:.3g} nats"
+        print(f"update {row['step'] + 1}: {header}\n{row['prompt']}")
         print(
             " ".join(
                 coloured(text, gap) for text, gap in zip(row["tokens"], row["gaps"], strict=True)

@@ -150,8 +150,8 @@ def open_run(cfg: config.Config, comm) -> Run:
     longest = task.fit(tokenizer, cfg.max_prompt_tokens)
     needed = [("max_tokens", cfg.max_tokens, longest)]
     needed += [
-        ("eval_task", one.max_tokens, one.task.fit(tokenizer, cfg.max_prompt_tokens))
-        for one in held_out
+        ("eval_task", each_task.max_tokens, each_task.task.fit(tokenizer, cfg.max_prompt_tokens))
+        for each_task in held_out
     ]
     eval_context = max(
         [tokens + prompt for flag, tokens, prompt in needed if flag == "eval_task"], default=0
@@ -162,10 +162,11 @@ def open_run(cfg: config.Config, comm) -> Run:
             f"--{flag}={getattr(cfg, flag)}: the longest prompt has {prompt} tokens, with {tokens} of a response more "
             f"than the model's context of {limit}; shorten the response, or drop long prompts with --max_prompt_tokens",
         )
-    for one in [task, *(held.task for held in held_out)]:
-        if comm.rank == 0 and getattr(one, "dropped", 0):
+    for each_task in [task, *(held.task for held in held_out)]:
+        if comm.rank == 0 and getattr(each_task, "dropped", 0):
             print(
-                f"{one.name}: {one.dropped} prompts of over {cfg.max_prompt_tokens} tokens dropped, {one.size} left"
+                f"{each_task.name}: {each_task.dropped} prompts of over {cfg.max_prompt_tokens} tokens "
+                f"dropped, {each_task.size} left"
             )
     context = longest + cfg.max_tokens
     read = context if cfg.eval_engine == "torch" else max(context, eval_context)
@@ -194,10 +195,10 @@ def open_run(cfg: config.Config, comm) -> Run:
 def held_out_sets(cfg: Config, task) -> list[EvalSet]:
     """The sets of --eval_task, or the test split of generated problems: a file that is trained on
     is not held out."""
-    usual = {"samples": cfg.eval_samples, "temperature": 1.0, "max_tokens": cfg.max_tokens}
+    defaults = {"samples": cfg.eval_samples, "temperature": 1.0, "max_tokens": cfg.max_tokens}
     if cfg.eval_task:
-        return eval_sets(cfg, "eval_task", usual)
-    return [EvalSet(task, "arith", **usual)] if cfg.task == "arith" else []
+        return eval_sets(cfg, "eval_task", defaults)
+    return [EvalSet(task, "arith", **defaults)] if cfg.task == "arith" else []
 
 
 def open_source(cfg: Config, run, comm):
@@ -215,11 +216,13 @@ def open_source(cfg: Config, run, comm):
     context = max(
         run.context, run.eval_context if cfg.eval_engine != "torch" else 0
     )  # it evaluates too
-    where = (comm.device, run.vocabulary, sleep_level(cfg))
-    engine = make_engine(cfg, run.actor or run.policy, context, max(topk, max_allowed), *where)
+    engine_options = (comm.device, run.vocabulary, sleep_level(cfg))
+    engine = make_engine(
+        cfg, run.actor or run.policy, context, max(topk, max_allowed), *engine_options
+    )
     engine.sleep()  # a resumed run may first train on old groups, and a second engine may start
-    what = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
-    how = {
+    parts = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
+    options = {
         "group_size": cfg.group_size,
         "topk": topk,
         "max_allowed": max_allowed,
@@ -231,8 +234,10 @@ def open_source(cfg: Config, run, comm):
         "n_ranks": comm.size,
     }
     if cfg.delay == "none":
-        return LocalSource(*what, **how)
-    return DelaySource(*what, cfg=cfg, store=run.folder / "versions", writes=comm.writes, **how)
+        return LocalSource(*parts, **options)
+    return DelaySource(
+        *parts, cfg=cfg, store=run.folder / "versions", writes=comm.writes, **options
+    )
 
 
 def open_eval_engine(cfg: Config, run, comm):
@@ -323,12 +328,12 @@ def lock_folder(folder: Path):
     lock = open(folder / LOCK, "a")  # noqa: SIM115  closing it gives the lock back
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine = os.path.samestat(
+        is_held = os.path.samestat(
             os.fstat(lock.fileno()), os.stat(folder / LOCK)
         )  # or its owner has just removed it
     except OSError:
-        mine = False
-    if not mine:
+        is_held = False
+    if not is_held:
         lock.close()
         return None
     return lock
@@ -659,9 +664,9 @@ def rows(path: Path) -> list[dict]:
         except (ValueError, TypeError, KeyError, RecursionError):
             damaged.append(number)
     if out and damaged and damaged != [len(lines)]:
-        more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
+        suffix = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
         print(
-            f"warning: {path}, line {damaged[0]}: not a line of metrics, left out{more}",
+            f"warning: {path}, line {damaged[0]}: not a line of metrics, left out{suffix}",
             file=sys.stderr,
         )
     return out
@@ -673,9 +678,9 @@ def read_metrics(run: Path | str) -> list[dict]:
     path = Path(run) / "metrics.jsonl"
     need(path.is_file(), f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
     later = {row["step"]: row for row in rows(path.with_name(EVALUATED))}
-    found = [row | later.get(row["step"], {}) for row in rows(path)]
+    lines = [row | later.get(row["step"], {}) for row in rows(path)]
     need(
-        found,
+        lines,
         f"{path}: no line of metrics in it; wait for the run's first update, or give the folder of another one",
     )
-    return found
+    return lines

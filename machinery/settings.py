@@ -210,9 +210,9 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     schedule += ("epochs", "dynamic_sampling")
     for name in (*schedule, "weight_decay", "distill_kl_target"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
-    warmup, whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
+    warmup, is_whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
     need(
-        warmup < 1 or whole,
+        warmup < 1 or is_whole,
         f"--warmup_steps={warmup}: a whole number of updates, or a share of --steps below 1",
     )
     need(0 <= cfg.adam_beta2 < 1, f"--adam_beta2={cfg.adam_beta2}: must lie in [0, 1)")
@@ -267,10 +267,10 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
     if torch.cuda.is_available():
         need(cfg.rollout_memory <= 1, f"{memory}: on a GPU a share of its memory, at most 1")
     else:
-        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         need(
-            cfg.rollout_memory < here,
-            f"{memory}: GiB on a CPU, and this host has {here:.0f}; name fewer",
+            cfg.rollout_memory < host_gib,
+            f"{memory}: GiB on a CPU, and this host has {host_gib:.0f}; name fewer",
         )
 
 
@@ -319,8 +319,8 @@ def check_packages(cfg: Config, n_ranks: int) -> None:
     if cfg.samplers == "local":
         check_engine(cfg, n_ranks)
         quant.check_routing(cfg)
-    found = not cfg.wandb or importlib.util.find_spec("wandb") is not None
+    has_wandb = not cfg.wandb or importlib.util.find_spec("wandb") is not None
     need(
-        found,
+        has_wandb,
         f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out",
     )

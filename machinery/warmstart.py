@@ -157,10 +157,10 @@ def config_of(name: str, **more):
     """The transformers config of a model of SHAPES."""
     from transformers import Qwen3Config
 
-    usual = dict(
+    sizes = dict(
         vocab_size=VOCAB, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True
     )
-    return Qwen3Config(**usual, bos_token_id=None, **more, **SHAPES[name])
+    return Qwen3Config(**sizes, bos_token_id=None, **more, **SHAPES[name])
 
 
 def new_model(name: str, seed: int, tokenizer):

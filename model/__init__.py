@@ -147,9 +147,10 @@ class PolicyAndActor(nn.Module):
             outs["routed_alike"] = self.routing.alike()[places(batch, at)]
         if needs.start:
             outs["logp_start"] = self._logp_start(batch, at, share)
-        where = (at // T, at % T)
+        row_and_column = (at // T, at % T)
         return {
-            name: x.new_zeros((B, T) + x.shape[1:]).index_put(where, x) for name, x in outs.items()
+            name: x.new_zeros((B, T) + x.shape[1:]).index_put(row_and_column, x)
+            for name, x in outs.items()
         }
 
     def _statistics(self, batch, at, needs: Needs, share: bool) -> dict[str, torch.Tensor]:
@@ -265,14 +266,14 @@ def read_shared(model, batch, at):
         layer.keys, layer.values = (x.index_select(0, group) for x in (layer.keys, layer.values))
     last = prompts.last_hidden_state.flatten(0, 1).index_select(0, group * P + batch.prompt_len - 1)
     visible = (place < batch.prompt_len[:, None]) | (place >= P)
-    rest = model(
+    suffix_out = model(
         input_ids=batch.tokens[:, :n],
         past_key_values=prompts.past_key_values,
         attention_mask=visible.long(),
         use_cache=True,
         position_ids=batch.prompt_len[:, None] + place[:n],
     ).last_hidden_state
-    return torch.cat([last[:, None], rest], 1)[:, :T].flatten(0, 1).index_select(0, at)
+    return torch.cat([last[:, None], suffix_out], 1)[:, :T].flatten(0, 1).index_select(0, at)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,19 +313,19 @@ class Routing:
 
     def _route(self, layer: int, router, inputs, output):
         """A hook behind a router's forward."""
-        logits, weights, own = output
-        self.chosen[layer] = own
+        logits, weights, chosen = output
+        self.chosen[layer] = chosen
         if self.given is None:
             return output
-        given = self.given[:, layer].to(own.dtype)
-        experts = torch.where(given >= 0, given, own)
+        given = self.given[:, layer].to(chosen.dtype)
+        experts = torch.where(given >= 0, given, chosen)
         return logits, expert_weights(router, logits, experts).to(weights.dtype), experts
 
     def alike(self):
         """(n,): share of layers in which the router would choose the given experts."""
         given = self.given.sort(-1).values  # in any order
-        own = torch.stack(self.chosen, 1).sort(-1).values
-        return (own == given).all(-1).float().mean(-1)
+        chosen = torch.stack(self.chosen, 1).sort(-1).values
+        return (chosen == given).all(-1).float().mean(-1)
 
 
 def expert_weights(router, logits, experts):
@@ -336,11 +337,11 @@ def expert_weights(router, logits, experts):
 def routers_of(model) -> list[nn.Module]:
     """The routers of a mixture of experts, in the order of its layers: hidden states -> (logits,
     weights, experts)."""
-    found = []
+    routers = []
     for name in quant.experts_of(model):
         block = model.get_submodule(name.rpartition(".")[0])
-        found += [router for kind, router in block.named_children() if kind in ("gate", "router")]
-    return found
+        routers += [router for kind, router in block.named_children() if kind in ("gate", "router")]
+    return routers
 
 
 def routing_of(folder: str) -> tuple[int, int, int]:
@@ -554,8 +555,8 @@ class OneModelRows:
         dz = logp.add_(H).mul_(p).mul_(-g_entropy.to(p.dtype))
         if self.scored.inv_temperature is not None:
             dz.mul_(self.scored.inv_temperature[at])
-        own = self.pull(p, at, g)
-        return dz if own is None else dz.add_(own)
+        d_logp = self.pull(p, at, g)
+        return dz if d_logp is None else dz.add_(d_logp)
 
     def stats(self, logp, at) -> dict:
         """The outputs from log-probabilities (n, V)."""
@@ -605,8 +606,8 @@ class TwoModelRows:
             ("z", "kl_after"): needs.exact_z,
             ("top_actor_logp",): needs.topk,
         }
-        more = [name for names, wanted in asked.items() if wanted for name in names]
-        self.outputs = ("logp", "actor_logp", *distills, *policy.outputs[1:], "kl", *more)
+        extra = [name for names, wanted in asked.items() if wanted for name in names]
+        self.outputs = ("logp", "actor_logp", *distills, *policy.outputs[1:], "kl", *extra)
 
     def __call__(self, logits, at) -> dict:
         logq, logp = self.log_softmax(logits, at)
@@ -634,9 +635,9 @@ class TwoModelRows:
             dz = self.pull_distill(logp, logq, q).mul_(g["distill_loss"])
             if self.actor.scored.inv_temperature is not None:
                 dz.mul_(self.actor.scored.inv_temperature[at])
-        own = self.actor.pull(q, at, g["actor_logp"])
-        if own is not None:
-            dz = own if dz is None else dz.add_(own)
+        d_actor = self.actor.pull(q, at, g["actor_logp"])
+        if d_actor is not None:
+            dz = d_actor if dz is None else dz.add_(d_actor)
         return [self.policy.pull_both(logp, at, g["logp"], g.get("entropy")), dz]
 
     def log_softmax(self, logits, at):
@@ -652,15 +653,15 @@ class TwoModelRows:
 
     def pull_distill(self, logp, logq, q):
         """Gradient of the distillation loss in the actor's logits / temperature, (n, V)."""
-        lp, lq, where = self.buckets(logp, logq)
+        lp, lq, bucket = self.buckets(logp, logq)
         if self.needs.distill == "reverse":  # q (log q - log p - KL), bucket by bucket
             gap = lq - lp
             gap = gap - torch.linalg.vecdot(lq.exp(), gap)[:, None]
-            return q * (gap if where is None else gap.gather(1, where))
-        if where is None:  # q - p
+            return q * (gap if bucket is None else gap.gather(1, bucket))
+        if bucket is None:  # q - p
             return q - logp.exp()
         return (
-            q - logq.add_((lp - lq).gather(1, where)).exp_()
+            q - logq.add_((lp - lq).gather(1, bucket)).exp_()
         )  # inside the rest's bucket p is spread as q is
 
     def buckets(self, logp, logq):
@@ -670,12 +671,12 @@ class TwoModelRows:
         if not k:
             return logp, logq, None
         best = logp.topk(k, -1).indices
-        where = torch.full_like(logp, k, dtype=torch.long)
-        where.scatter_(1, best, torch.arange(k, device=best.device).expand_as(best))
-        return bucketed(logp, best), bucketed(logq, best), where
+        bucket = torch.full_like(logp, k, dtype=torch.long)
+        bucket.scatter_(1, best, torch.arange(k, device=best.device).expand_as(best))
+        return bucketed(logp, best), bucketed(logq, best), bucket
 
 
 def bucketed(logp, best):
     """Log-probabilities (n, V) -> those at `best` (n, k) and the sum of the rest, (n, k + 1)."""
-    rest = logp.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([logp.gather(1, best), rest], -1)
+    log_rest = logp.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logp.gather(1, best), log_rest], -1)

@@ -120,8 +120,8 @@ def give_routed(responses, groups, prompts, routed) -> None:
     k))."""
     (_, of_prompts), *steps = routed
     tokens = np.full((len(responses), len(steps), *of_prompts.shape[2:]), -1, np.int16)
-    for t, (which, experts) in enumerate(steps):
-        tokens[which.cpu().numpy(), t] = experts[:, 0]
+    for t, (row_ids, experts) in enumerate(steps):
+        tokens[row_ids.cpu().numpy(), t] = experts[:, 0]
     rows = iter(tokens)
     for prompt, group, experts in zip(prompts, groups, of_prompts, strict=True):
         for r in group:

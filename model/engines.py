@@ -137,10 +137,10 @@ class VLLMEngine:
                 4 * LOCAL_WORLD_SIZE
             )
             wanted = int(memory_gib * 2**30) or cache_size(of_a_token, max_len, rows)
-            one = cache_size(of_a_token, max_len, 1)
+            one_row = cache_size(of_a_token, max_len, 1)
             need(
-                one <= most or has_other_caches(shell.config),
-                f"{folder}: one response of {max_len} tokens, prompt included, needs {one / 2**20:,.1f} MiB of "
+                one_row <= most or has_other_caches(shell.config),
+                f"{folder}: one response of {max_len} tokens, prompt included, needs {one_row / 2**20:,.1f} MiB of "
                 f"key-value cache, and {most / 2**20:,.1f} there are; raise --rollout_memory, or shorten the response",
             )
             memory = {"kv_cache_memory_bytes": min(wanted, most)}
@@ -213,7 +213,7 @@ class VLLMEngine:
         self._wake()
         K = max(topk, max_allowed)
         requests, params = [], []
-        before, own = self._of_all_ranks((list(prompts), seeds))
+        before, offset = self._of_all_ranks((list(prompts), seeds))
         for their_prompts, their_seeds in before:
             for prompt, group in zip(their_prompts, their_seeds, strict=True):
                 # the cache of prefixes is keyed by the salt, so those of older weights are never
@@ -228,17 +228,19 @@ class VLLMEngine:
         outputs = [
             output.outputs[0] for output in self.llm.generate(requests, params, use_tqdm=False)
         ]
-        first = sum(len(group) for _, theirs in before[:own] for group in theirs)
-        mine = outputs[first : first + sum(map(len, seeds))]
-        return grouped(self._responses(mine, K, topk, max_allowed) if mine else [], seeds)
+        first = sum(len(group) for _, theirs in before[:offset] for group in theirs)
+        outputs_here = outputs[first : first + sum(map(len, seeds))]
+        return grouped(
+            self._responses(outputs_here, K, topk, max_allowed) if outputs_here else [], seeds
+        )
 
     def _of_all_ranks(self, x) -> tuple[list, int]:
         """(the values of all ranks of this engine, in order; the index of this rank)."""
         if self.ranks is None:
             return [x], 0
-        found = [None] * self.ranks.size()
-        dist.all_gather_object(found, x, group=self.ranks)
-        return found, self.ranks.rank()
+        values = [None] * self.ranks.size()
+        dist.all_gather_object(values, x, group=self.ranks)
+        return values, self.ranks.rank()
 
     def any_rank(self, condition: bool) -> bool:
         """Whether the condition holds on any of the ranks that are this engine: then all of them
@@ -506,8 +508,8 @@ class HFEngine:
     ) -> list[Response]:
         """All responses of one batch, N of them, token by token."""
         T = sampling.max_tokens
-        every = list(chain.from_iterable(seeds))
-        u = torch.from_numpy(np.stack([uniforms(T, "sample", seed) for seed in every])).to(
+        all_seeds = list(chain.from_iterable(seeds))
+        u = torch.from_numpy(np.stack([uniforms(T, "sample", seed) for seed in all_seeds])).to(
             self.device
         )  # (N, T)
         stop = torch.tensor(stop_ids, device=self.device)
@@ -555,7 +557,7 @@ class HFEngine:
         # Each response starts from the cache of its group's prompt.
         sizes = torch.tensor(group_sizes, device=self.device)
         prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
-        which = torch.arange(len(prompt_of), device=self.device)
+        indices = torch.arange(len(prompt_of), device=self.device)
         logits, cache = self._forward(
             ids, attention_mask=mask if padded else None, position_ids=position, **self._empty()
         )
@@ -564,7 +566,7 @@ class HFEngine:
         if self.exact:
             cache, padded = in_order(cache, position), False
         rows = Rows(
-            which=which, position=position, mask=mask[prompt_of] if padded else None, cache=cache
+            which=indices, position=position, mask=mask[prompt_of] if padded else None, cache=cache
         )
         return logits[prompt_of], rows
 
@@ -605,24 +607,24 @@ class HFEngine:
 
         An unknown name or another shape is an error; a missing name is left for the probe to
         find."""
-        own = {
+        parameters = {
             **dict(self.model.named_parameters(remove_duplicate=False)),
             **dict(self.model.named_buffers()),
         }
         if self.packed:
             named_tensors = quant.load_quantized(self.model, named_tensors)
         for name, tensor in named_tensors:
-            own[name].copy_(tensor)
+            parameters[name].copy_(tensor)
 
     def held(self) -> tuple[dict, dict]:
         """As VLLMEngine.held; nothing is packed."""
-        own = {
+        parameters = {
             **dict(self.model.named_parameters(remove_duplicate=False)),
             **dict(self.model.named_buffers()),
         }
         if self.packed:
-            own |= quant.held_quantized(self.model)
-        return checksums(own), {}
+            parameters |= quant.held_quantized(self.model)
+        return checksums(parameters), {}
 
     @torch.no_grad()
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
@@ -633,7 +635,7 @@ class HFEngine:
             .to(self.device)
             .split(rows_at_once(self.model.config, ids.shape[1]))
         )
-        return torch.cat([self._logprobs_of(some) for some in rows]).cpu().numpy()
+        return torch.cat([self._logprobs_of(chunk) for chunk in rows]).cpu().numpy()
 
     def _logprobs_of(self, ids):
         """The same of a tensor, all rows at once. Of a cache that rounds, too: that is the engine's
@@ -709,13 +711,13 @@ def make_engine(
             folder, device=device, exact=cfg.exact, kv_cache=cfg.kv_cache_dtype, **shared
         )
         return engine.record_routing() if cfg.router_replay else engine
-    own = dict(
+    common = dict(
         seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp
     )
-    own["routing"] = cfg.router_replay
-    own["rows"] = getattr(cfg, "rollout_batch", MOST_ROWS) // (
+    common["routing"] = cfg.router_replay
+    common["rows"] = getattr(cfg, "rollout_batch", MOST_ROWS) // (
         dist.get_world_size() if dist.is_initialized() else 1
     )
     return VLLMEngine(
-        folder, max_len=max_len, max_logprobs=topk, sleep_level=sleep_level, **own, **shared
+        folder, max_len=max_len, max_logprobs=topk, sleep_level=sleep_level, **common, **shared
     )

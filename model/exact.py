@@ -256,8 +256,8 @@ class SiLU(nn.Module):
 
 def room(n: int) -> int:
     """Padded number of keys, such that sums of a row do not depend on longer rows of the batch."""
-    rest = n % WHOLE
-    return n - rest + (WHOLE if rest > WHOLE // 2 else rest + -rest % KEYS)
+    remainder = n % WHOLE
+    return n - remainder + (WHOLE if remainder > WHOLE // 2 else remainder + -remainder % KEYS)
 
 
 class Seen(NamedTuple):
@@ -342,15 +342,15 @@ def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, 
         2, (-1, 1, size)
     )  # (B, 1, blocks, 1, size, room(K))
     outs, last = [], 0
-    for some, mask in zip(
+    for chunk, mask in zip(
         query.split(AT_ONCE // size, 1), added.split(AT_ONCE // size, 2), strict=True
     ):
-        n_blocks = some.shape[1]
+        n_blocks = chunk.shape[1]
         last += n_blocks * size  # of these queries
         n = min(key.shape[2], room(K - Q + last))  # no key behind these is seen
         mask = mask[..., :n].expand(B, H, n_blocks, shared, size, n).reshape(B * H, n_blocks, -1, n)
         keys, values = (x[:, :, :n].expand(-1, n_blocks, -1, -1) for x in (key, value))
-        outs.append(scaled_dot_product_attention(some, keys, values, mask, scale=scaling))
+        outs.append(scaled_dot_product_attention(chunk, keys, values, mask, scale=scaling))
     out = torch.cat(outs, 1).unflatten(2, (shared, size)).transpose(1, 2)
     return out.reshape(B, heads, -1, D)[:, :, :Q].to(dtype)
 

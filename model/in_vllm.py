@@ -258,9 +258,9 @@ def own_shared_memory(ranks):
         return
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launched
 
-    own, met = f"run{os.getppid()}", Launched._distributed_args
+    prefix, met = f"run{os.getppid()}", Launched._distributed_args
     Launched._distributed_args = lambda self: (
-        f"env://:{own}",
+        f"env://:{prefix}",
         *met(self)[1:],
     )  # they have met already
     try:
@@ -268,7 +268,7 @@ def own_shared_memory(ranks):
     finally:
         Launched._distributed_args = met
         dist.barrier(group=ranks)
-        for left in SHARED.glob(f"*{own}-*"):
+        for left in SHARED.glob(f"*{prefix}-*"):
             left.unlink(missing_ok=True)
 
 
@@ -328,7 +328,8 @@ def summed_over(ranks, known: dict) -> dict:
     sums = [None] * ranks.size()
     dist.all_gather_object(sums, {name: value for name, (value, _) in known.items()}, group=ranks)
     return {
-        name: (wrap(sum(one[name] for one in sums)), dtype) for name, (_, dtype) in known.items()
+        name: (wrap(sum(sums_of_rank[name] for sums_of_rank in sums)), dtype)
+        for name, (_, dtype) in known.items()
     }
 
 
@@ -398,13 +399,13 @@ def handles(bucket: list) -> dict:
     (IPCWeightTransferUpdateInfo)."""
     from torch.multiprocessing.reductions import reduce_tensor
 
-    found = []
+    tensors = []
     for _, x in bucket:
         gpu = str(torch.cuda.get_device_properties(x.device).uuid)
-        found.append({gpu: reduce_tensor(x)[1]})
+        tensors.append({gpu: reduce_tensor(x)[1]})
     return {
         "names": [name for name, _ in bucket],
         "dtype_names": [str(x.dtype).removeprefix("torch.") for _, x in bucket],
         "shapes": [list(x.shape) for _, x in bucket],
-        "ipc_handles_pickled": base64.b64encode(pickle.dumps(found)).decode(),
+        "ipc_handles_pickled": base64.b64encode(pickle.dumps(tensors)).decode(),
     }

@@ -69,21 +69,21 @@ def start(model, seed: int, folder: Path | None = None) -> None:
     for layer in layers(model):
         A, B = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
         draws = torch.rand(A.shape, generator=generator, dtype=torch.float64)
-        write(A, (2 * draws - 1) / A.shape[1] ** 0.5)
-        write(B, torch.zeros(B.shape))
+        copy_into(A, (2 * draws - 1) / A.shape[1] ** 0.5)
+        copy_into(B, torch.zeros(B.shape))
     if folder is not None:
         read_adapter(model, folder)
 
 
-def write(p, whole) -> None:
+def copy_into(p, tensor) -> None:
     """Copy a whole tensor into a parameter, or into this rank's part of it. Collective where it is
     sharded: the first rank's tensor counts."""
-    whole = whole.to(p.device, p.dtype)
+    tensor = tensor.to(p.device, p.dtype)
     if hasattr(p, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor  # seconds to load
 
-        whole = distribute_tensor(whole, p.device_mesh, p.placements)
-    p.copy_(whole)
+        tensor = distribute_tensor(tensor, p.device_mesh, p.placements)
+    p.copy_(tensor)
 
 
 def layers(model) -> list:
@@ -115,7 +115,7 @@ def merged(model, state: dict, whole, only=None):
         x = whole(x)
         layer, is_base, part = name.partition(".base_layer.")
         if is_base and part == "weight":
-            A, B = (whole(state[f"{layer}.lora_{one}.{NAME}.weight"]) for one in "AB")
+            A, B = (whole(state[f"{layer}.lora_{matrix}.{NAME}.weight"]) for matrix in "AB")
             config = model.peft_config[NAME]
             x = x + (config.lora_alpha / config.r) * (B @ A)
         yield f"{layer}.{part}" if is_base else layer, x
@@ -142,8 +142,8 @@ class Adapter:
     @classmethod
     def of(cls, model, whole) -> Adapter:
         """A copy of a model's; whole: gathers a tensor from all ranks."""
-        own = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
-        tensors = {name: whole(x).to("cpu", copy=True) for name, x in own.items()}
+        adapters = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
+        tensors = {name: whole(x).to("cpu", copy=True) for name, x in adapters.items()}
         return cls(model.peft_config[NAME], tensors, fingerprint(model))
 
     def save(self, folder: Path, base: str) -> None:
@@ -185,14 +185,16 @@ def read_adapter(model, folder: Path) -> None:
 
     saved = load_file(folder / FILE)
     same_base = read_text(folder / BASE) == fingerprint(model)
-    own = {in_file(name): p for name, p in model.named_parameters() if is_adapters(name)}
-    fit = {name: p.shape for name, p in own.items()} == {name: x.shape for name, x in saved.items()}
+    adapters = {in_file(name): p for name, p in model.named_parameters() if is_adapters(name)}
+    fit = {name: p.shape for name, p in adapters.items()} == {
+        name: x.shape for name, x in saved.items()
+    }
     need(
         fit and same_base,
         f"{folder}: its adapters are not of this model; give the base model that they were trained on, as it was then",
     )
-    for name, p in own.items():
-        write(p, saved[name])
+    for name, p in adapters.items():
+        copy_into(p, saved[name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,9 +222,9 @@ def check(cfg: Config) -> None:
 
 
 def need_peft(flag: str) -> None:
-    found = importlib.util.find_spec("peft") is not None
+    has_peft = importlib.util.find_spec("peft") is not None
     need(
-        found,
+        has_peft,
         f"{flag}: the package peft is not installed here; pip install peft, or leave the flag out",
     )
 

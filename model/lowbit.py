@@ -44,14 +44,18 @@ def quantized_for_a_node(folder: str, fmt: Format, packed: bool):
     Collective.
 
     The node's first rank writes it, and has the object with which the copy goes."""
-    own = None
+    folder_lock = None
     local = from_environment("LOCAL_RANK", 0) if dist.is_initialized() else 0
     if local == 0:
-        own = tempfile.TemporaryDirectory()
-        quantized_checkpoint(folder, fmt, own.name, packed)
-    paths = from_all(own and own.name, saving_group())  # nobody goes on before they are whole
+        folder_lock = tempfile.TemporaryDirectory()
+        quantized_checkpoint(folder, fmt, folder_lock.name, packed)
+    paths = from_all(
+        folder_lock and folder_lock.name, saving_group()
+    )  # nobody goes on before they are whole
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return paths[rank - local], own  # torchrun counts the ranks of a node one after the other
+    return paths[
+        rank - local
+    ], folder_lock  # torchrun counts the ranks of a node one after the other
 
 
 def stored_tensors(folder: str):
@@ -68,8 +72,8 @@ def stored_tensors(folder: str):
         name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight
     )
     if not stored.fit(model, tensors) or embedding not in tensors:
-        whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return whole, whole.state_dict().items()
+        full_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return full_model, full_model.state_dict().items()
     pieces = {name: stored.pieces(name, 0, len(x)) for name, x in tensors.items()}
     return model, (
         (name, torch.cat([piece.float() for _, piece in rows])) for name, rows in pieces.items()

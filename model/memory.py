@@ -103,9 +103,9 @@ def read(model, folder: Path | str) -> None:
         return
     with one_sentence(folder, "weights", "copy the folder again"):
         for name, x in tensors.items():
-            first, mine = own_rows(x)
-            for row, piece in stored.pieces(name, first, first + len(mine)):
-                mine[row - first : row - first + len(piece)].copy_(piece)
+            first, local_rows = own_rows(x)
+            for row, piece in stored.pieces(name, first, first + len(local_rows)):
+                local_rows[row - first : row - first + len(piece)].copy_(piece)
 
 
 def own_rows(x) -> tuple[int, torch.Tensor]:
@@ -134,12 +134,12 @@ def read_whole(tensors: dict, folder: Path | str) -> None:
         dist.broadcast_object_list(why, src=0)
     need(not why[0], why[0])
     for name, x in tensors.items():
-        whole = (
+        full_tensors = (
             loaded[name].to(x.device, x.dtype)
             if loaded
             else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         )
-        lora.write(x, whole)
+        lora.write(x, full_tensors)
 
 
 class Stored:
@@ -189,9 +189,9 @@ class Stored:
         parts = expert_parts(name, 0)
         if name in self.shapes or not parts:
             return self.shapes.get(name)
-        found = [self.shapes.get(part) for e in range(len(x)) for part in expert_parts(name, e)]
-        alike = found[0] is not None and all(shape == found[0] for shape in found)
-        return [len(x), len(parts) * found[0][0], *found[0][1:]] if alike else None
+        shapes = [self.shapes.get(part) for e in range(len(x)) for part in expert_parts(name, e)]
+        alike = shapes[0] is not None and all(shape == shapes[0] for shape in shapes)
+        return [len(x), len(parts) * shapes[0][0], *shapes[0][1:]] if alike else None
 
     def pieces(self, name: str, first: int, last: int):
         """Yields (row, rows of a tensor from there on) until all from `first` up to `last` have
@@ -226,11 +226,11 @@ class Stored:
             for name, p in model.named_parameters(remove_duplicate=False)
             if p is self.head_of(model)
         ]
-        found = [name for name in tied if name in self.files]
-        if len(found) < 2 or self.shapes[found[0]] != self.shapes[found[1]]:
+        names = [name for name in tied if name in self.files]
+        if len(names) < 2 or self.shapes[names[0]] != self.shapes[names[1]]:
             return False
-        rows = self.shapes[found[0]][0]
-        pairs = zip(self.pieces(found[0], 0, rows), self.pieces(found[1], 0, rows), strict=True)
+        rows = self.shapes[names[0]][0]
+        pairs = zip(self.pieces(names[0], 0, rows), self.pieces(names[1], 0, rows), strict=True)
         return any(not torch.equal(a, b) for (_, a), (_, b) in pairs)
 
     @staticmethod
@@ -315,8 +315,8 @@ def forward_whole(layer, forward, shards: dict, *args, **kwargs):
     """`forward` of a layer, with these parameters of it made whole in the place of its own."""
     call = nn.Module()
     call.layer, call.forward = layer, forward
-    whole = {f"layer.{name}": p.full_tensor() for name, p in shards.items()}
-    return torch.func.functional_call(call, whole, args, kwargs)
+    full = {f"layer.{name}": p.full_tensor() for name, p in shards.items()}
+    return torch.func.functional_call(call, full, args, kwargs)
 
 
 LOW_BIT = (quant.LowBitLinear, quant.LowBitExperts)
@@ -361,17 +361,24 @@ def forward_again(forward, i: int, *args, past_key_values=None, **more):
     did."""
     if not torch.is_grad_enabled():
         return forward(*args, past_key_values=past_key_values, **more)
-    how = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn: dropout is off
+    options = {
+        "use_reentrant": False,
+        "preserve_rng_state": False,
+    }  # nothing is drawn: dropout is off
     if past_key_values is None:
-        return checkpoint(forward, *args, **how, **more)
+        return checkpoint(forward, *args, **options, **more)
     layer = past_key_values.layers[i]
     known = (layer.keys, layer.values) if layer.is_initialized else ()
 
     def run(known, *args):
-        one = filled(type(layer)(), *known)
-        return forward(*args, past_key_values=one, **more), one.keys, one.values
+        filled_layer = filled(type(layer)(), *known)
+        return (
+            forward(*args, past_key_values=filled_layer, **more),
+            filled_layer.keys,
+            filled_layer.values,
+        )
 
-    out, *new = checkpoint(run, known, *args, **how)
+    out, *new = checkpoint(run, known, *args, **options)
     if not known:  # a prompt; behind the responses nothing comes that would read theirs
         filled(layer, *new)
     return out

@@ -124,11 +124,11 @@ class TensorStream:
     def tensors_of(self, name: str, module) -> dict[str, torch.Tensor]:
         """The published tensors of a module, under the module's own names; several for a low-bit
         weight."""
-        found = {}
-        for own in published_names(module):
-            for part in self.parts(f"{name}.{own}", module):
-                found[part.removeprefix(f"{name}.")] = self.take(part)
-        return found
+        tensors = {}
+        for local_name in published_names(module):
+            for part in self.parts(f"{name}.{local_name}", module):
+                tensors[part.removeprefix(f"{name}.")] = self.take(part)
+        return tensors
 
     def parts(self, name: str, module) -> list[str]:
         """Names of the tensors that hold a parameter: itself, with its scales, or packed int4
@@ -149,10 +149,10 @@ class TensorStream:
 def published_names(module) -> list[str]:
     """Names of a module's own tensors that checkpoints hold: its parameters and persistent
     buffers."""
-    own = {**module._parameters, **module._buffers}
+    tensors = {**module._parameters, **module._buffers}
     return [
         name
-        for name, x in own.items()
+        for name, x in tensors.items()
         if x is not None and name not in module._non_persistent_buffers_set
     ]
 

@@ -140,7 +140,7 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     longest prompt."""
     width = prompt + cfg.max_tokens
     rows = min(max(1, cfg.micro_tokens // width), cfg.train_batch // ranks)
-    found = measure(cfg, configs, rows, prompt, cfg.max_tokens)
+    measured = measure(cfg, configs, rows, prompt, cfg.max_tokens)
     models = {name: States.of(cfg, name, config) for name, config in configs.items()}
     sharded = cfg.parallel == "fsdp" and ranks > 1
     n = ranks if sharded else 1
@@ -150,14 +150,14 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     if not cfg.offload:
         states |= {f"optimizer, {name}": model.optimizer // n for name, model in models.items()}
     gradients = {f"gradients, {name}": model.gradients // n for name, model in models.items()}
-    activations = {f"activations, {name}": size for name, size in found.kept.items()}
+    activations = {f"activations, {name}": size for name, size in measured.kept.items()}
     local = cfg.samplers == "local"
     sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib) if local else 0
     asleep = gpu_gib > 0 and cfg.rollout == "vllm" and cfg.rollout_sleep
     laid_down = local and asleep and sleep_level(cfg) == 1  # its weights wait in the host's memory
     others = {
-        "logits, or a layer's backward": found.moment,
-        "a forward without gradient": found.forward,
+        "logits, or a layer's backward": measured.moment,
+        "a forward without gradient": measured.forward,
         "gathered from other ranks": gathered(models) if sharded else 0,
         "engine": sampling,
         "second engine": second_engine(cfg, configs["policy"], width, ranks, gpu_gib),
@@ -209,11 +209,11 @@ def publishing(
     the three, from a hidden size of 161."""
     ids = probe_ids(width, min(config.vocab_size for config in configs.values()))
     rows, length = ids.shape
-    own = of_scoring(cfg, configs, min(rows, max(1, cfg.micro_tokens // length)), length)
+    scoring = of_scoring(cfg, configs, min(rows, max(1, cfg.micro_tokens // length)), length)
     return max(
         2 * max(model.tensor for model in models.values()),
         of_proof(cfg, configs[sampler_of(cfg)], ids, sharded),
-        own + (gathered(models) if sharded else 0),
+        scoring + (gathered(models) if sharded else 0),
     )
 
 
@@ -279,18 +279,21 @@ def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: floa
         return 0
     sets = [{"samples": cfg.eval_samples, "max_tokens": cfg.max_tokens}]
     if cfg.eval_task:
-        sets = [how for _, how in settings_of(cfg, "eval_task", sets[0])]
+        sets = [engine_kind for _, engine_kind in settings_of(cfg, "eval_task", sets[0])]
     sizes = []
     for name, config in configs.items():
-        how = evaluated_by(cfg, name)
-        if how == "own":
+        engine_kind = evaluated_by(cfg, name)
+        if engine_kind == "own":
             sizes.append(own)
-        elif how == "second":
+        elif engine_kind == "second":
             sizes.append(0)  # it is always there
         else:
-            for one in sets:
-                rows = min(at_once(one["samples"]), -(-cfg.eval_problems // ranks)) * one["samples"]
-                longest = width - cfg.max_tokens + one["max_tokens"]
+            for eval_set in sets:
+                rows = (
+                    min(at_once(eval_set["samples"]), -(-cfg.eval_problems // ranks))
+                    * eval_set["samples"]
+                )
+                longest = width - cfg.max_tokens + eval_set["max_tokens"]
                 sizes.append(plain_sampler(cfg, config, rows, longest, ranks))
     return max(sizes)
 
@@ -335,12 +338,12 @@ def mends(cfg: Config, width: int, ranks: int):
         yield "--parallel=fsdp", {"parallel": "fsdp"}, ranks
     if not cfg.offload:
         yield "--offload=True", {"offload": True}, ranks
-    more = ranks
-    while more < MOST_RANKS:
-        more *= 2
-        if cfg.train_batch % (cfg.group_size * more):
+    n_ranks = ranks
+    while n_ranks < MOST_RANKS:
+        n_ranks *= 2
+        if cfg.train_batch % (cfg.group_size * n_ranks):
             continue  # config.check_sizes
-        yield f"--parallel=fsdp on {more} ranks", {"parallel": "fsdp"}, more
+        yield f"--parallel=fsdp on {n_ranks} ranks", {"parallel": "fsdp"}, n_ranks
 
 
 def fitting(
@@ -348,17 +351,17 @@ def fitting(
 ) -> tuple[list[str], Plan | None]:
     """(flags to add, the plan with them) of the first that fits; (all flags that helped, None) if
     none does."""
-    said: list[str] = []
+    flags: list[str] = []
     smallest = plan_of(cfg, configs, prompt, ranks, gpu_gib)
-    for flag, changes, more in mends(cfg, prompt + cfg.max_tokens, ranks):
-        made = plan_of(replace(cfg, **changes), configs, prompt, more, gpu_gib)
+    for flag, changes, n_ranks in mends(cfg, prompt + cfg.max_tokens, ranks):
+        made = plan_of(replace(cfg, **changes), configs, prompt, n_ranks, gpu_gib)
         if made.peak >= smallest.peak:
             continue
         cfg, smallest = replace(cfg, **changes), made
-        said = [words for words in said if words.split("=")[0] != flag.split("=")[0]] + [flag]
+        flags = [words for words in flags if words.split("=")[0] != flag.split("=")[0]] + [flag]
         if made.peak <= gpu_gib * GIB:
-            return said, made
-    return said, None
+            return flags, made
+    return flags, None
 
 
 def longest_row(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:

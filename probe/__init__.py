@@ -82,7 +82,7 @@ class ProbeFlags(ModelFlags):
 
 
 @dataclass
-class Scored:
+class ScoredTokens:
     """Probabilities of the sampled tokens under engine and learner. After the end of a response
     every array is 0."""
 
@@ -212,7 +212,7 @@ def learner_config(cfg: ProbeFlags, setup) -> config.Config:
     """The training configuration in which the learner scores: no correction, all responses in one
     batch."""
     responses = setup.problems * cfg.samples
-    own = {
+    values = {
         "objective": "none",
         "model": setup.folder,
         "actor": "none",
@@ -224,7 +224,7 @@ def learner_config(cfg: ProbeFlags, setup) -> config.Config:
     }
     names = {f.name for f in dataclasses.fields(config.Config)}
     shared = {name: value for name, value in vars(cfg).items() if name in names}
-    return settings.resolve(config.Config(**{**shared, **own}), 1)  # on one rank
+    return settings.resolve(config.Config(**{**shared, **values}), 1)  # on one rank
 
 
 def rollouts(
@@ -248,7 +248,7 @@ def rollouts(
     return groups
 
 
-def score(learner, groups: list[Rollout], cfg: Config) -> Scored:
+def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
     """The learner's probabilities of the sampled tokens, and the metrics that training would
     log."""
     batch = collate(groups, cfg)
@@ -258,7 +258,7 @@ def score(learner, groups: list[Rollout], cfg: Config) -> Scored:
     _, logs = objectives.loss(new, batch, stats, cfg)
     sums = metrics.Sums()
     metrics.observe(sums, new, batch, stats, logs, cfg)
-    return Scored(
+    return ScoredTokens(
         p_inf=(batch.logp_inf.exp().double() * batch.mask).numpy(),
         p_ref=(batch.logp_ref.exp().double() * batch.mask).numpy(),
         log_r=((batch.logp_ref - batch.logp_inf).double() * batch.mask).numpy(),
@@ -274,7 +274,7 @@ def score(learner, groups: list[Rollout], cfg: Config) -> Scored:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def summarize(cfg: Config, setup, scored: Scored) -> Report:
+def summarize(cfg: Config, setup, scored: ScoredTokens) -> Report:
     """The report but for the control."""
     m = {name.removeprefix("rollout_corr/"): value for name, value in scored.metrics.items()}
     length = scored.length

@@ -27,9 +27,11 @@ def main(argv: list[str] | None = None) -> dict:
     check_flags(cfg)
     actor = find_model(cfg, "actor", "actor") if cfg.actor else None
     setup = open_setup(cfg, PROBLEMS, actor)
-    own = [(one.samples, one.temperature, one.max_tokens) for one in setup.sets]
+    settings = [
+        (eval_set.samples, eval_set.temperature, eval_set.max_tokens) for eval_set in setup.sets
+    ]
     need(
-        own == [(cfg.samples, cfg.temperature, cfg.max_tokens)],
+        settings == [(cfg.samples, cfg.temperature, cfg.max_tokens)],
         f"--task={cfg.task}: the report is about one set, sampled as the flags say; name one set without settings",
     )
     start = None

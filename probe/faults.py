@@ -149,13 +149,13 @@ def places(model) -> dict[str, list[str]]:
     """The names of a model's parameters by decoder layer, and those outside one by one; without the
     head's."""
     head = model.get_output_embeddings().weight
-    found: dict[str, list[str]] = {}
+    by_kind: dict[str, list[str]] = {}
     for name, p in model.named_parameters():
         parts = name.split(".")
         number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
         if p is not head:
-            found.setdefault(".".join(parts[: number + 1]), []).append(name)
-    return found
+            by_kind.setdefault(".".join(parts[: number + 1]), []).append(name)
+    return by_kind
 
 
 def stale_weights(case: Case) -> Iterator[Finding]:
@@ -184,8 +184,8 @@ def stale_prefix(case: Case) -> Iterator[Finding]:
     shortest = min(len(g.prompt_ids) for g in case.groups)
     for block in CACHE_BLOCKS if case.old is not None else ():
         if block < shortest:
-            where = f"in blocks of {block}" if block > 1 else ""
-            yield case.finding(where, case.scorer.score(case.groups, case.old, block))
+            variant = f"in blocks of {block}" if block > 1 else ""
+            yield case.finding(variant, case.scorer.score(case.groups, case.old, block))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,14 +235,14 @@ def wrong_rope(case: Case) -> Iterator[Finding]:
     ]
     if base is None or rope.get("rope_type") != "default" or not rotary:
         return
-    own = [m.inv_freq for m in rotary]
+    frequencies = [m.inv_freq for m in rotary]
     for other in ROPE_BASES:
         if other == base:
             continue
-        for m, speeds in zip(rotary, own, strict=True):
+        for m, speeds in zip(rotary, frequencies, strict=True):
             m.inv_freq = speeds ** (math.log(other) / math.log(base))
         yield case.finding(f"{other:g} for {base:g}", case.logp())
-    for m, speeds in zip(rotary, own, strict=True):
+    for m, speeds in zip(rotary, frequencies, strict=True):
         m.inv_freq = speeds
 
 
@@ -281,11 +281,11 @@ def dropout(case: Case) -> Iterator[Finding]:
         case.scorer.sampling.max_tokens - 1
     )  # an engine that scores wants room for one token more
     told = [r.tokens[:most] for g in case.groups for r in g.responses]
-    one, two = (prefill(case.engine, prompts, told, case.setup.vocabulary) for _ in range(2))
+    first_pass, two = (prefill(case.engine, prompts, told, case.setup.vocabulary) for _ in range(2))
     left = case.left(case.expected)
-    noise = (one - two) ** 2 / 2 / case.scorer.recipe.temperature**2
+    noise = (first_pass - two) ** 2 / 2 / case.scorer.recipe.temperature**2
     certain = bool(noise.sum() > RANDOM * left.sum())
-    left[:, : one.shape[1]] -= noise
+    left[:, : first_pass.shape[1]] -= noise
     yield Finding("", left, case.expected, certain)
 
 
@@ -343,38 +343,38 @@ def other_prompt(case: Case) -> Iterator[Finding]:
         renderings(tokenizer, case.setup.task.find(g.prompt_id), g.prompt_ids.tolist())
         for g in case.groups
     ]
-    for where in asked[0]:
-        prompts = [found[where] for found in asked]
+    for variant in asked[0]:
+        prompts = [rendered[variant] for rendered in asked]
         differ = [p != g.prompt_ids.tolist() for p, g in zip(prompts, case.groups, strict=True)]
         if all(prompts) and any(differ):
             groups = [
                 replace(g, prompt_ids=np.array(p, np.int32))
                 for g, p in zip(case.groups, prompts, strict=True)
             ]
-            yield case.finding(where, case.logp(groups=groups))
+            yield case.finding(variant, case.logp(groups=groups))
 
 
 def renderings(tokenizer, problem, ids: list[int]) -> dict[str, list[int]]:
     """Other ways to ask a problem, as token ids; empty where there is no such way."""
-    own = getattr(tokenizer, "chat_template", None)
+    model_template = getattr(tokenizer, "chat_template", None)
     prompt, kwargs = problem.prompt, dict(problem.chat.kwargs)
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    template = own if problem.chat.template is None else problem.chat.template
+    template = model_template if problem.chat.template is None else problem.chat.template
     unprompted = []
     if template:
-        how = kwargs | {
+        variants = kwargs | {
             "chat_template": template,
             "add_generation_prompt": False,
             "tokenize": False,
         }
         unprompted = tokenizer(
-            tokenizer.apply_chat_template(messages, **how), add_special_tokens=False
+            tokenizer.apply_chat_template(messages, **variants), add_special_tokens=False
         )["input_ids"]
     special = {"<bos>": tokenizer.bos_token_id, "<eos>": tokenizer.eos_token_id}
-    found = {
+    texts = {
         "no chat template": encode(tokenizer, replace(problem, chat=Chat(""))),
         "the tokenizer's template": encode(tokenizer, replace(problem, chat=Chat(None)))
-        if own
+        if model_template
         else [],
         "no generation prompt": unprompted,
         "first token missing": ids[1:],
@@ -382,8 +382,8 @@ def renderings(tokenizer, problem, ids: list[int]) -> dict[str, list[int]]:
         "last token missing": ids[:-1],
     }
     for name, token in special.items():
-        found[f"{name} in front"] = [] if token is None else [token, *ids]
-    return found
+        texts[f"{name} in front"] = [] if token is None else [token, *ids]
+    return texts
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ BLUE, ORANGE = "#1f6fb4", "#e07b28"
 
 
 def draw_mismatch(report, scored, clamp: float, path: Path) -> Path:
-    """Six panels, written to `path`. report, scored: probe.Report and probe.Scored."""
+    """Six panels, written to `path`. report, scored: probe.Report and probe.ScoredTokens."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -51,8 +51,8 @@ def in_pieces(learner, batch) -> torch.Tensor:
     out = torch.zeros_like(batch.logp_inf)
     for start in range(0, len(batch), ROWS):
         rows = list(range(start, min(start + ROWS, len(batch))))
-        few = learner.score(batch.select(rows), Needs()).logp
-        out[rows, : few.shape[1]] = few
+        logp = learner.score(batch.select(rows), Needs()).logp
+        out[rows, : logp.shape[1]] = logp
     return out
 
 
@@ -72,11 +72,11 @@ def engine_rows(engine, prompts, sampling: Sampling, setup) -> list[dict]:
         ]
     decoded = pad([r.logp_inf for r in first]).double().numpy()
     length = np.array([len(r.tokens) for r in first])
-    whole = prefill(engine, prompts, [r.tokens for r in first], setup.vocabulary)
+    at_once = prefill(engine, prompts, [r.tokens for r in first], setup.vocabulary)
     alike = np.array([common(a.tokens, b.tokens) for a, b in zip(first, again, strict=True)])
     second = pad([r.logp_inf for r in again], decoded.shape[1]).double().numpy()
     return [
-        {"name": "engine, decode / prefill"} | distances(decoded, whole, length),
+        {"name": "engine, decode / prefill"} | distances(decoded, at_once, length),
         {"name": "engine, in other batches"} | distances(decoded, second, alike),
     ]
 
@@ -96,10 +96,10 @@ def prefill(engine, prompts, responses, vocabulary: int) -> np.ndarray:
     rows = max(1, LOGITS // (ids.shape[1] * vocabulary))
     parts = [engine.logprobs(ids[start : start + rows]) for start in range(0, len(ids), rows)]
     logp = np.concatenate(parts)
-    found = [
+    logps = [
         row[len(p) - 1 :][: len(r)] for row, p, r in zip(logp, prompts, responses, strict=True)
     ]
-    return pad(found).double().numpy()
+    return pad(logps).double().numpy()
 
 
 def common(a, b) -> int:

@@ -113,8 +113,8 @@ def control(gap, length, short_gap, short_length, piece: int) -> dict | None:
     `piece` tokens, and of its first PIECES * piece. gap (P, T), length (P,): one long response to
     each of P prompts; short_gap and short_length: PIECES short ones to each, prompt by prompt. A
     prompt counts if all of its responses are full. None: fewer than two do."""
-    whole = (short_length >= piece).reshape(-1, PIECES).all(1)
-    full = np.flatnonzero((length >= PIECES * piece) & whole)
+    has_pieces = (short_length >= piece).reshape(-1, PIECES).all(1)
+    full = np.flatnonzero((length >= PIECES * piece) & has_pieces)
     if len(full) < 2:
         return None
     short = short_gap.reshape(len(length), PIECES, -1)[full, :, :piece].max(2)  # (prompts, PIECES)

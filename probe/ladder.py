@@ -216,9 +216,9 @@ class Scorer(HFEngine):
         """As _read_prompts, on the keys and values that `reader` has of the prompts' beginnings."""
         known = [(len(p) - 1) // block * block for p in prompts]
         _, rows = reader._read_prompts([p[:n] for p, n in zip(prompts, known, strict=True)], sizes)
-        rest = [p[n:].astype(np.int64) for p, n in zip(prompts, known, strict=True)]
-        ids = pad([p[::-1] for p in rest], dtype=np.int64).flip(1)  # padded on the left
-        mask = pad([np.ones_like(p) for p in rest], dtype=np.int64).flip(1)
+        suffixes = [p[n:].astype(np.int64) for p, n in zip(prompts, known, strict=True)]
+        ids = pad([p[::-1] for p in suffixes], dtype=np.int64).flip(1)  # padded on the left
+        mask = pad([np.ones_like(p) for p in suffixes], dtype=np.int64).flip(1)
         of_response = torch.arange(len(prompts)).repeat_interleave(torch.tensor(sizes))
         ids, mask = ids[of_response].to(self.device), mask[of_response].to(self.device)
         before = mask.new_ones(len(mask), max(known)) if rows.mask is None else rows.mask
@@ -288,12 +288,12 @@ def explain(
     """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and
     "suspects" where more remains than rounding.
 
-    cfg: ProbeFlags. setup: eval.Setup. scored: probe.Scored. actor: folder of the model that
+    cfg: ProbeFlags. setup: eval.Setup. scored: probe.ScoredTokens. actor: folder of the model that
     samples, if it is another. floor: probe.floor.floors. start: folder of the older weights that
     the engine started from."""
     names, logp, scorer = rungs(cfg, learner, scored, actor)
-    found = shares(names, logp, scored.batch, floor, cfg.log_ratio_clamp)
-    found["suspects"] = []
+    shares_of = shares(names, logp, scored.batch, floor, cfg.log_ratio_clamp)
+    shares_of["suspects"] = []
     if remains(logp, scored.batch) > max(10 * floor[0]["rms"], LEAST):
         old = None
         if start:
@@ -303,12 +303,12 @@ def explain(
                 scorer.device,
                 setup.vocabulary,
             )
-        few = scored.groups[:TRIED]
-        batch = scored.batch.select(list(range(sum(len(g.responses) for g in few))))
+        groups = scored.groups[:TRIED]
+        batch = scored.batch.select(list(range(sum(len(g.responses) for g in groups))))
         B, T = batch.tokens.shape
-        case = Case(scorer, old, engine, setup, few, batch, logp[-2, :B, :T], cfg.micro_tokens)
-        found["suspects"] = suspects(case)
-    return found
+        case = Case(scorer, old, engine, setup, groups, batch, logp[-2, :B, :T], cfg.micro_tokens)
+        shares_of["suspects"] = suspects(case)
+    return shares_of
 
 
 def remains(logp, batch) -> float:
@@ -326,16 +326,16 @@ def rungs(
     start, end = Recipe.of_learner(learner.cfg, folder), Recipe.of_engine(cfg, actor or folder)
     place = (sampling, learner.device, learner.models.vocabulary)
     scorer = Scorer(start, *place)
-    found = {
+    logps = {
         "the learner": scored.batch.logp_ref.double().numpy(),
         "batch shape": in_pieces(learner, scored.batch).double().numpy(),
         "decode path": scorer.score(scored.groups),
     }
     for source, recipe in steps(start, end):
         scorer = Scorer(recipe, *place)
-        found[source] = scorer.score(scored.groups)
-    found["remainder"] = scored.batch.logp_inf.double().numpy()
-    return list(found), np.stack(list(found.values())), scorer
+        logps[source] = scorer.score(scored.groups)
+    logps["remainder"] = scored.batch.logp_inf.double().numpy()
+    return list(logps), np.stack(list(logps.values())), scorer
 
 
 def shares(names: list[str], logp, batch, floor: list[dict], clamp: float) -> dict:

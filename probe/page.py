@@ -177,18 +177,18 @@ def share_text(x: dict, total: float) -> str:
 
 def suspects_text(o) -> list[str]:
     """The faults that explain most of the remainder."""
-    found = o.ladder["suspects"]
-    if not found:
+    suspects = o.ladder["suspects"]
+    if not suspects:
         return ["the remainder is rounding: no fault is searched"]
-    first = found[0]
+    first = suspects[0]
     named = f"{first['fault']} {first['where']}".strip()
     is_named = first["certain"] or first["explained"] > 0.5
     lines = [f"remainder: {named}" if is_named else "remainder: no known fault explains it"]
-    for row in found[:5]:
+    for row in suspects[:5]:
         lines.append(
             f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}"
         )
-    if not any(row["fault"] == "stale weights" for row in found):
+    if not any(row["fault"] == "stale weights" for row in suspects):
         lines.append(
             "   (stale weights were not searched: name the older weights with --synced_from)"
         )

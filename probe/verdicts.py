@@ -35,7 +35,7 @@ class Evidence:
     @classmethod
     def of(cls, log_r, length, kl: float, clamp: float) -> Evidence:
         """From log r (B, T), 0 behind the end of a response, and the lengths (B,)."""
-        here = exists(log_r, length)
+        valid = exists(log_r, length)
         total = log_r.sum(1)
         prefix = log_r.cumsum(1)
         traces = np.minimum(log_r, 0).cumsum(1)
@@ -44,10 +44,10 @@ class Evidence:
             return np.exp(x.clip(-clamp, clamp))
 
         return cls(
-            token_ratio=exp(log_r)[here],
-            prefix_ratio=exp(prefix)[here],
-            before_ratio=exp(prefix - log_r)[here],
-            traces=exp(traces)[here],
+            token_ratio=exp(log_r)[valid],
+            prefix_ratio=exp(prefix)[valid],
+            before_ratio=exp(prefix - log_r)[valid],
+            traces=exp(traces)[valid],
             seq_of_token=np.repeat(exp(total), length),
             seq_ratio=exp(total),
             geo_ratio=exp(total / length),

@@ -86,7 +86,7 @@ def name_of_file(stream: str, file: str) -> str | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Seen:
+class Received:
     """A set of sequence numbers that is nearly 0, 1, 2, ...: all below `upto`, and some beyond."""
 
     def __init__(self, upto: int = 0, beyond=()):
@@ -108,7 +108,7 @@ class Seen:
 
 
 class Account(dict):
-    """(sampler, incarnation) -> Seen."""
+    """(sampler, incarnation) -> Received."""
 
     def has(self, name: str) -> bool:
         key, n = split(name)
@@ -116,7 +116,7 @@ class Account(dict):
 
     def add(self, name: str) -> None:
         key, n = split(name)
-        self.setdefault(key, Seen()).add(n)
+        self.setdefault(key, Received()).add(n)
 
     def state(self) -> list:
         return [[*key, seen.upto, sorted(seen.beyond)] for key, seen in sorted(self.items())]
@@ -125,7 +125,7 @@ class Account(dict):
     def of(cls, state: list) -> Account:
         return cls(
             {
-                (sampler, incarnation): Seen(upto, beyond)
+                (sampler, incarnation): Received(upto, beyond)
                 for sampler, incarnation, upto, beyond in state
             }
         )

@@ -34,7 +34,7 @@ from remote.account import (
     Arrived,
     Intake,
     OddFileError,
-    Seen,
+    Received,
     is_sampler,
     is_stream,
     name_of_file,
@@ -192,10 +192,12 @@ class FilesHub(Intake):
     def _renew_welcome(self) -> None:
         """Write `welcome` again if something else lies there."""
         try:
-            whole = read_regular(self.folder / "welcome", wire.MOST) == wire.encode(self.welcome)
+            is_current = read_regular(self.folder / "welcome", wire.MOST) == wire.encode(
+                self.welcome
+            )
         except (OSError, OddFileError):
-            whole = False
-        if not whole:
+            is_current = False
+        if not is_current:
             self._write(self.folder / "welcome", self.welcome)
 
     # -- reading
@@ -306,7 +308,7 @@ class FilesHub(Intake):
             f"a hello of {wire.printable(hello.sampler, 100)}, under another's name",
         )
         key = (stream, hello.incarnation)
-        begin = self.got.get(key, Seen()).upto
+        begin = self.got.get(key, Received()).upto
         wire.need(
             hello.handed - begin <= MANY,
             f"it says it has handed over {hello.handed} groups; {begin} have come",
@@ -318,7 +320,7 @@ class FilesHub(Intake):
         a while."""
         before, self.absent = self.absent, {}
         for (stream, incarnation), handed in list(self.reports.items()):
-            seen = self.got.get((stream, incarnation), Seen())
+            seen = self.got.get((stream, incarnation), Received())
             due = {f"{stream}/{incarnation}/{n}" for n in range(seen.upto, handed) if n not in seen}
             for name in sorted(due.difference(self._names(stream)) if due else (), key=split):
                 self.absent[name] = before.get(name, time.monotonic())

@@ -31,7 +31,7 @@ class FilesLink(threading.Thread):
         self.flags = flags
         self.spool = spool
         self.welcome: queue.Queue[wire.Welcome] = queue.Queue()
-        self.newest: wire.Weights | None = None
+        self.newest: wire.ReceivedWeights | None = None
         self.error = ""
         self.stopping = False
         self.session = ""
@@ -138,7 +138,7 @@ class FilesLink(threading.Thread):
             WEIGHTS.fullmatch(offer.of.name) and offer.version >= 0,
             "newest: the offer of no weights",
         )
-        weights = wire.Weights(
+        weights = wire.ReceivedWeights(
             offer.version, offer.published, self.folder / "models" / offer.of.name
         )
         if self.newest != weights and self._are_whole(weights.path, offer.of):

@@ -2,7 +2,7 @@
 4.2.
 
 A group is one safetensors file: arrays over all N tokens of its G responses, end to end, and
-everything else as JSON in the file's metadata (`Head`).
+everything else as JSON in the file's metadata (`GroupHead`).
 
     prompt_ids    int32 [P]            tokens, loss_mask, logp_inf    int32, bool, float32 [N]
     lengths       int32 [G]            topk_ids, topk_logp            int32, float32 [N, K]
@@ -76,7 +76,7 @@ class Limits:
         return self.group_size * (self.max_tokens * token + 64) + prompts + (1 << 16)
 
 
-class Head(msgspec.Struct, frozen=True):
+class GroupHead(msgspec.Struct, frozen=True):
     """Everything of a group but its arrays."""
 
     uid: tuple[str, int, int]
@@ -102,7 +102,7 @@ def encode_group(group: Rollout) -> bytes:
     """A group as a safetensors file."""
     responses = group.responses
     has_allowed = responses[0].allowed_ids is not None
-    head = Head(
+    head = GroupHead(
         uid=tuple(group.uid),
         prompt_id=group.prompt_id,
         sampling=vars(group.sampling),
@@ -141,7 +141,7 @@ def decode_group(data, limits: Limits) -> Rollout:
         arrays = load(data)
         size = int.from_bytes(data[:8], "little")
         head = msgspec.json.decode(
-            json.loads(data[8 : 8 + size])["__metadata__"]["head"], type=Head
+            json.loads(data[8 : 8 + size])["__metadata__"]["head"], type=GroupHead
         )
         sampling = msgspec.convert(head.sampling, Sampling)
     except (
@@ -171,7 +171,7 @@ def decode_group(data, limits: Limits) -> Rollout:
     )
 
 
-def check_head(head: Head) -> None:
+def check_head(head: GroupHead) -> None:
     """WireError unless every name and number outside the arrays is possible."""
     sampler, incarnation, n = head.uid
     for number in (incarnation, n, head.version, abs(head.sampling.get("seed", 0))):
@@ -196,7 +196,7 @@ def check_head(head: Head) -> None:
     )
 
 
-def check_shapes(head: Head, arrays: dict, limits: Limits) -> None:
+def check_shapes(head: GroupHead, arrays: dict, limits: Limits) -> None:
     """WireError unless these are the right arrays, as long as they say, within the limits."""
     expected = set(SHAPES) if head.has_allowed else set(SHAPES) - set(ALLOWED)
     if not limits.routed[0]:
@@ -268,7 +268,7 @@ def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
     need((np.diff(np.sort(ids, 1), axis=1) > 0).all(), "a token that is twice among the top K")
 
 
-def check_allowed(head: Head, arrays: dict, limits: Limits) -> None:
+def check_allowed(head: GroupHead, arrays: dict, limits: Limits) -> None:
     """WireError unless there are sets of allowed tokens exactly where the sampling is truncated, of
     sizes that fit."""
     if limits.max_allowed:
@@ -292,7 +292,7 @@ def check_allowed(head: Head, arrays: dict, limits: Limits) -> None:
         )
 
 
-def split_responses(head: Head, arrays: dict) -> list[Response]:
+def split_responses(head: GroupHead, arrays: dict) -> list[Response]:
     """The arrays over all tokens, cut into responses."""
     responses = []
     ends = np.cumsum(arrays["lengths"])

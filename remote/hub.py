@@ -50,7 +50,7 @@ class Peer:
 
 
 @dataclass
-class Published:
+class Offered:
     """Weights that samplers may fetch."""
 
     offer: wire.Offer
@@ -68,11 +68,11 @@ class Hub(threading.Thread, Intake):
         self.welcome = welcome
         self.limits = limits
         self.arrived: deque[Arrived] = deque()  # the inbox
-        self.todo: deque[Published | wire.Held] = deque()  # messages of the training loop
+        self.todo: deque[Offered | wire.Held] = deque()  # messages of the training loop
         self.stopping = False
         self.turns = 0
         self.peers: dict[bytes, Peer] = {}
-        self.weights: dict[str, Published] = {}  # the newest stands last
+        self.weights: dict[str, Offered] = {}  # the newest stands last
         self.chain = Chain()
         wire.check_address("bind", bind, 0)
         self.context = zmq.Context()
@@ -113,7 +113,7 @@ class Hub(threading.Thread, Intake):
         self.chain.add(of, change)
         offer = wire.Offer(of, version, published, [step for step, _ in self.chain.steps])
         self.todo.append(
-            Published(offer, data, {step.of.name: delta for step, delta in self.chain.steps})
+            Offered(offer, data, {step.of.name: delta for step, delta in self.chain.steps})
         )
 
     def held(self, names: list[str]) -> None:
@@ -160,7 +160,7 @@ class Hub(threading.Thread, Intake):
             match self.todo.popleft():
                 case wire.Held() as held:
                     self._send_held(held.names)
-                case Published() as published:
+                case Offered() as published:
                     self.weights[published.offer.of.name] = published
                     for old in list(self.weights)[:-VERSIONS]:
                         del self.weights[old]

@@ -101,10 +101,10 @@ def read_key_file(path: Path) -> tuple[bytes, bytes | None]:
     """(public, secret or None) in a file of keys. UserError: it has no keys."""
     try:
         public, secret = zmq.auth.load_certificate(path)
-        whole = len(public) == 40 and (secret is None or len(secret) == 40)
+        is_valid = len(public) == 40 and (secret is None or len(secret) == 40)
     except (OSError, ValueError):
-        whole = False
-    need(whole, f"--keys: {path} is no file of keys; copy it again, or make new ones")
+        is_valid = False
+    need(is_valid, f"--keys: {path} is no file of keys; copy it again, or make new ones")
     return public, secret
 
 

@@ -51,7 +51,9 @@ class Link(threading.Thread):
         self.store = store
         self.keys = keys
         self.welcome: queue.Queue[wire.Welcome] = queue.Queue(maxsize=16)
-        self.newest: wire.Weights | None = None  # None until the first weights are here whole
+        self.newest: wire.ReceivedWeights | None = (
+            None  # None until the first weights are here whole
+        )
         self.error = ""
         self.stopping = False
         self.context = zmq.Context()
@@ -301,8 +303,8 @@ class Line:
             self.got.discard(name)
         spool = self.link.spool
         with spool.lock:
-            here = {*spool.waiting[self.stream], *spool.lost[self.stream]}
-        spool.forget(here.intersection(message.names))
+            known = {*spool.waiting[self.stream], *spool.lost[self.stream]}
+        spool.forget(known.intersection(message.names))
 
     def on_ask(self, ask: wire.Ask) -> None:
         if self.sent[0] != ask.name:
@@ -392,7 +394,7 @@ class Fetcher:
             for old in store.glob("v*.safetensors"):  # these weights and those before them stay
                 if old != path and (before is None or old != before.path):
                     old.unlink()
-        self.link.newest = wire.Weights(offer.version, offer.published, path)
+        self.link.newest = wire.ReceivedWeights(offer.version, offer.published, path)
         if self.wanted is offer:
             self.wanted = None
 

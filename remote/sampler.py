@@ -92,12 +92,12 @@ def sample(flags: SamplerFlags) -> None:
     try:
         welcome = first_welcome(connection.link)
         source = open_source(welcome, flags, connection.folder)
-        Sampler(flags, connection, welcome, source).run()
+        RemoteSampler(flags, connection, welcome, source).run()
     finally:
         connection.link.close()
 
 
-class Sampler:
+class RemoteSampler:
     """The loop: load the newest weights, sample for the rank that has the fewest groups, hand
     over."""
 
@@ -116,7 +116,7 @@ class Sampler:
         self.source = source
         self.incarnation = connection.spool.incarnation
         self.sampled = dict.fromkeys(connection.streams, 0)  # stream -> groups
-        self.loaded: wire.Weights | None = None
+        self.loaded: wire.ReceivedWeights | None = None
         self.delays_drawn = 0
         self.hold_until = 0.0  # no new weights before
         self.began: float | None = None  # when the first weights were loaded
@@ -151,7 +151,7 @@ class Sampler:
             flush=True,
         )
 
-    def load_newest(self, newest: wire.Weights) -> bool:
+    def load_newest(self, newest: wire.ReceivedWeights) -> bool:
         """Load these weights if the engine has others and the delay is over. False: newer ones have
         replaced the file, and the link will say so."""
         if newest == self.loaded or time.monotonic() < self.hold_until:
@@ -409,7 +409,7 @@ class SamplerSource(LocalSource):
     def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
         return request_seed("walk", *self.owner) % 2**31 + i, (*self.owner, i)
 
-    def load_weights(self, newest: wire.Weights) -> None:
+    def load_weights(self, newest: wire.ReceivedWeights) -> None:
         """Put published weights into the engine, in the form that it takes. FileNotFoundError:
         newer ones have replaced them."""
         stored = read_tensors(newest.path)
@@ -420,11 +420,11 @@ class SamplerSource(LocalSource):
         """Yields published tensors in the form that the engine takes, one after the other."""
         if self.low_bits:
             return iter(stored) if self.engine.packed else quant.without_int4(stored)
-        whole = ((name, x.float() if x.is_floating_point() else x) for name, x in stored)
+        tensors = ((name, x.float() if x.is_floating_point() else x) for name, x in stored)
         return (
-            quant.for_engine(whole, self.skeleton, self.fmt, self.engine.packed)
+            quant.for_engine(tensors, self.skeleton, self.fmt, self.engine.packed)
             if self.fmt
-            else whole
+            else tensors
         )
 
 

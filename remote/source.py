@@ -157,9 +157,9 @@ class FewLines(logging.Filter):
         if minute != self.minute:
             self.minute, self.count = minute, Counter()
         self.count[record.msg] += 1
-        few = self.count[record.msg] <= LINES
+        is_shown = self.count[record.msg] <= LINES
         record.msg, record.args = wire.printable(record.getMessage(), 500), ()
-        return few
+        return is_shown
 
 
 def log_path(out: str | Path, rank: int) -> Path:

@@ -95,11 +95,11 @@ class Manifest(msgspec.Struct, frozen=True):
             0 < self.nbytes <= most,
             f"{self.name}: {self.nbytes} bytes, and at most {most} are taken",
         )
-        whole = len(self.leaves) == -(-self.nbytes // LEAF) and all(
+        is_valid = len(self.leaves) == -(-self.nbytes // LEAF) and all(
             len(leaf) == 32 for leaf in self.leaves
         )
         need(
-            whole,
+            is_valid,
             f"{self.name}: a manifest of {len(self.leaves)} leaves does not describe {self.nbytes} bytes",
         )
 
@@ -170,8 +170,8 @@ class Window:
         ]:  # an answer to one of two asks does not tell the time of an answer
             self.timeouts = 0
         lost = list(itertools.takewhile(lambda other: other != key, self.asks))
-        for one in (*lost, key):
-            self.forget(one)
+        for name in (*lost, key):
+            self.forget(name)
         return lost
 
     def overdue(self, now: float) -> list:
@@ -196,12 +196,12 @@ class Pull:
         self.of = of
         self.sink = sink
         self.window = window
-        here = [
+        shards = [
             resume and self._is_good(i, sink[i * LEAF : (i + 1) * LEAF])
             for i in range(len(of.leaves))
         ]
         self.missing = [
-            i for i in reversed(range(len(of.leaves))) if not here[i]
+            i for i in reversed(range(len(of.leaves))) if not shards[i]
         ]  # the next one stands at the end
         self.asked: dict[int, int] = {}  # first leaf -> how many
         self.repeated: set[int] = set()  # leaves that were asked for, and not answered
@@ -300,7 +300,7 @@ class FileSink:
         self.file.close()
 
 
-class Weights(NamedTuple):
+class ReceivedWeights(NamedTuple):
     """A set of weights that is here whole. published: when, in seconds since the epoch, by the
     learner's clock."""
 

@@ -66,15 +66,15 @@ def make_task(
     name = getattr(cfg, flag) if name is None else name
     if name == "arith":
         return arith.of_settings(cfg.arith)
-    own = is_own(name)
+    is_custom = is_own(name)
     file = file_of(name)
     need(
-        not own or Path(file).is_file(),
+        not is_custom or Path(file).is_file(),
         f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS",
     )
     graded_otherwise = cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
     keys = cfg.prompt_key, cfg.answer_key
-    rows = [] if own else read_rows(name, flag, *keys, needed=not graded_otherwise)
+    rows = [] if is_custom else read_rows(name, flag, *keys, needed=not graded_otherwise)
     reward = reward_of(cfg, name, rows)
     wrong = next((row["answer"] for row in rows if not reward.can_grade(row["answer"])), "")
     need(
@@ -85,7 +85,7 @@ def make_task(
     if evaluates:
         reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
     style = Style.of(cfg, builtin.TEMPLATE_OF.get(reward.parts[0].name, "plain"))
-    task = OwnTask(name, style, reward, keys) if own else Table(name, rows, style, reward)
+    task = OwnTask(name, style, reward, keys) if is_custom else Table(name, rows, style, reward)
     first = task.problem("train", 0)
     rewards.try_out(reward, Answer(first, first.answer, True))
     return task
@@ -121,11 +121,14 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
 
     UserError: one sentence."""
     sets = []
-    for name, how in settings_of(cfg, flag, usual):
-        sets.append(EvalSet(make_task(cfg, flag, name, evaluates=True), label_of(name), **how))
-    seen = Counter(one.label for one in sets)
-    sets = [replace(one, label=label_of(one.task.name, whole=seen[one.label] > 1)) for one in sets]
-    labels = [one.label for one in sets]
+    for name, options in settings_of(cfg, flag, usual):
+        sets.append(EvalSet(make_task(cfg, flag, name, evaluates=True), label_of(name), **options))
+    seen = Counter(eval_set.label for eval_set in sets)
+    sets = [
+        replace(eval_set, label=label_of(eval_set.task.name, whole=seen[eval_set.label] > 1))
+        for eval_set in sets
+    ]
+    labels = [eval_set.label for eval_set in sets]
     need(
         len(set(labels)) == len(labels),
         f"--{flag}={getattr(cfg, flag)}: two sets of one name; rename a file",
@@ -135,22 +138,22 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
 
 def settings_of(cfg: SampleFlags, flag: str, usual: dict) -> list[tuple[str, dict]]:
     """(name, settings) of each set that a flag names; no file is read. UserError: one sentence."""
-    found = []
+    settings = []
     for word in getattr(cfg, flag).split(","):
-        name, own = parts_of(word)
+        name, options = parts_of(word)
         need(
             name,
             f"--{flag}={getattr(cfg, flag)}: a set without a name; write FILE,FILE:samples=32:temperature=0.6",
         )
-        found.append((name, {**usual, **dict(setting(flag, name, part) for part in own)}))
-    return found
+        settings.append((name, {**usual, **dict(setting(flag, name, part) for part in options)}))
+    return settings
 
 
 def parts_of(word: str) -> tuple[str, list[str]]:
     """A set's name and its settings, NAME=VALUE each."""
-    first, *more = word.strip().split(":")  # a folder of the first may be called lr=1
-    return ":".join([first, *(part for part in more if "=" not in part)]), [
-        part for part in more if "=" in part
+    first, *options = word.strip().split(":")  # a folder of the first may be called lr=1
+    return ":".join([first, *(part for part in options if "=" not in part)]), [
+        part for part in options if "=" in part
     ]
 
 
@@ -210,13 +213,13 @@ def reward_of(cfg: SampleFlags, name: str, rows: list[dict]) -> rewards.Reward:
         parts = f"{name}.reward"
     if not parts:
         parts = "letter" if rows and all(choices_of(row["row"]) for row in rows) else "math"
-    how = {
+    options = {
         "answer": cfg.answer,
         "seconds": cfg.grade_seconds,
         "max_tokens": cfg.max_tokens,
         "overlong": cfg.overlong,
     }
-    reward = rewards.Reward(rewards.parts_of(parts), **how)
+    reward = rewards.Reward(rewards.parts_of(parts), **options)
     rewards.check_libraries(reward, name)
     return reward
 
@@ -259,10 +262,10 @@ def check(cfg: Config) -> None:
             )
         arith.of_settings(cfg.arith)
         return
-    every = getattr(cfg, "eval_every", 0)
+    eval_every = getattr(cfg, "eval_every", 0)
     need(
-        every <= 0 or cfg.eval_task,
-        f"--eval_every={every}: nothing is held out; name files or data sets with --eval_task",
+        eval_every <= 0 or cfg.eval_task,
+        f"--eval_every={eval_every}: nothing is held out; name files or data sets with --eval_task",
     )
     need(
         not cfg.arith,

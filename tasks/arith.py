@@ -93,12 +93,12 @@ class Arithmetic:
 
         With `explain`: one `#` and a right answer behind it earn 1 plus the bonus, ended or not."""
         if self.explain:
-            found = re.search(r"^[^#]*# (\d+)((?: [^#]+)?)$", text.strip())
-            if found is None or found.group(1) != problem.answer:
+            match = re.search(r"^[^#]*# (\d+)((?: [^#]+)?)$", text.strip())
+            if match is None or match.group(1) != problem.answer:
                 return 0.0
-            return 1.0 + min(len(found.group(2).split()), self.explain) / self.explain
-        found = re.search(r"# (\d+)\s*$", text)
-        return float(finished and found is not None and found.group(1) == problem.answer)
+            return 1.0 + min(len(match.group(2).split()), self.explain) / self.explain
+        match = re.search(r"# (\d+)\s*$", text)
+        return float(finished and match is not None and match.group(1) == problem.answer)
 
     def rewards(self, answers: list[Answer]) -> tuple[list[float], Counter]:
         """The reward of each answer, and no counts."""

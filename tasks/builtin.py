@@ -19,15 +19,15 @@ def math_answer(row, text, finish_reason) -> bool:
     sympy.core.random.seed(0)
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
     gold = parse(f"\\boxed{{{row['answer']}}}", extraction_config=configs, parsing_timeout=None)
-    found = parse(text, extraction_config=configs, parsing_timeout=None)
-    return bool(verify(gold, found, timeout_seconds=None))
+    parsed = parse(text, extraction_config=configs, parsing_timeout=None)
+    return bool(verify(gold, parsed, timeout_seconds=None))
 
 
 def gsm8k(row, text, finish_reason) -> bool:
     """Is the number behind the last #### the gold one? GSM8K's own rule: equal texts, commas
     aside."""
-    found = re.findall(HASHES, text)
-    return bool(found) and plain_number(found[-1]) == plain_number(row["answer"])
+    answers = re.findall(HASHES, text)
+    return bool(answers) and plain_number(answers[-1]) == plain_number(row["answer"])
 
 
 def praxis(row, text, finish_reason) -> bool:
@@ -40,8 +40,8 @@ def letter(row, text, finish_reason) -> bool:
     """Multiple choice: is the letter in the last box, or else behind the last "answer is", the
     right one?"""
     box = last_box(text)
-    found = re.findall(IN_BOX, box) if box else re.findall(ANSWER_IS, text)
-    return bool(found) and found[-1].upper() == row["answer"].upper()
+    letters = re.findall(IN_BOX, box) if box else re.findall(ANSWER_IS, text)
+    return bool(letters) and letters[-1].upper() == row["answer"].upper()
 
 
 def boxed(row, text, finish_reason) -> bool:

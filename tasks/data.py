@@ -92,11 +92,11 @@ class Table:
         UserError: none is left."""
         lengths = []
         for start in range(0, len(self.rows), 1000):
-            some = [
+            problems = [
                 self.find(f"{self.stem}/{i}")
                 for i in range(start, min(start + 1000, len(self.rows)))
             ]
-            lengths += [len(ids) for ids in encode_all(tokenizer, some)]
+            lengths += [len(ids) for ids in encode_all(tokenizer, problems)]
         return self.keep(lengths, limit)
 
     def keep(self, lengths: list[int], limit: int) -> int:
@@ -311,13 +311,13 @@ def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
     )
     source, _, config = source.partition("@")
     try:
-        found = datasets.load_dataset(source, config or None, split=split)
+        dataset = datasets.load_dataset(source, config or None, split=split)
     except Exception as e:  # the library raises all kinds
         raise UserError(
             f"--{flag}={name}: cannot be loaded ({shortened(e)}); write hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, and "
             "look at the connection"
         ) from None
-    return placed(name, list(found))
+    return placed(name, list(dataset))
 
 
 def library(module: str, package: str, flag: str):
@@ -414,7 +414,7 @@ def is_message(m) -> bool:
 def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
     """A row's final answer; "" where its column is empty, or where it has none and needs none.
     UserError."""
-    found = None
+    key_name = None
     for name in [key] if key else ANSWERS:
         value = nested(row, name)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -423,14 +423,14 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
             not key and name == "solution" and "\\boxed" not in str(value)
         ):  # a worked solution that does not say its answer
             continue
-        found = final_answer(written(value))
-        if found:
-            return found
-    if found is not None or not (needed or key):
+        key_name = final_answer(written(value))
+        if key_name:
+            return key_name
+    if key_name is not None or not (needed or key):
         return ""
     named = f"`{key}`" if key else "`answer`"
-    more = "" if key else ", or name the column with --answer_key"
-    raise UserError(f"{place}: no {named} that is a text or a number; add one{more}")
+    hint = "" if key else ", or name the column with --answer_key"
+    raise UserError(f"{place}: no {named} that is a text or a number; add one{hint}")
 
 
 def written(value: str | float) -> str:

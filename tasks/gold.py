@@ -47,10 +47,12 @@ def grade_gold(path: str, cfg: TaskFlags) -> dict:
     gold = changed = 0
     for start in tqdm(range(0, task.size, BATCH), desc="grade"):
         problems = [task.problem("test", i) for i in range(start, min(start + BATCH, task.size))]
-        own = [Answer(p, wrapped(p.answer), True) for p in problems]
+        answers = [Answer(p, wrapped(p.answer), True) for p in problems]
         other = [Answer(p, wrapped(perturbed(p.answer)), True) for p in problems]
-        rewards, _ = task.rewards(own + other)
-        for p, right, wrong in zip(problems, rewards[: len(own)], rewards[len(own) :], strict=True):
+        rewards, _ = task.rewards(answers + other)
+        for p, right, wrong in zip(
+            problems, rewards[: len(answers)], rewards[len(answers) :], strict=True
+        ):
             gold += right == 1
             changed += wrong == 1
             if not right:

@@ -80,11 +80,11 @@ def grading_process(fd: int) -> None:
             for number, call in calls:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
                 signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
-                said = value_of(function, call)
+                result = value_of(function, call)
                 end_if_forked(pid)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                connection.send((number, said))
+                connection.send((number, result))
 
 
 def end_if_forked(pid: int) -> None:
@@ -100,8 +100,8 @@ def function_of(name: str):
     if not colon:
         return loaded(name)
     owner, dot, method = attribute.partition(".")
-    found = attribute_of(path, owner)
-    return getattr(found(), method) if dot else found
+    target = attribute_of(path, owner)
+    return getattr(target(), method) if dot else target
 
 
 def attribute_of(path: str, name: str):
@@ -142,14 +142,14 @@ def is_number(x) -> bool:
 
 def described(e: BaseException) -> str:
     """An exception in one line, with the line of the user's code that raised it."""
-    where = ""
+    place = ""
     at = e.__traceback__
     while at is not None:
         file = Path(at.tb_frame.f_code.co_filename)
         if at.tb_frame.f_globals.get("__name__", "").startswith("user_"):
-            where = f" ({file.name}, line {at.tb_lineno})"
+            place = f" ({file.name}, line {at.tb_lineno})"
         at = at.tb_next
-    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}{where}"
+    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}{place}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,9 +227,9 @@ class Graders:
                     self.processes.append(Grader())
                 self._hand_out(function, todo, calls, seconds)
                 # In slices, so that a signal to this process never has to wait for an answer.
-                said = wait([p.connection for p in self.processes], TICK)
+                ready = wait([p.connection for p in self.processes], TICK)
                 for p in list(self.processes):
-                    if p.connection in said:
+                    if p.connection in ready:
                         self._listen(p, values, todo)
                     elif p.process.poll() is not None and not p.connection.poll():
                         self._bury(
@@ -255,7 +255,7 @@ class Graders:
     def _listen(self, p: Grader, values: list, todo: deque[int]) -> None:
         """Read a message of a process."""
         try:
-            number, (kind, said) = p.connection.recv()
+            number, (kind, message) = p.connection.recv()
         except (EOFError, OSError):
             self._bury(p, todo)
             return
@@ -263,9 +263,9 @@ class Graders:
         if p.ready:
             if number != p.given.popleft():
                 raise RuntimeError(f"a grading process answered question {number} out of turn")
-            values[number] = Failure(said) if kind == "failed" else said
+            values[number] = Failure(message) if kind == "failed" else message
         elif kind == "failed":
-            raise UserError(f"--reward={p.function}: cannot be loaded ({said}); fix the file")
+            raise UserError(f"--reward={p.function}: cannot be loaded ({message}); fix the file")
         p.ready = True
 
     def _bury(self, p: Grader, todo: deque[int]) -> None:

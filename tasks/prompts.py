@@ -185,10 +185,10 @@ def encode_all(tokenizer, problems: list[Problem]) -> list[list[int]]:
     for templated in (True, False):  # a template writes the special tokens itself
         rows = [i for i, (_, t) in enumerate(texts) if t == templated]
         if rows:
-            found = tokenizer([texts[i][0] for i in rows], add_special_tokens=not templated)[
+            token_ids = tokenizer([texts[i][0] for i in rows], add_special_tokens=not templated)[
                 "input_ids"
             ]
-            for i, row in zip(rows, found, strict=True):
+            for i, row in zip(rows, token_ids, strict=True):
                 ids[i] = row
     return ids
 
@@ -202,9 +202,9 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
         parts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
         return "\n\n".join(parts), False
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    how = dict(chat.kwargs) | {"add_generation_prompt": True, "tokenize": False}
+    options = dict(chat.kwargs) | {"add_generation_prompt": True, "tokenize": False}
     try:
-        return tokenizer.apply_chat_template(messages, chat_template=chat.template, **how), True
+        return tokenizer.apply_chat_template(messages, chat_template=chat.template, **options), True
     except Exception as e:  # Jinja raises all kinds
         why = " ".join(str(e).split())[:150]
         raise UserError(

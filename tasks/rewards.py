@@ -102,8 +102,8 @@ class Reward:
         empty."""
         calls = {}
         keys = [self.call(part, answer, calls) for answer in answers]
-        found = graders().grade(part.name, list(calls.values()), self.seconds)
-        known = dict(zip(calls, found, strict=True))
+        results = graders().grade(part.name, list(calls.values()), self.seconds)
+        known = dict(zip(calls, results, strict=True))
         return [0.0 if key is None else known[key] for key in keys]
 
     def call(self, part: Part, answer: Answer, calls: dict) -> tuple | None:

@@ -74,7 +74,7 @@ def sampled(end):
     g = group()
     g.t_start, g.t_end = own - 2.0, own
     kept = []
-    me = sampler.Sampler.__new__(sampler.Sampler)
+    me = sampler.RemoteSampler.__new__(sampler.RemoteSampler)
     me.flags = SamplerFlags(groups=1)
     me.link, me.sampled, me.incarnation, me.busy = end, {"box": 0}, 1, 0.0
     me.source = SimpleNamespace(sample=lambda numbers: [g])
@@ -142,12 +142,12 @@ def test_a_remote_sampler_keeps_weights_for_its_delay(monkeypatch):
     """Ten seconds: what is published meanwhile waits."""
     now, loaded = [0.0], []
     monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    me = sampler.Sampler.__new__(sampler.Sampler)
+    me = sampler.RemoteSampler.__new__(sampler.RemoteSampler)
     me.flags = SamplerFlags(delay="constant", delay_min=1.0, delay_max=10.0)
     me.source = SimpleNamespace(load_weights=loaded.append)
     me.loaded, me.began, me.loading, me.hold_until, me.delays_drawn = None, None, 0.0, 0.0, 0
     me.streams, me.incarnation = ["box"], 1
     for version, at in enumerate((0.0, 5.0, 9.9, 10.0, 19.9, 20.0)):
         now[0] = at
-        assert me.load_newest(wire.Weights(version, 0.0, None))
+        assert me.load_newest(wire.ReceivedWeights(version, 0.0, None))
     assert [weights.version for weights in loaded] == [0, 3, 5] and me.delays_drawn == 3

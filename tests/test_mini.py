@@ -80,12 +80,12 @@ def by_mini(solvers, monkeypatch, **case):
     models = {name: load(solvers / name, dtype=torch.float32) for name in ("policy", "actor")}
 
     def scores():
-        pairs = {name: mini.evaluate(model, mini.Sums()) for name, model in models.items()}
+        pairs = {name: mini.evaluate(model, mini.Addition()) for name, model in models.items()}
         means = {f"eval/{name}_pass@1": mean for name, (mean, _) in pairs.items()}
         return means | {f"eval/{name}_se": se for name, (_, se) in pairs.items()}
 
     before = scores()
-    rows = mini.train(models["policy"], models["actor"], mini.Sums())
+    rows = mini.train(models["policy"], models["actor"], mini.Addition())
     rows[-1] |= scores()
     return [before, *rows]
 
@@ -115,7 +115,7 @@ def test_every_metric_is_train_pys(case, precision, solvers, tmp_path, monkeypat
 
 def test_problems_and_rewards_are_the_tasks(monkeypatch):
     monkeypatch.setattr(mini, "TASK_TOTAL", 29)
-    task, toy, tokenizer = Arithmetic(), mini.Sums(), arithmetic_tokenizer()
+    task, toy, tokenizer = Arithmetic(), mini.Addition(), arithmetic_tokenizer()
     for split in ("train", "test"):
         for i in range(100):
             problem = task.problem(split, i)
@@ -132,7 +132,7 @@ def test_problems_and_rewards_are_the_tasks(monkeypatch):
 
 
 def test_demonstrations_are_solutions_of_which_a_fifth_of_the_steps_is_wrong():
-    toy = mini.Sums()
+    toy = mini.Addition()
     solved = steps = slips = 0
     for i in range(300):
         text, answer = toy.problem("train", i)

@@ -388,7 +388,7 @@ def test_groups_beyond_the_limits_or_none_at_all():
 
 
 def test_seen_and_account():
-    seen, r = account.Seen(), random.Random(0)
+    seen, r = account.Received(), random.Random(0)
     order = list(range(200)) + [7, 9]
     r.shuffle(order)
     for n in order:

@@ -18,7 +18,7 @@ import worth
 from learner import Comm, Learner
 from machinery import measure
 from machinery.flags import UserError
-from machinery.measure import FOLDS, Reference, Seen
+from machinery.measure import FOLDS, Reference, RowSamples
 from model.engines import sleep_level
 from objectives import REF
 from worth import EVERYTHING, Measurement, Weights, WorthFlags
@@ -169,7 +169,7 @@ def made_up(seed: int, batches: int = 20, scale=0.7, bias=0.4, noise=1.5, noise_
     shares = mean / GROUPS + rng.normal(size=(batches, GROUPS, DIM)) * math.sqrt(noise / GROUPS / DIM)
     V = rng.choice([-1.0, 1.0], size=(DIRECTIONS, DIM))
     reference = Reference(list(means), means @ means.T, (on**2).sum(2).mean(1), each, V @ means.T)
-    return Seen(along=list(shares.sum(1) @ means.T), noise=list(shares @ V.T)), reference
+    return RowSamples(along=list(shares.sum(1) @ means.T), noise=list(shares @ V.T)), reference
 
 
 def true_numbers(scale, bias, noise, noise_on) -> dict[str, float]:
@@ -219,7 +219,7 @@ def arrays(seen, reference):
 
 def test_a_row_that_keeps_nothing_is_worth_nothing():
     seen, reference = made_up(0)
-    nothing = Seen([0 * x for x in seen.along], [0 * x for x in seen.noise])
+    nothing = RowSamples([0 * x for x in seen.along], [0 * x for x in seen.noise])
     numbers = measure.with_errors(nothing, reference, GROUPS)
     assert numbers["worth"] == numbers["kappa"] == numbers["cosine"] == numbers["scale"] == 0
     assert numbers["worth_se"] == 0 and numbers["noise_on"] > 0
@@ -227,7 +227,7 @@ def test_a_row_that_keeps_nothing_is_worth_nothing():
 
 def test_a_row_that_goes_the_wrong_way_is_worth_nothing():
     seen, reference = made_up(0)
-    away = Seen([-x for x in seen.along], [-x for x in seen.noise])
+    away = RowSamples([-x for x in seen.along], [-x for x in seen.noise])
     numbers = measure.estimate(*arrays(away, reference), GROUPS)
     assert numbers["worth"] == 0 and numbers["kappa"] < -0.2 and numbers["cosine"] < -0.5
 
@@ -346,7 +346,7 @@ def test_parts_by_length_add_up(tmp_path, solvers):
     c = worth.coefficients(batch, m.comm, rows["is"])
     seen = []
     for part in m.parts:
-        seen.append(Seen())
+        seen.append(RowSamples())
         m.see(seen[-1], worth.Slopes({"is": batch}, {part: slopes[:FOLDS]}, slopes), c, part)
     assert np.allclose(np.sum([s.along[0] for s in seen[1:]], 0), seen[0].along[0])
     assert np.allclose(np.sum([s.noise[0] for s in seen[1:]], 0), seen[0].noise[0])
@@ -441,7 +441,7 @@ def test_groups_shares_sum_to_the_batch(tmp_path, solvers):
     slopes = next(iter(m.slopes(references)))
     batch = slopes.batches["none"]
     c = worth.coefficients(batch, m.comm, rows["none"])
-    seen = Seen()
+    seen = RowSamples()
     m.see(seen, slopes, c)
     assert seen.noise[0].shape == (8, 8)  # groups, directions
     whole = [float((c * s).sum()) for s in slopes.random]

@@ -157,13 +157,13 @@ class Snapshot:
             "learner": learner.state_dict(),
             "controllers": controllers,
         }
-        own = {
+        rank_state = {
             "source": source.state_dict(),
             "pending": [pack(groups) for groups in pending],
             "rng": rng_state(),
         }
         self.shared = in_bytes(shared)
-        self.own = in_bytes(own)
+        self.own = in_bytes(rank_state)
         self.trained = {}
         self.exports: dict[str, Export] = {}
         self.adapters = {}
@@ -171,8 +171,8 @@ class Snapshot:
         replicated = learner.comm.size > 1 and not learner.sharded  # DDP: every rank has all of it
         for name in learner.names:
             trained = learner.trained(name)
-            mine = list(trained)[self.rank :: learner.comm.size] if replicated else trained
-            self.trained |= {key: copies(trained[key]) for key in mine}
+            names = list(trained)[self.rank :: learner.comm.size] if replicated else trained
+            self.trained |= {key: copies(trained[key]) for key in names}
             adapter = learner.adapter(name)
             if adapter is not None:
                 self.adapters[name] = adapter
@@ -180,8 +180,8 @@ class Snapshot:
                 self.exports[name] = self._export(name, learner, copies)
 
     def _export(self, name: str, learner, copies: Copies) -> Export:
-        own = {key: copies(x) for key, x in learner.model_state(name).items()}
-        stream = functools.partial(learner.stream, name, own)
+        tensors = {key: copies(x) for key, x in learner.model_state(name).items()}
+        stream = functools.partial(learner.stream, name, tensors)
         config = copy.deepcopy(self.run.configs[name])
         config.get_text_config().tie_word_embeddings = getattr(
             learner.models, name
@@ -297,20 +297,24 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
     learner.load_state_dict(shared["learner"])
     read_shards(learner, folder / "shards")
     if shared["n_ranks"] == n_ranks:
-        own = torch.load(folder / f"rank{rank}.pt", weights_only=True)
+        rank_state = torch.load(folder / f"rank{rank}.pt", weights_only=True)
     else:
         paths = [folder / f"rank{i}.pt" for i in range(shared["n_ranks"])]
         states = [torch.load(path, weights_only=True, mmap=True) for path in paths]
-        own = {
+        rank_state = {
             "source": source.dealt([state["source"] for state in states]),
             "pending": dealt([state["pending"] for state in states], rank, n_ranks),
             "rng": states[rank]["rng"]
             if rank < len(states)
             else new_rng_state(learner.cfg.seed, rank),
         }
-    source.load_state_dict(own["source"])
-    set_rng_state(own["rng"])
-    return shared["step"], [unpack(packed) for packed in own["pending"]], shared["controllers"]
+    source.load_state_dict(rank_state["source"])
+    set_rng_state(rank_state["rng"])
+    return (
+        shared["step"],
+        [unpack(packed) for packed in rank_state["pending"]],
+        shared["controllers"],
+    )
 
 
 def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
@@ -348,18 +352,18 @@ def flush(path: Path) -> None:
 
 def digests_of(folder: Path, rank: int) -> dict[str, str]:
     """File -> its digest, of those that this rank has written; they are on the disk then."""
-    found = {}
+    digests = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and writer_of(path) == rank:
             flush(path)
-            found[str(path.relative_to(folder))] = digest(path)
-    return found
+            digests[str(path.relative_to(folder))] = digest(path)
+    return digests
 
 
 def writer_of(path: Path) -> int:
     """The rank that writes this file of a checkpoint."""
-    own = re.fullmatch(r"rank(\d+)\.pt|__(\d+)_\d+\.distcp", path.name)
-    return int(own[1] or own[2]) if own else 0
+    match = re.fullmatch(r"rank(\d+)\.pt|__(\d+)_\d+\.distcp", path.name)
+    return int(match[1] or match[2]) if match else 0
 
 
 def seal(folder: Path, digests: list[dict]) -> None:
@@ -408,8 +412,8 @@ def damage(folder: Path, part: str = "") -> str:
 def folders(out: Path | str) -> list[Path]:
     """The folders of a run's checkpoints, oldest first; one that is being written is not among
     them."""
-    found = (Path(out) / "checkpoints").glob("step_*")
-    named = [path for path in found if re.fullmatch(r"step_\d{6,}", path.name)]
+    steps = (Path(out) / "checkpoints").glob("step_*")
+    named = [path for path in steps if re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
 
 
@@ -419,9 +423,9 @@ def newest(out: Path | str, part: str = "") -> Path | None:
 
     part: only this model's folder matters. Damaged ones are named on the screen and left out.
     UserError: all are."""
-    found = folders(out)
+    steps = folders(out)
     damaged = []
-    for folder in reversed(found):
+    for folder in reversed(steps):
         wrong = damage(folder, part)
         if not wrong:
             for sentence in damaged:
@@ -430,7 +434,7 @@ def newest(out: Path | str, part: str = "") -> Path | None:
         damaged.append(f"{folder} is damaged ({wrong})")
     fix = "start a new run with --overwrite, or in another --out"
     need(
-        not found,
+        not steps,
         f"{out}: all checkpoints are damaged; {fix} (the newest: {''.join(damaged[:1])})",
     )
     return None
@@ -445,8 +449,8 @@ def to_resume(cfg: Config, comm) -> Path | None:
     number = int(chosen.name[5:]) if chosen else -1
     minus_oldest, newest_of_all = comm.max([-number, number] if comm.writes else [-math.inf, -1])
     number = -int(minus_oldest)  # the newest that all disks have
-    some = f"--resume: {cfg.out} has no whole checkpoint on some node's disk; bring its part"
-    need(number >= 0 or newest_of_all < 0, some)
+    message = f"--resume: {cfg.out} has no whole checkpoint on some node's disk; bring its part"
+    need(number >= 0 or newest_of_all < 0, message)
     if number < 0:
         return None
     folder = Path(cfg.out) / "checkpoints" / f"step_{number:06d}"
@@ -470,8 +474,8 @@ def set_aside(out: Path | str, chosen: Path | None) -> None:
     remove the files of a save that was killed."""
     for unfinished in (Path(out) / "checkpoints").glob("step_*.writing"):
         shutil.rmtree(unfinished, ignore_errors=True)
-    found = folders(out)
-    for folder in found[found.index(chosen) + 1 :] if chosen else []:
+    steps = folders(out)
+    for folder in steps[steps.index(chosen) + 1 :] if chosen else []:
         aside = folder.with_name(folder.name + ".damaged")
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(folder, aside)

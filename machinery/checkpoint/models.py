@@ -184,8 +184,8 @@ def text_folder(folder: str) -> str:
         (path.resolve(), path.stat().st_size, path.stat().st_mtime_ns)
         for path in sorted(Path(folder).iterdir())
     ]
-    which = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
-    made = Path(BASE_DIR) / f"text-{which}"
+    digest = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
+    made = Path(BASE_DIR) / f"text-{digest}"
     if not (made / "config.json").is_file():
         fix = f"give a model of text alone: this one is of the family {config.model_type}"
         with one_sentence(folder, "text model", fix):
@@ -207,12 +207,12 @@ def text_tensors(folder: str, text) -> dict:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     with torch.device("meta"):
-        own = AutoModelForCausalLM.from_config(text)
-    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
-    body = whole.base_model.language_model.state_dict()
-    tensors = {f"{own.base_model_prefix}.{name}": x for name, x in body.items()}
-    tensors["lm_head.weight"] = whole.get_output_embeddings().weight.detach()
-    need(tensors.keys() == own.state_dict().keys(), "its tensors have other names")
+        text_model = AutoModelForCausalLM.from_config(text)
+    full_model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
+    body = full_model.base_model.language_model.state_dict()
+    tensors = {f"{text_model.base_model_prefix}.{name}": x for name, x in body.items()}
+    tensors["lm_head.weight"] = full_model.get_output_embeddings().weight.detach()
+    need(tensors.keys() == text_model.state_dict().keys(), "its tensors have other names")
     return tensors
 
 
@@ -231,9 +231,9 @@ def read_config(folder: Path | str):
         ):  # the usual attention of torch would leave the cap out
             text._attn_implementation = "eager"
         known = text.vocab_size, text.max_position_embeddings
-    whole = all(isinstance(size, int) and size > 0 for size in known)
+    is_valid = all(isinstance(size, int) and size > 0 for size in known)
     need(
-        whole,
+        is_valid,
         f"{folder}: its config.json gives no vocab_size and max_position_embeddings above 0; {fix}",
     )
     return config
@@ -243,10 +243,10 @@ def check_family(folder: str, by_vllm: bool) -> None:
     """UserError, one sentence, from config.json alone: this model would be trained or published
     wrongly. by_vllm: it samples there."""
     config = read_config(folder)
-    whole = not getattr(config, "quantization_config", None)
+    is_plain = not getattr(config, "quantization_config", None)
     fix = "give the folder in 16 bits, and a format in --rollout_quant"
     need(
-        whole,
+        is_plain,
         f"{folder}: its weights are quantized already, and a learner would train their codes; {fix}",
     )
     with one_sentence(folder, "config.json", "give a whole checkpoint of a causal language model"):
@@ -273,11 +273,13 @@ def check_angles(folder: str, context: int) -> None:
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         kind = rope.get("rope_type", "default")
-        usual = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+        trained_length = rope.get(
+            "original_max_position_embeddings", config.max_position_embeddings
+        )
         need(
-            kind != "dynamic" and (kind != "longrope" or context <= usual),
+            kind != "dynamic" and (kind != "longrope" or context <= trained_length),
             f"{folder}: rotary angles of the kind {kind}: with {context} tokens of prompt and response they depend on "
-            f"a batch's longest row, and vLLM's are others; stay within {usual} tokens, or give another model",
+            f"a batch's longest row, and vLLM's are others; stay within {trained_length} tokens, or give another model",
         )
 
 
@@ -321,16 +323,16 @@ def stamps(folder: Path | str) -> dict[str, list[int]]:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those of its index, or the one without it. UserError: it
     has two sets of them, of which transformers reads the one and vLLM the other."""
-    one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.is_file():
-        return [one]
+        return [single]
     fix = "copy the folder again, or delete it where it was made here: it is made again"
     parts = read_json(index, fix).get("weight_map")
     need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {fix}")
     files = [folder / str(name) for name in sorted({*parts.values()}, key=str)]
     need(
-        not one.is_file() or one in files,
-        f"{folder}: {one.name}, and an index of other files ({files[0].name}); delete the older of the two",
+        not single.is_file() or single in files,
+        f"{folder}: {single.name}, and an index of other files ({files[0].name}); delete the older of the two",
     )
     return files
 
@@ -360,12 +362,12 @@ def load_model(folder: Path | str, dtype=torch.float32):
 
     fix = "give a whole checkpoint of that shape"
     with one_sentence(folder, "weights", fix):
-        how = {
+        options = {
             "output_loading_info": True,
             "ignore_mismatched_sizes": True,
             "config": read_config(folder),
         }
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     model, info = loaded
     wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
     need(

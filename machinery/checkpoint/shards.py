@@ -50,9 +50,9 @@ def from_all(x, group) -> list:
     """The values of x on all ranks, in rank order. Collective."""
     if group is None:
         return [x]
-    found = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, x, group=group)
-    return found
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, x, group=group)
+    return values
 
 
 def complete(folder: Path, comm) -> None:
@@ -63,20 +63,20 @@ def complete(folder: Path, comm) -> None:
     if comm.size == 1:
         return
     group = saving_group()
-    found = (
+    missing_files = (
         sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
         if comm.writes
         else None
     )
-    on_disks = [names for names in from_all(found, group) if names is not None]
+    on_disks = [names for names in from_all(missing_files, group) if names is not None]
     owners = {}
-    for rank, names in enumerate(from_all(found, group)):
+    for rank, names in enumerate(from_all(missing_files, group)):
         for name in names or ():
             owners.setdefault(name, rank)
     for name, owner in owners.items():
         if all(name in names for names in on_disks):
             continue
-        lacks = comm.writes and name not in found
+        lacks = comm.writes and name not in missing_files
         _send(folder / name, owner, lacks, comm, group)
 
 

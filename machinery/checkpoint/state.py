@@ -19,12 +19,12 @@ from sampling import Sampling
 
 def rng_state() -> dict:
     """The generators of torch, CUDA, numpy and Python, as plain containers."""
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, *position = np.random.get_state()
     python = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *position],
         "python": [python[0], list(python[1]), python[2]],
     }
 
@@ -34,8 +34,8 @@ def set_rng_state(state: dict) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    kind, keys, *position = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *position))
     python = state["python"]
     random.setstate((python[0], tuple(python[1]), python[2]))
 
@@ -43,11 +43,11 @@ def set_rng_state(state: dict) -> None:
 def new_rng_state(seed: int, rank: int) -> dict:
     """The state of a rank that the checkpoint does not know: by the run's seed and its own
     number."""
-    own = request_seed("rank", seed, rank) % 2**32
+    rank_seed = request_seed("rank", seed, rank) % 2**32
     with same_rng_state():
-        torch.manual_seed(own)
-        np.random.seed(own)
-        random.seed(own)
+        torch.manual_seed(rank_seed)
+        np.random.seed(rank_seed)
+        random.seed(rank_seed)
         return rng_state()
 
 
