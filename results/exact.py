@@ -92,7 +92,7 @@ def train(t: Training, updates: int) -> tuple[int, float]:
     """(tokens, largest difference of their log-probabilities) over some updates."""
     tokens, largest = 0, 0.0
     for _ in range(updates):
-        t.roll_out([])
+        t.roll_out()
         tokens += sum(len(r.tokens) for group in t.pending[0] for r in group.responses)
         largest = max(largest, t.update()["rollout_corr/largest_gap"])
     return tokens, largest

@@ -21,7 +21,7 @@ import tasks
 import train
 from eval import mean_se, pass_at_k
 from learner import Comm
-from machinery import settings, warmstart
+from machinery import session, settings, warmstart
 from machinery.checkpoint import save_model
 from machinery.flags import UserError, parse_flags
 from machinery.run import held_out_sets, open_run
@@ -503,7 +503,7 @@ def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path, monkeypa
     for argv in ([*flags, "--steps=1"], ["--resume", f"--out={out}", "--steps=2"]):
         cfg = settings.parse(argv)
         run = open_run(cfg, Comm())
-        assert train.open_source(cfg, run, Comm()).stop_ids == [1, 8, stop]
+        assert session.open_source(cfg, run, Comm()).stop_ids == [1, 8, stop]
         described = describe_run(cfg, run, "policy", 0, 0, 1)
         assert described["stop_ids"] == [1, 8, stop] and described["config"]["rollout_dtype"] == cfg.rollout_dtype
         train.train(cfg)

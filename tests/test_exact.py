@@ -389,9 +389,9 @@ def test_a_run_is_zero_and_stops_where_it_is_not(folders, tmp_path):
     t = Training(make_cfg(exact=True, **about, **size), Comm())
     for _ in range(4):
         if not t.pending:
-            t.roll_out([])
+            t.roll_out()
         assert t.update()["rollout_corr/largest_gap"] == 0
-    t.roll_out([])
+    t.roll_out()
     response = t.pending[0][0].responses[0]
     response.logp_inf[0] = np.nextafter(response.logp_inf[0], np.float32(-1e9))
     with pytest.raises(UserError, match="--exact: on fresh rollouts log p_inf and log p_ref differ"):

@@ -15,7 +15,7 @@ import objectives
 import quant
 import train
 from learner import Comm, Learner
-from machinery import checkpoint, settings
+from machinery import checkpoint, session, settings
 from machinery.flags import UserError
 from machinery.run import read_metrics
 from model import Needs, lora
@@ -232,7 +232,7 @@ def argv(folders, out, **changes) -> list[str]:
 
 @pytest.fixture
 def run_here(monkeypatch):
-    monkeypatch.setattr(train, "catch_signals", lambda: [])
+    monkeypatch.setattr(session, "catch_signals", lambda: [])
     return lambda given: train.train(settings.parse(given))
 
 

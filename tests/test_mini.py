@@ -12,7 +12,7 @@ from conftest import ROOT, TINY_TASK, tiny_model
 import config
 import mini
 import train
-from machinery import run, settings
+from machinery import run, session, settings
 from tasks import Arithmetic, arithmetic_tokenizer
 
 SIZES = {"steps": 20, "rollout_batch": 64, "group_size": 8, "max_tokens": 10, "eval_problems": 64, **TINY_TASK}
@@ -61,7 +61,7 @@ def flags(solvers, out, **changes):
 
 def by_train(solvers, out, monkeypatch, **case):
     """The rows of metrics.jsonl; the first is the evaluation before training."""
-    monkeypatch.setattr(train, "catch_signals", lambda: [])
+    monkeypatch.setattr(session, "catch_signals", lambda: [])
     train.train(settings.parse(flags(solvers, out, **case)))
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 

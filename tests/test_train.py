@@ -30,7 +30,7 @@ import train
 from corrections import USES_Z
 from delay import DelaySource
 from learner import Comm
-from machinery import checkpoint, plot, settings
+from machinery import checkpoint, plot, session, settings
 from machinery.flags import UserError
 from machinery.run import Log, lock_folder, open_run, read_metrics
 from machinery.run import rows as run_rows
@@ -144,7 +144,7 @@ def wait_for(out, step, process) -> None:
 @pytest.fixture
 def train_here(monkeypatch):
     """Train in this process: argv -> (configuration, metrics). The page explains everything that is logged."""
-    monkeypatch.setattr(train, "catch_signals", lambda: [])
+    monkeypatch.setattr(session, "catch_signals", lambda: [])
 
     def run(argv):
         cfg = settings.parse(argv)
@@ -342,7 +342,7 @@ def test_a_head_of_its_own_that_the_config_ties_is_kept(more, solvers, tmp_path,
 def upset(monkeypatch) -> list[tuple]:
     """Updates 1, 4, 5 and 6 are skipped for a loss that is no number, update 2 counts as rejected whole; the learner's
     counts after each update."""
-    original, counts = train.Learner._step, []
+    original, counts = session.Learner._step, []
 
     def step(self, loss, all_rejected):
         bad = self.version in (0, 3, 4, 5)
@@ -350,7 +350,7 @@ def upset(monkeypatch) -> list[tuple]:
         counts.append((self.version, self.skipped, self.skipped_in_a_row, self.rejected))
         return out
 
-    monkeypatch.setattr(train.Learner, "_step", step)
+    monkeypatch.setattr(session.Learner, "_step", step)
     return counts
 
 
@@ -484,7 +484,7 @@ def in_format_3(folder: Path, cfg) -> None:
 WRITES_FOR_EVER = """
 import threading, sys
 import train
-from machinery import checkpoint, settings
+from machinery import checkpoint, session, settings
 write = checkpoint.write_shards
 def first_alone(tensors, folder, group):
     if "000001" not in str(folder):
@@ -589,11 +589,11 @@ def raise_at(monkeypatch, owner, name: str, call: int, error=None) -> None:
 
 FAULTS = {  # where, and which checkpoint is the newest afterwards
     "before an update": (train.objectives, "prepare", 5, 4),
-    "between two models' steps": (train.Learner, "_optimize", 10, 3),
+    "between two models' steps": (session.Learner, "_optimize", 10, 3),
     "after the step": (train.objectives, "update_controllers", 5, 3),
     "while sampling": (HFEngine, "_decode", 7, 4),
     "in the ref pass": (train.batching, "write_ref_columns", 3, 4),
-    "while logging": (train.Log, "write", 6, 5),
+    "while logging": (session.Log, "write", 6, 5),
 }
 
 
@@ -633,7 +633,7 @@ def test_weights_that_are_not_finite_end_the_run_in_the_update_that_made_them(
     value, model, solvers, tmp_path, train_here, monkeypatch
 ):
     """An optimizer that makes one number of one model infinite in update 5: nothing after update 3 is kept."""
-    original = train.Learner._optimize
+    original = session.Learner._optimize
 
     def optimize(self, name, lr, step):
         original(self, name, lr, step)
@@ -641,7 +641,7 @@ def test_weights_that_are_not_finite_end_the_run_in_the_update_that_made_them(
             with torch.no_grad():
                 list(getattr(self.models, name).parameters())[-1].view(-1)[-1] = value
 
-    monkeypatch.setattr(train.Learner, "_optimize", optimize)
+    monkeypatch.setattr(session.Learner, "_optimize", optimize)
     with pytest.raises(UserError, match="update 5 made weights infinite or NaN: lower --lr .now 0.001"):
         train_here(flags(solvers, tmp_path / "run"))
     assert checkpoint.newest(tmp_path / "run").name == "step_000003"
@@ -1019,7 +1019,7 @@ def opened_source(folders, tmp_path, monkeypatch):
         base = {"model": str(folders / "policy"), "out": str(tmp_path / "run"), "max_tokens": 8, "overwrite": True}
         cfg = make_cfg(**{**base, **TINY_TASK, "objective": "grpo", **changes})
         run = open_run(cfg, Comm())
-        source = train.open_source(cfg, run, Comm())
+        source = session.open_source(cfg, run, Comm())
         return source, run, asked[-1] if asked else None
 
     return make

@@ -1,0 +1,273 @@
+"""A training run around the loop of train.py: opening, metrics, evaluation, checkpoints, signals,
+errors."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tqdm import tqdm
+
+import batching
+from config import Config, RunFlags
+from eval import held_out
+from learner import Comm, Learner, check_agreement, expects_agreement
+from machinery import checkpoint, plot
+from machinery.flags import UserError, need
+from machinery.run import (
+    Log,
+    open_eval_engine,
+    open_run,
+    open_source,
+    prepare_folder,
+    samples_of,
+)
+from model import Needs
+from model.engines import evaluated_by
+from presets import called
+
+ELSEWHERE = "another rank has stopped this run, and prints the reason"
+
+
+class Session:
+    """State of a run: models, source of rollouts, counters, log and checkpoints."""
+
+    def __init__(self, cfg: Config, comm: Comm):
+        """UserError for wrong flags, files or models, before the first model loads."""
+        self.comm = comm
+        self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
+        self.cfg = cfg = self.run.cfg  # with --epochs counted in updates
+        self.source = open_source(cfg, self.run, self.comm)
+        self.learner = Learner(
+            *self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start()
+        )
+        self.learner.check_heads(self.run.probe_ids())
+        self.to_check = expects_agreement(cfg)
+        self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
+        self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
+        self.step = 0
+        self.pending = []  # minibatches of groups that are not trained on yet
+        self.controllers = {}  # carried from update to update: kappa, lambda_distill
+        self.values = {}  # metrics of the last roll-out, until an update reports them
+        self.clock: dict[str, float] = {}  # seconds by stage
+        if self.run.checkpoint:
+            saved = checkpoint.load(self.run.checkpoint, self.learner, self.source)
+            self.step, self.pending, self.controllers = saved
+            self.values = self.controllers.pop("values", {})
+        self.saved_at = self.step
+        self.saving: checkpoint.Saving | None = None  # the checkpoint that is being written
+        if comm.writes:
+            prepare_folder(self.run)
+        comm.barrier()  # nobody writes there before
+        self.log = Log(self.run.folder, cfg, self.step) if comm.rank == 0 else None
+        self.second_engine = None  # of --eval_engine=second
+        self.unwritten: dict | None = None  # metrics of an update that are not in the log yet
+        self.signals: list[str] = []  # names of caught signals
+        self.bar = None
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Catch signals, show a progress bar, and evaluate before the first update."""
+        self.signals = catch_signals()
+        if self.step == 0:
+            self.write(self.evaluate())
+        self.bar = tqdm(
+            total=self.cfg.steps,
+            initial=self.step,
+            desc=called(vars(self.cfg)),
+            disable=self.log is None,
+            dynamic_ncols=True,
+        )
+
+    def after_update(self, values: dict[str, float]) -> bool:
+        """Evaluate, log and save if due. False: a signal or an error stops the run here."""
+        cfg = self.cfg
+        if due(cfg.eval_every, self.step) or self.step == cfg.steps:
+            values |= self.evaluate()
+        # a signal to one rank stops all of them, at the same update
+        stops = self.comm.any(self.signals) or bool(self.learner.error)
+        self.write(values)
+        self.bar.update(1)
+        self.bar.set_postfix(progress(values))
+        self.look_after_save()
+        if due(cfg.save_every, self.step):
+            self.save()
+        return not stops
+
+    def finish(self) -> None:
+        """Save, report and close. UserError: the run has stopped for a reason."""
+        if self.step != self.saved_at:
+            self.save()
+        self.end_save()
+        self.bar.close()
+        if self.log:
+            self.log.close()
+            print(
+                plot.report(self.cfg.out)
+                if self.step == self.cfg.steps
+                else f"stopped after update {self.step}, saved: {how_to_resume(self.cfg)}"
+            )
+        if self.second_engine is not None:
+            self.second_engine.close()
+        error = self.source.error or self.learner.error
+        failed = self.comm.any(error)  # the other ranks would wait for a rank that ends
+        self.source.close()  # last: vLLM's shutdown also ends the process group
+        need(not failed, error or ELSEWHERE)
+
+    # -- metrics and evaluation --------------------------------------------------------------------
+
+    def check_agreement(self, batch) -> None:
+        """Once a run, on fresh rollouts: do learner and engine compute one policy?"""
+        self.to_check = False
+        warning = check_agreement(self.cfg, self.learner.agreement(batch))
+        if warning and self.comm.rank == 0:
+            tqdm.write(f"warning: {warning}", file=sys.stderr)
+
+    def write(self, values: dict[str, float]) -> None:
+        """A line of metrics: of the update that was done last."""
+        if self.log:
+            self.log.write(self.step - 1, values | self.read_clock())
+        self.unwritten = None
+
+    def write_samples(self, groups) -> None:
+        """A response of each of these groups, whole, with the gap between policy and sampler at
+        every token."""
+        firsts = [replace(group, responses=group.responses[:1], ref={}) for group in groups]
+        logp = self.learner.score(batching.collate(firsts, self.cfg), Needs()).logp
+        if self.log:
+            rows = [
+                x[: len(g.responses[0].tokens)].numpy() for x, g in zip(logp, firsts, strict=True)
+            ]
+            self.log.write_samples(samples_of(firsts, rows, self.step, self.run.tokenizer))
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out pass@1 of policy and actor."""
+        values = {}
+        if self.cfg.eval_every < 0:
+            return values
+        with timer(self.clock, "eval_s"):
+            for name in self.learner.names:
+                engine = self.eval_engine(name)
+                scores = held_out(self.learner, name, self.run, engine)
+                values |= {f"eval/{name}_{key}": value for key, value in scores.items()}
+                if engine is not None:
+                    engine.sleep()
+        return values
+
+    def eval_engine(self, name: str):
+        """An engine with one model's weights as they are now; None: a plain sampler on the
+        learner's own."""
+        kind = evaluated_by(self.cfg, name)
+        if kind == "torch" or not self.run.eval_sets:
+            return None
+        if kind == "own":
+            return self.source.lend(self.learner.published(name, self.source.packed))
+        if self.second_engine is None:
+            self.second_engine = open_eval_engine(self.cfg, self.run, self.comm)
+        self.second_engine.load(self.learner.named_tensors(name))
+        return self.second_engine
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Begin a checkpoint of the current state. A thread writes it during the next updates; one
+        at a time."""
+        self.end_save()
+        with timer(self.clock, "save_s"):
+            left = {**self.controllers, "values": self.values}
+            state = (self.run, self.step, self.learner, self.source, self.pending, left)
+            self.saving = checkpoint.Saving(checkpoint.Snapshot(*state))
+            self.saved_at = self.step
+
+    def look_after_save(self) -> None:
+        """End the checkpoint that is being written, if it is written on every rank."""
+        if self.saving is not None and not self.comm.any(self.saving.goes_on()):
+            self.end_save()
+
+    def end_save(self) -> None:
+        """Wait for the checkpoint that is being written; then a source of remote groups may forget
+        them.
+
+        UserError: it could not be written."""
+        if self.saving is None:
+            return
+        with timer(self.clock, "save_s"):
+            saving, self.saving = self.saving, None
+            saving.wait()
+            self.source.saved()
+
+    def rescue(self) -> None:
+        """After an exception between two updates: save the state, if this is the only process and
+        all weights are finite.
+
+        With several ranks the others cannot be asked any more, and the checkpoint before stands."""
+        try:
+            self.end_save()
+        except UserError as e:  # the first error is the one to be told last
+            print(f"error: {e}", file=sys.stderr)
+        between_updates = self.learner.version == self.step
+        if (
+            self.comm.size > 1
+            or self.step == self.saved_at
+            or not between_updates
+            or not self.learner.is_finite()
+        ):
+            return
+        try:
+            self.save()
+            self.end_save()
+            if self.unwritten is not None:
+                self.write(self.unwritten)
+            print(
+                f"an error after update {self.step}, saved: {how_to_resume(self.cfg)}",
+                file=sys.stderr,
+            )
+        except Exception as e:  # the first error is the one to be told
+            print(
+                f"an error after update {self.step}, which could not be saved: {e}", file=sys.stderr
+            )
+
+    def read_clock(self) -> dict[str, float]:
+        """Seconds by stage since it was last read."""
+        seconds, self.clock = self.clock, {}
+        return seconds
+
+
+def due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def how_to_resume(cfg: RunFlags) -> str:
+    return f"go on with --resume --out={cfg.out}"
+
+
+def progress(logged: dict) -> dict[str, str]:
+    """Values of the progress bar."""
+    shown = {"reward": "reward", "rollout_corr/kl": "kl", "obrs/accept_rate": "accept"}
+    return {name: f"{logged[key]:.3f}" for key, name in shown.items() if key in logged}
+
+
+@contextmanager
+def timer(clock: dict, name: str):
+    start = time.perf_counter()
+    yield
+    clock[name] = clock.get(name, 0.0) + time.perf_counter() - start
+
+
+def catch_signals() -> list[str]:
+    """SIGTERM and Ctrl-C finish the update at hand, save, and stop; a second Ctrl-C stops at
+    once."""
+    seen: list[str] = []
+
+    def handler(number, frame):
+        if seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(signal.Signals(number).name)
+
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+    return seen
