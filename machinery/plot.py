@@ -17,23 +17,21 @@ from machinery.flags import UserError, check_output, need, parse_flags, run_comm
 from machinery.run import read_metrics, rows
 from presets import called
 
-# Panels in reading order: (title, keys); the first key that a run has is drawn.
+# Panels in reading order: (title with unit, key). The first eight with data are drawn.
 PANELS = [
-    ("reward (sampler's responses)", ["reward"]),
-    ("held-out pass@1, policy", ["eval/policy_pass@1"]),
-    (
-        "KL(policy || actor) per token; of one model KL(inf || ref)",
-        ["distill_kl", "obrs/kl_before", "rollout_corr/k3_kl"],
-    ),
-    ("OBRS acceptance", ["obrs/accept_rate"]),
-    (
-        "KL(policy || accepted tokens); staleness without OBRS",
-        ["obrs/kl_after", "obrs/kl_after_partial", "staleness/mean_updates"],
-    ),
-    ("entropy, policy (nats)", ["entropy"]),
-    ("gradient norm, policy", ["grad_norm"]),
-    ("effective sample size, tokens", ["rollout_corr/rollout_is_eff_sample_size"]),
+    ("reward of sampled responses", "reward"),
+    ("held-out pass@1, policy", "eval/policy_pass@1"),
+    ("KL(policy || actor), nats a token", "distill_kl"),
+    ("KL(inf || ref), nats a token", "rollout_corr/k3_kl"),
+    ("OBRS acceptance rate", "obrs/accept_rate"),
+    ("KL(ref || accepted), nats a token", "obrs/kl_after"),
+    ("effective sample size, tokens", "rollout_corr/rollout_is_eff_sample_size"),
+    ("entropy of the policy, nats", "entropy"),
+    ("gradient norm, policy", "grad_norm"),
+    ("age of weights, updates", "staleness/mean_updates"),
+    ("length of responses, tokens", "response_length"),
 ]
+MOST_PANELS = 8
 # A line for each run. Okabe and Ito's colours, without their yellow, can also be told apart by the
 # colour-blind.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
@@ -60,7 +58,7 @@ class PlotFlags:
 
 
 def draw(runs: list[str], out: str) -> str:
-    """Write one PNG with a panel for each quantity and a line for each run; returns its path.
+    """Write one PNG with a panel for each measured quantity and a line for each run; returns its path.
 
     UserError, one sentence: more runs than colours, or a folder that holds no run."""
     if len(runs) > len(COLOURS):
@@ -74,26 +72,31 @@ def draw(runs: list[str], out: str) -> str:
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
 
-    fig, axes = plt.subplots(2, 4, figsize=(17, 7))
+    measured = [
+        panel for panel in PANELS if any(values_of(run, panel[1])[1] for run in rows.values())
+    ]
+    panels = measured[:MOST_PANELS]
+    columns = -(-len(panels) // 2)
+    fig, axes = plt.subplots(2, max(1, columns), figsize=(4.3 * max(1, columns), 7), squeeze=False)
     colours = dict(zip(rows, COLOURS, strict=False))
-    for ax, (title, keys) in zip(axes.flat, PANELS, strict=True):
+    for ax, (title, key) in zip(axes.flat, panels, strict=False):
         ax.set_title(title, fontsize=10)
         for run in reversed(rows):  # the first run last, above the others
-            draw_line(ax, rows[run], keys, colours[run], width=2.4 if run == str(runs[0]) else 1.2)
-        if not ax.has_data():
-            style = dict(ha="center", va="center", transform=ax.transAxes)
-            ax.text(0.5, 0.5, "not measured in these runs", color="grey", **style)
+            draw_line(ax, rows[run], key, colours[run], width=2.4 if run == str(runs[0]) else 1.2)
         ax.set_xlabel("updates", fontsize=8)
+        ax.ticklabel_format(axis="y", useOffset=False)
         ax.grid(alpha=0.3)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_axis_off()
     handles = [Line2D([], [], color=colours[run], label=run) for run in rows]
     fig.legend(handles=handles, loc="lower center", ncols=min(4, len(rows)), frameon=False)
-    fig.subplots_adjust(left=0.035, right=0.99, top=0.95, bottom=0.13, wspace=0.16, hspace=0.3)
+    fig.tight_layout(rect=(0, 0.06, 1, 1))
     write(fig, Path(out))
     return out
 
 
 def write(fig, path: Path) -> None:
-    """A figure becomes a file, in a folder that is made, and is forgotten."""
+    """Save the figure (creating its folder) and close it."""
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +107,7 @@ def write(fig, path: Path) -> None:
 def numbers_of(run: str) -> list[dict]:
     """The metrics of a run. UserError: a plotted value is not a number in one of the lines."""
     rows = read_metrics(run)
-    for key in [key for _, keys in PANELS for key in keys]:
+    for _, key in PANELS:
         for row in rows:
             is_number = row.get(key) is None or type(row[key]) in (int, float)
             file = Path(run) / "metrics.jsonl"
@@ -115,17 +118,19 @@ def numbers_of(run: str) -> list[dict]:
     return rows
 
 
-def draw_line(ax, rows: list[dict], keys: list[str], colour: str, width: float) -> None:
-    """One run's curve of the first key that it has; nothing if it has none."""
-    key = next((k for k in keys if any(k in row for row in rows)), None)
-    if key is None:
-        return
+def values_of(rows: list[dict], key: str) -> tuple[list[float], list[float]]:
+    """(updates, values) of a metric in the lines that have it."""
     measured = [row for row in rows if row.get(key) is not None]
-    x = [row["step"] + 1 for row in measured]
-    y = [row[key] for row in measured]
+    return [row["step"] + 1 for row in measured], [row[key] for row in measured]
+
+
+def draw_line(ax, rows: list[dict], key: str, colour: str, width: float) -> None:
+    """One run's curve of a metric."""
+    x, y = values_of(rows, key)
     style = dict(color=colour, linewidth=width)
     if key.startswith("eval/"):
-        errors = [row.get(key.replace("pass@1", "se")) for row in measured]
+        error_key = key.replace("pass@1", "se")
+        errors = [row.get(error_key, float("nan")) for row in rows if row.get(key) is not None]
         ax.errorbar(x, y, errors, marker="o", capsize=3, **style)
     elif len(y) > SMOOTH:
         ax.plot(x, y, alpha=0.25, **style)
