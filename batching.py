@@ -251,7 +251,7 @@ def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:
-    """(B, T, ...) from B arrays (length, ...), filled up behind each; T = 0: the longest. dtype:
+    """(B, T, ...) from B arrays (length, ...), padded at the end; T = 0: the longest. dtype:
     float32, or of `fill`."""
     T = T or max(len(row) for row in rows)
     dtype = dtype or (np.bool_ if isinstance(fill, bool) else np.float32)

@@ -121,7 +121,7 @@ class ObjectiveFlags:
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Do rejected tokens count in the denominator?"""
     positive_only: bool = False
-    """Train on positive advantages alone (QaRL, Figure 8)."""
+    """Train only on positive advantages (QaRL, Figure 8)."""
     tbpo_neg_high: float = 7e-4
     """tbpo: upper edge of the band of negative advantages."""
     gepo_expectation: Literal["weighted", "mean"] = "weighted"
@@ -139,8 +139,7 @@ class ObjectiveFlags:
     """Weight of the KL from the policy to the frozen model that the run started from; 0: off, and
     none is loaded."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where it stands: a term of the loss, or taken off each response's reward before the
-    advantage."""
+    """Place of this KL: a term of the loss, or subtracted from each response's reward."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Its estimate from the sampled tokens (objectives.kl_estimate); default k2 in the loss, k1 in
     the reward."""

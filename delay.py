@@ -379,7 +379,7 @@ def check_bounds(cfg: Config) -> None:
     unbounded = most is None and math.isinf(cfg.window_seconds)
     if cfg.delay != "none" and unbounded and cfg.sampler_rate > 1:
         raise UserError(
-            f"--sampler_rate={cfg.sampler_rate}: more groups may be made than trained on, and they wait for ever; "
+            f"--sampler_rate={cfg.sampler_rate}: samplers produce more groups than training consumes; "
             "bound them with --max_staleness or --window_seconds"
         )
     if cfg.delay != "none" and not math.isinf(cfg.window_seconds):

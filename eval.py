@@ -127,7 +127,7 @@ def solve(
 
 
 def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
-    """A sampler in plain torch of the learner's policy or actor as it is now.
+    """A sampler in plain torch with the current weights of the learner's policy or actor.
 
     Under FSDP it has a whole copy of the weights, because shards cannot decode; aligned where the
     learner's is."""
@@ -215,7 +215,8 @@ class ModelFlags(SampleFlags):
     """Seed of sampling."""
     out: str = ""
     """Also write the results to this JSON file. eval.py writes every response to X.responses.jsonl,
-    from which the same command goes on after a kill; python -m probe draws its figure to X.png."""
+    from which the same command continues after a kill; python -m probe draws its figure to
+    X.png."""
 
 
 @dataclass(frozen=True)
@@ -368,7 +369,7 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
             return checkpoint.text_folder(str(folder))
     adapter = newest / f"{which}_adapter"
     merge = f"python -m model.lora --adapter={adapter} --out=FOLDER"
-    need(not adapter.is_dir(), f"--{flag}={name}: adapters alone; merge them with {merge}")
+    need(not adapter.is_dir(), f"--{flag}={name}: it has only adapters; merge them with {merge}")
     if is_hub_id(name):
         return checkpoint.text_folder(checkpoint.from_hub(flag, name))
     raise UserError(

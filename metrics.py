@@ -484,14 +484,14 @@ OBRS = [
         "obrs/kl_before_partial",
         tokens,
         View.kl_before_partial,
-        "kl_before over the support alone",
+        "kl_before, only over the support",
         View.sees_part,
     ),
     Mean(
         "obrs/kl_after_partial",
         tokens,
         View.kl_after_partial,
-        "kl_after over the support alone",
+        "kl_after, only over the support",
         View.sees_part,
     ),
 ]

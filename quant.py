@@ -524,7 +524,7 @@ def dequantize_in_place(model, fmt: Format):
 def load_quantized(model, named_tensors):
     """Put published low-bit tensors into the model's aligned layers as they come; yield the others.
 
-    A layer's scales come right behind its weight, as `for_engine` yields them."""
+    A layer's scales follow its weight, as in `for_engine`."""
     layers = {
         f"{name}.weight": (layer, "weight") for name, layer in quantized_linears(model).items()
     }
@@ -537,7 +537,7 @@ def load_quantized(model, named_tensors):
             continue
         behind, scale = next(stream, ("nothing", None))
         if behind != f"{name}_scale":
-            raise ValueError(f"{name}: {behind} comes behind it, and not its scales")
+            raise ValueError(f"{name}: followed by {behind}, not by its scales")
         device = getattr(layer, kind).device
         loaded = x.to(device, copy=True), scale.to(device, copy=True)
         if kind == "weight":
@@ -620,7 +620,7 @@ def check_routing(cfg: RolloutFlags) -> None:
     )
     need(
         not cfg.router_replay or cfg.rollout_tp == 1,
-        f"--router_replay: of the ranks that are one engine vLLM tells the first alone; use --rollout_tp=1, not "
+        f"--router_replay: vLLM reports expert choices only on the first rank of an engine; use --rollout_tp=1, not "
         f"{cfg.rollout_tp}",
     )
 

@@ -443,7 +443,7 @@ BENCHES = {
 
 
 def parse(argv: list[str], benches: dict) -> list[str]:
-    """The benchmarks that a command line names. UserError, one sentence: there is no such one."""
+    """The benchmarks that a command line names. UserError, one sentence: an unknown name."""
     for name in [word for word in argv if word not in benches]:
         kind = "flag, only names of benchmarks" if name.startswith("-") else "benchmark"
         sentence = f"{name}: no such {kind}; there are {', '.join(benches)}"

@@ -190,7 +190,7 @@ def text_of(records: dict[str, dict]) -> str:
 
 
 def write(folder: Path, records: dict[str, dict]) -> None:
-    """gpu.json and, below its marker, gpu.md. What stands above the marker is kept."""
+    """Write gpu.json and gpu.md; the text above the marker of gpu.md is kept."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gpu.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     page = folder / "gpu.md"
@@ -207,7 +207,7 @@ def known(folder: Path) -> dict[str, dict]:
 
 
 def named(flags: GpuFlags) -> list[str]:
-    """The parts that a command line names. UserError, one sentence: there is no such one."""
+    """The parts that a command line names. UserError, one sentence: an unknown name."""
     names = [name.strip() for name in flags.parts.split(",") if name.strip()]
     for flag, asked in (("parts", names), ("part", [flags.part] if flags.part else [])):
         for name in asked:
@@ -218,7 +218,7 @@ def named(flags: GpuFlags) -> list[str]:
 
 
 def run_list(flags: GpuFlags, names: list[str]) -> dict[str, dict]:
-    """Run the parts one after the other; the page is written behind each."""
+    """Run the parts one after the other; the page is written after each."""
     trial = flags.device == "cpu" or flags.scale == "tiny"
     folder = Path(flags.out or (ROOT / "out" / "gpu" if trial else sweep.RESULTS))
     check_output("out", str(folder / "gpu.json"))

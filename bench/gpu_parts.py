@@ -449,7 +449,7 @@ class Measured(NamedTuple):
 
 
 def updates(s: Setting, cfg: Config, names: tuple[str, ...], n: int = 3) -> Measured:
-    """n updates of a new learner of these models, behind one that makes its states."""
+    """n updates of a new learner of these models, after one that makes its states."""
     before = s.allocated()
     learner = s.learner(cfg, *names)
     batch, stats = batch_of(learner, cfg.train_batch, cfg.max_tokens)
@@ -528,7 +528,7 @@ def memory(s: Setting) -> Iterator[dict]:
 
 @contextlib.contextmanager
 def one_rank(device: str):
-    """A process group of this process alone: a new one, or that of a vLLM that runs in it."""
+    """A process group of this process: a new one, or the group of a vLLM engine in it."""
     if torch.distributed.is_initialized():
         yield
         return

@@ -58,7 +58,8 @@ class PlotFlags:
 
 
 def draw(runs: list[str], out: str) -> str:
-    """Write one PNG with a panel for each measured quantity and a line for each run; returns its path.
+    """Write one PNG with a panel for each measured quantity and a line for each run; returns its
+    path.
 
     UserError, one sentence: more runs than colours, or a folder that holds no run."""
     if len(runs) > len(COLOURS):
@@ -140,7 +141,7 @@ def draw_line(ax, rows: list[dict], key: str, colour: str, width: float) -> None
 
 
 def running_mean(y: list[float], behind: int) -> list[float]:
-    """The mean of each value and up to `behind` values before it."""
+    """The mean of each value and of up to `behind` earlier values."""
     out = []
     for i in range(len(y)):
         window = y[max(0, i - behind) : i + 1]
@@ -195,7 +196,7 @@ def rounded_line(cfg: dict) -> list[str]:
         return []
     name = "policy" if cfg["actor"] == "none" else "actor"
     return [
-        f"   (held out: the {name} in {cfg['rollout_quant']}, as it samples; --eval_engine=torch: as it is saved)"
+        f"   (held out: the {name} in {cfg['rollout_quant']}, as it samples; --eval_engine=torch: as saved)"
     ]
 
 

@@ -268,7 +268,7 @@ WRITTEN = (
 
 @contextmanager
 def locked(cfg: RunFlags, comm):
-    """The run folder, checked, and for this run alone as long as the context lasts. UserError: one
+    """The run folder, checked and locked for this run while the context lasts. UserError: one
     sentence.
 
     Without a common file system each node has a folder, and its first rank writes the shared files

@@ -204,7 +204,8 @@ class Session:
         """After an exception between two updates: save the state, if this is the only process and
         all weights are finite.
 
-        With several ranks the others cannot be asked any more, and the checkpoint before stands."""
+        With several ranks the last checkpoint remains: the other ranks cannot be reached any
+        more."""
         try:
             self.end_save()
         except UserError as e:  # the first error is the one to be told last
@@ -259,7 +260,7 @@ def timer(clock: dict, name: str):
 
 
 def catch_signals() -> list[str]:
-    """SIGTERM and Ctrl-C finish the update at hand, save, and stop; a second Ctrl-C stops at
+    """SIGTERM and Ctrl-C finish the current update, save, and stop; a second Ctrl-C stops at
     once."""
     seen: list[str] = []
 

@@ -60,7 +60,7 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     """The saved configuration of the run in --out; flags given now must agree with it."""
     need(
         not cfg.overwrite,
-        "--resume with --overwrite: one goes on, the other deletes; leave one of them out",
+        "--resume with --overwrite: one continues the run, the other deletes it; leave one of them out",
     )
     path = Path(cfg.out) / "config.json"
     need(
@@ -179,7 +179,7 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
 
 
 def check_named(model: str, missing: list[str]) -> None:
-    """UserError where flags without a default are missing; each as it is proposed."""
+    """UserError if flags without a default are missing; it proposes a value for each."""
     need(
         not missing,
         f"--model={model}: these flags have no default for a custom model; name them, for instance "
@@ -310,7 +310,7 @@ def check_kv_cache(cfg: EngineFlags) -> None:
         engine == "hf"
         or torch.cuda.is_available()
         or torch.backends.cpu.get_cpu_capability() == "AVX512",
-        f"{flag}: on a CPU vLLM has this cache with AVX-512 alone, and this one is without; use auto",
+        f"{flag}: on a CPU vLLM has this cache only with AVX-512, which this processor lacks; use auto",
     )
 
 

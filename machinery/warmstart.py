@@ -236,7 +236,7 @@ def main() -> None:
     ours = cfg.model == "base:policy"
     need(
         ours,
-        f"--model={cfg.model}: machinery/warmstart.py makes the embedded models alone; leave --model out",
+        f"--model={cfg.model}: machinery/warmstart.py makes only the embedded models; leave --model out",
     )
     for name in SHAPES:
         print(base_model(name, cfg))

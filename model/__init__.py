@@ -312,7 +312,7 @@ class Routing:
             hook.remove()
 
     def _route(self, layer: int, router, inputs, output):
-        """A hook behind a router's forward."""
+        """A hook after a router's forward pass."""
         logits, weights, chosen = output
         self.chosen[layer] = chosen
         if self.given is None:

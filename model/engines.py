@@ -184,7 +184,7 @@ class VLLMEngine:
         sizes = CPUAttentionBackend.get_supported_head_sizes()
         need(
             size in sizes,
-            f"{folder}: its heads have a size of {size}, and on a CPU vLLM knows {', '.join(map(str, sizes))} alone; "
+            f"{folder}: its heads have a size of {size}, and on a CPU vLLM supports only {', '.join(map(str, sizes))}; "
             "use --rollout=hf, or another model",
         )
 

@@ -137,7 +137,7 @@ def taken(x, places):
 
 
 def filled(x, size: int):
-    """x (n, ...) with zeros behind it, (size, ...)."""
+    """x (n, ...), padded with zeros to (size, ...)."""
     return torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
 
 
@@ -271,7 +271,7 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, mask) -> Seen:
-        """Of a mask. The last query sees all keys that there are, wherever padding stands."""
+        """The keys of a mask. The last query sees all keys, independent of padding."""
         K = mask.shape[3]
         padded, order = pad(mask, (0, room(K) - K)), None
         absent = ~padded[:, 0, -1]  # (B, room(K))
@@ -448,7 +448,7 @@ def check(cfg: RolloutFlags) -> None:
     )
     need(
         cfg.kv_cache_dtype == "auto",
-        f"--exact: --kv_cache_dtype={cfg.kv_cache_dtype} rounds keys and values in the engine alone; use auto",
+        f"--exact: --kv_cache_dtype={cfg.kv_cache_dtype} rounds keys and values only in the engine; use auto",
     )
     need(getattr(cfg, "lora_rank", 0) == 0, "--exact: adapters are merged for the engine, in another order of sums; "
         "leave out --exact or --lora_rank")  # fmt: skip

@@ -443,7 +443,7 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
 
 
 def config_of(flag: str, name: str):
-    """The transformers config behind --model or --actor."""
+    """The transformers config of --model or --actor."""
     if name.startswith("base:"):
         return warmstart.config_of(name.removeprefix("base:"))
     if not is_hub_id(name):

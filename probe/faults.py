@@ -82,7 +82,7 @@ class Case:
         return dict(self.model.named_parameters())
 
     def left(self, logp) -> np.ndarray:
-        """(log p_inf - logp)^2, (B, T), 0 behind the ends."""
+        """(log p_inf - logp)^2, (B, T), 0 after the ends."""
         off = self.batch.logp_inf.double().numpy() - logp
         return np.where(self.batch.exists.numpy(), off.clip(-BOUND, BOUND) ** 2, 0.0)
 
@@ -210,7 +210,7 @@ def scale_of_one(case: Case) -> Iterator[Finding]:
 
 
 def truncated_head(case: Case) -> Iterator[Finding]:
-    """The head's last rows are missing: tokens behind them have probability 0."""
+    """The head's last rows are missing: their tokens have probability 0."""
     rows = len(case.model.get_output_embeddings().weight)
     first = (
         int(case.batch.tokens.max()) + 1
@@ -355,7 +355,7 @@ def other_prompt(case: Case) -> Iterator[Finding]:
 
 
 def renderings(tokenizer, problem, ids: list[int]) -> dict[str, list[int]]:
-    """Other ways to ask a problem, as token ids; empty where there is no such way."""
+    """Other renderings of a problem's prompt, as token ids; empty if there are none."""
     model_template = getattr(tokenizer, "chat_template", None)
     prompt, kwargs = problem.prompt, dict(problem.chat.kwargs)
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]

@@ -1,4 +1,4 @@
-"""The report of the probe as it is printed: one function a table. o: probe.Report."""
+"""Text of the report: one function for each table. o: probe.Report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from probe.gaps import PIECES
 
 
 def with_format(name: str, quant: str) -> str:
-    """A name, and the low-bit format behind it if there is one."""
+    """A name, followed by its low-bit format, if any."""
     return name if quant == "none" else f"{name} {quant}"
 
 
 def text(o) -> str:
-    """The report as it is printed."""
+    """Text of the report."""
     tables = [
         models_text,
         distances_text,

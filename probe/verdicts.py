@@ -34,7 +34,7 @@ class Evidence:
 
     @classmethod
     def of(cls, log_r, length, kl: float, clamp: float) -> Evidence:
-        """From log r (B, T), 0 behind the end of a response, and the lengths (B,)."""
+        """From log r (B, T), 0 after the end of a response, and the lengths (B,)."""
         valid = exists(log_r, length)
         total = log_r.sum(1)
         prefix = log_r.cumsum(1)

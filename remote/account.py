@@ -190,7 +190,7 @@ class Intake:
 
 
 class Spool:
-    """Groups that were handed over: files STREAM/INCARNATION-N, each behind its digest.
+    """Groups that were handed over: files STREAM/INCARNATION-N, each after its digest.
 
     STREAM/INCARNATION-N.lost stands in place of one that was damaged. With several ranks a sampler
     has a stream for each rank."""
@@ -309,7 +309,7 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
 
 
 def with_digest(data: bytes) -> bytes:
-    """A file's bytes behind their digest."""
+    """A file's bytes after their digest."""
     return hashlib.sha256(data).digest() + data
 
 

@@ -122,7 +122,7 @@ class Delta:
             wire.need(at + gaps + values <= len(data), "a delta that ends too early")
             self.blocks.append((n, data[at : at + gaps], data[at + gaps : at + gaps + values]))
             at += gaps + values
-        wire.need(at == len(data), "a delta that goes on behind its end")
+        wire.need(at == len(data), "a delta with data after its end")
 
     def add_to(self, words: np.ndarray, block: int) -> None:
         """Turn the old words of a block into the new ones."""

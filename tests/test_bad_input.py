@@ -247,7 +247,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --task=fine.jsonl | --model=base:policy knows only --task=arith; give a model's folder for fine.jsonl
 --actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give a model
 --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
---resume --overwrite --out=run | --resume with --overwrite: one goes on, the other deletes; leave one of them out
+--resume --overwrite --out=run | --resume with --overwrite: one continues the run, the other deletes it; leave
         """,
     ),
     # train.py: what is absent

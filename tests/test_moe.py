@@ -409,7 +409,7 @@ def test_what_cannot_be_replayed_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="--router_replay: on a CPU vLLM cannot say which experts it chose"):
         make_cfg(router_replay=True, rollout="vllm")
-    with pytest.raises(UserError, match="--router_replay: of the ranks that are one engine vLLM tells the first alone"):
+    with pytest.raises(UserError, match="--router_replay: vLLM reports expert choices only on the first rank"):
         quant.check_routing(SimpleNamespace(router_replay=True, rollout="hf", rollout_tp=2))
     theirs = {"packed": False, "config": dataclasses.asdict(make_cfg(router_replay=True))}
     with pytest.raises(UserError, match="--router_replay: on a CPU vLLM cannot say"):

@@ -862,7 +862,7 @@ def test_the_closing_table_says_that_rounded_weights_were_evaluated(solvers, tmp
             groups = engine.model.model.layers[0].self_attn.q_proj.weight.reshape(-1, 32)
             values.append(max(len(group.unique()) for group in groups))
         used.clear()
-    line = "   (held out: the {} in w2a16, as it samples; --eval_engine=torch: as it is saved)"
+    line = "   (held out: the {} in w2a16, as it samples; --eval_engine=torch: as saved)"
     assert said == [[line.format("policy")], [], [line.format("actor")], []]
     assert [n <= 4 for n in values] == [True, False, False, True, False, False]
     assert all(n > 16 for n in values if n > 4)
