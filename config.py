@@ -465,11 +465,8 @@ class ReportFlags:
     """Held-out sets, as --task, with commas; each may have settings:
     a.jsonl,b.jsonl:samples=32:temperature=0.6: max_tokens=8192. arith has its own test split."""
     check_sync: bool = True
-    """Check at every weight sync that the engine has the published weights (sync.py); False: for
-    emergencies."""
-    check_agreement: bool = True
-    """Stop if on the first rollouts engine and learner, with the same weights, are different
-    policies (learner.py)."""
+    """Check at every weight sync that the engine has the published weights (sync.py), and on the first
+    rollouts that engine and learner are the same policy (learner.py); False: for emergencies."""
     save_every: int = 50
     """Updates between two checkpoints; 0: only at the end."""
     keep: int = 2
@@ -477,8 +474,6 @@ class ReportFlags:
     log_samples: int = 10
     """Updates between two writes of four responses to samples.jsonl (python -m machinery.plot
     --samples=RUN); 0: never."""
-    tensorboard: bool = False
-    """Also write TensorBoard events into the run folder."""
     wandb: str = ""
     """Also log to this wandb project."""
 
@@ -567,11 +562,9 @@ HARMLESS = {
         "keep",
         "save_every",
         "log_samples",
-        "check_agreement",
         "check_sync",
     ),
     *(
-        "tensorboard",
         "wandb",
         "bind",
         "keys",

@@ -647,7 +647,7 @@ def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
             return f"{gap}: the mismatch of --rollout_quant={cfg.rollout_quant} --kv_cache_dtype={cfg.kv_cache_dtype}"
         raise UserError(
             f"the learner does not compute the policy that sampled: {gap}; does the model cap, scale or shift its "
-            "logits (config.json), or does the engine? --check_agreement=False trains without this check"
+            "logits (config.json), or does the engine? --check_sync=False trains without this check"
         )
     if found.gap > AGREES and found.gap > found.plain / 2:
         return (
@@ -665,7 +665,7 @@ def expects_agreement(cfg: Config) -> bool:
     same = cfg.logprobs_mode == "processed" and (
         cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates
     )
-    return cfg.check_agreement and fresh and same
+    return cfg.check_sync and fresh and same
 
 
 def engine_type(cfg: Config) -> torch.dtype | None:

@@ -260,10 +260,8 @@ LOCK = "lock"
 EVALUATED = "eval.jsonl"  # results of `eval.py --follow`, by the step of the update before
 # Files of a run folder. --overwrite deletes these and no others. config.json, which marks the
 # folder of a run, is last: a deletion that was killed can be repeated.
-WRITTEN = (
-    "checkpoints", "versions", "tensorboard", "wandb", "remote*.log*", "samples.jsonl", "eval.jsonl", "curves.png",
-    "metrics.jsonl", "config.json",
-)  # fmt: skip
+WRITTEN = ("checkpoints", "versions", "wandb", "remote*.log*", "samples.jsonl", "eval.jsonl")
+WRITTEN += ("curves.png", "metrics.jsonl", "config.json")
 
 
 @contextmanager
@@ -544,7 +542,7 @@ WARNINGS = {
 
 
 class Log:
-    """metrics.jsonl, and TensorBoard and wandb by flag. One line an update; times end in `_s` or
+    """metrics.jsonl, and wandb by flag. One line an update; times end in `_s` or
     `_seconds` and nothing else does."""
 
     def __init__(self, run: Path, cfg: ReportFlags, step: int):
@@ -555,13 +553,8 @@ class Log:
             self.path, step or -1
         )  # from the start: the evaluation before training (step -1) too
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
-        self.board = self.wandb = None
+        self.wandb = None
         self.said = set()
-        if cfg.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            first = step and step + 1  # x is the number of updates
-            self.board = SummaryWriter(str(run / "tensorboard"), purge_step=first)
         if cfg.wandb:
             import wandb
 
@@ -585,16 +578,13 @@ class Log:
             if values.get(name, 0) > 0:
                 self.said.add(name)
                 tqdm.write(f"warning: update {step + 1}: {WARNINGS[name]}", file=sys.stderr)
-        numbers = {
-            k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)
-        }
-        if self.board:
-            for k, v in numbers.items():
-                self.board.add_scalar(
-                    k, v, step + 1
-                )  # updates done: neither likes the -1 of before training
         if self.wandb:
-            self.wandb.log(numbers, step=step + 1)
+            numbers = {
+                k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)
+            }
+            self.wandb.log(
+                numbers, step=step + 1
+            )  # updates done: it refuses the -1 before training
 
     def write_samples(self, samples: list[dict]) -> None:
         with open(self.path.with_name("samples.jsonl"), "a", encoding="utf-8") as f:
@@ -602,8 +592,6 @@ class Log:
 
     def close(self) -> None:
         self.file.close()
-        if self.board:
-            self.board.close()
         if self.wandb:
             self.wandb.finish()
 

@@ -450,8 +450,11 @@ def check(cfg: RolloutFlags) -> None:
         cfg.kv_cache_dtype == "auto",
         f"--exact: --kv_cache_dtype={cfg.kv_cache_dtype} rounds keys and values only in the engine; use auto",
     )
-    need(getattr(cfg, "lora_rank", 0) == 0, "--exact: adapters are merged for the engine, in another order of sums; "
-        "leave out --exact or --lora_rank")  # fmt: skip
+    need(
+        getattr(cfg, "lora_rank", 0) == 0,
+        "--exact: adapters are merged for the engine, in another order of sums; "
+        "leave out --exact or --lora_rank",
+    )
     scored = cfg.keep_sampling_mask != "off" or not Sampling.of(cfg).truncates
     need(
         scored and cfg.logprobs_mode == "processed",

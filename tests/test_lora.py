@@ -113,7 +113,7 @@ def test_of_a_mixture_everything_but_experts_and_router_is_adapted(tmp_path):
     (tmp_path / "task.jsonl").write_text("".join(f'{{"problem": "{i}", "answer": "{i}"}}\n' for i in range(8)))
     (tmp_path / "even.py").write_text("def even(row, text, finish_reason):\n    return len(text) % 2\n")
     flags = dict(model=str(tmp_path / "moe"), task=str(tmp_path / "task.jsonl"), reward=f"{tmp_path / 'even.py'}:even")
-    cfg = make_cfg(**FLAGS, **flags, out=str(tmp_path / "run"), steps=2, max_tokens=8, check_agreement=False)
+    cfg = make_cfg(**FLAGS, **flags, out=str(tmp_path / "run"), steps=2, max_tokens=8, check_sync=False)
     train.train(cfg)
     saved = checkpoint.load_model(tmp_path / "run/checkpoints/step_000002/policy").state_dict()
     moved = {name for name, x in start.state_dict().items() if not torch.equal(x, saved[name])}

@@ -443,7 +443,7 @@ def test_a_run_replays_what_the_low_bit_engine_chose(tmp_path):
             learner_quant=name,
             steps=1,
             max_tokens=8,
-            check_agreement=False,
+            check_sync=False,
         )
         train.train(cfg)
         logged[name] = run.read_metrics(cfg.out)[-1]

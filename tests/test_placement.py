@@ -360,7 +360,7 @@ def test_a_run_lets_its_engine_sleep_after_every_rollout(delay, folders, tmp_pat
     monkeypatch.setattr(Learner, "update", lambda *args: log.append("update") or update(*args))
     flags = {"actor": "none", "model": str(folders / "policy"), "delay": delay, "steps": 2, "max_tokens": 4}
     flags |= {"max_staleness": 1} if delay != "none" else {}
-    train.train(make_cfg(objective="tis", out=str(tmp_path / "run"), eval_problems=1, check_agreement=False, **flags))
+    train.train(make_cfg(objective="tis", out=str(tmp_path / "run"), eval_problems=1, check_sync=False, **flags))
     assert log[0] == "sleep"  # before a second engine starts, or a resumed run trains on what it has
     rounds = " ".join(log[1:]).split("update")
     assert len(rounds) == 3

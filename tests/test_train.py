@@ -274,7 +274,7 @@ def test_an_engine_that_is_another_function_is_found_at_the_first_update(solvers
         train_here(flags(solvers, tmp_path / "sync", steps=2))
     with pytest.raises(UserError, match="the learner does not compute the policy that sampled"):
         train_here(flags(solvers, tmp_path / "run", steps=2, check_sync=False))
-    train_here(flags(solvers, tmp_path / "other", steps=2, check_sync=False, check_agreement=False))
+    train_here(flags(solvers, tmp_path / "other", steps=2, check_sync=False))
 
 
 @SEVERAL_PROCESSES
@@ -947,7 +947,7 @@ def test_every_checkpoint_of_a_run_is_evaluated_beside_it(solvers, tmp_path, tra
     assert ends == [{"run": str(out), "evaluated": 2}]
     monkeypatch.setattr(subprocess, "run", None)
     assert evaluation.main([f"--follow={out}"]) == ends[0]
-    truncated = Log(out, SimpleNamespace(tensorboard=False, wandb=""), 1)  # as a resume after update 1 does it
+    truncated = Log(out, SimpleNamespace(wandb=""), 1)  # as a resume after update 1 does it
     truncated.close()
     assert [row["step"] for row in run_rows(out / "eval.jsonl")] == [0]
 

@@ -921,7 +921,6 @@ MUTANTS = {
         ('        return "objective" in made["config"] and "command" in made', "        return True"),
         ("        checkpoint.set_aside(cfg.out, run.checkpoint)\n", ""),
         ("    engine.sleep()  # a resumed", "    pass  # a resumed"),
-        ("purge_step=first)", "purge_step=None)"),
         ("if not self.cfg.check_sync:", "if False:"),
     ],
     "train.py": [
