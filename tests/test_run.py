@@ -579,6 +579,6 @@ def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch)
     monkeypatch.setattr(settings, "check_packages", lambda cfg, n_ranks: None)
     (tmp_path / "config.json").write_text('{"id": "ab12"}')  # two runs of one folder name are two runs there
     logged(tmp_path, make_cfg(wandb="mine"), 0, {-1: {"x": 1.0, "y": math.inf, "text": "z"}, 0: {"x": 2.0}})
-    settings, *rest = calls
-    assert (settings["project"], settings["id"], settings["resume"]) == ("mine", f"{tmp_path.name}-ab12", "allow")
+    started, *rest = calls
+    assert (started["project"], started["id"], started["resume"]) == ("mine", f"{tmp_path.name}-ab12", "allow")
     assert rest == [(0, {"x": 1.0}), (1, {"x": 2.0}), "finished"]
