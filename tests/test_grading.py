@@ -18,7 +18,8 @@ import sympy.core.random
 from conftest import ROOT
 from test_hub import until
 
-from tasks import Answer, Problem, Table, builtin, grading, grading_metrics, read_rows, rewards
+from config import SampleFlags
+from tasks import Answer, Problem, Table, builtin, grading, grading_metrics, make_task, read_rows, rewards
 from tasks.builtin import last_box
 from tasks.grading import Graders, graders
 from tasks.prompts import Style
@@ -614,16 +615,19 @@ def test_parts_that_earn_nothing_are_logged_too():
     }
 
 
-def test_the_readmes_example(tmp_path):
-    """It runs as it stands there: no block, a right one behind a wrong one, a wrong one, one that ends on its own."""
-    (code,) = re.findall(r"```python\n(.*?)\n```\n", (ROOT / "README.md").read_text(), re.DOTALL)
-    (tmp_path / "code.py").write_text(code)
-    block = "```python\n{}\n```"
-    right, wrong = "def double(x):\n    return 2 * x", "def double(x):\n    return x"
-    texts = [right, f"{block.format(wrong)} no:\n{block.format(right)}", block.format(wrong), block.format("exit(1)")]
-    answers = [Answer(problem("", tests="assert double(3) == 6"), text, True) for text in texts]
-    reward = Reward(parts_of(f"{tmp_path / 'code.py'}:passes"), seconds=20.0)
-    assert reward.of(answers)[0] == [0.0, 1.0, 0.0, 0.0]
+def test_the_readmes_examples(tmp_path):
+    """A reward and an environment, run as the page writes them."""
+    reward_code, task_code = re.findall(r"```python\n(.*?)\n```\n", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text(reward_code)
+    (tmp_path / "own_task.py").write_text(task_code)
+    texts = ["so it is 6", "no", "6" * 500]
+    answers = [Answer(problem("6"), text, True) for text in texts]
+    reward = Reward(parts_of(f"{tmp_path / 'mine.py'}:score,math*0.5"), answer="last")
+    assert reward.of(answers)[0] == [1.5, 0.0, 0.0]
+    task = make_task(SampleFlags(task=f"{tmp_path / 'own_task.py'}:Doubles", max_tokens=16))
+    drawn = task.problem("train", 7)
+    assert (drawn.answer, task.size) == ("14", None)
+    assert task.rewards([Answer(drawn, text, True) for text in ("it is 14", "15")])[0] == [1.0, 0.0]
 
 
 def test_a_function_that_waits_is_ended_with_what_it_started(own, tmp_path, monkeypatch):
