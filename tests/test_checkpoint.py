@@ -308,7 +308,7 @@ def test_damage_outside_a_model_does_not_matter_to_it(run, tmp_path):
     cut_short(last)
     assert checkpoint.newest(tmp_path, "policy") == last
     one_bit(last)
-    with pytest.raises(UserError, match="no checkpoint there is whole"):
+    with pytest.raises(UserError, match="all checkpoints are damaged"):
         checkpoint.newest(tmp_path, "policy")
 
 
@@ -416,7 +416,7 @@ def test_files_of_tensors_refuse_what_was_not_announced(tmp_path):
     assert found.keys() == given.keys()
     assert all(torch.equal(x, given[name]) and x.dtype == given[name].dtype for name, x in found.items())
     with (
-        pytest.raises(ValueError, match="b: torch.float32 .3,. is not what was announced"),
+        pytest.raises(ValueError, match="b: torch.float32 .3,. differs from the announced"),
         tensors.TensorFiles(tmp_path, models.layout_of(given)) as files,
     ):
         files.write("b", given["b"].float())

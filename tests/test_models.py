@@ -177,10 +177,10 @@ def test_a_cap_of_attention_scores_is_kept(tmp_path):
 @pytest.mark.parametrize(
     "family, changes, rollout, sentence",
     [
-        ("mixtral", {"num_local_experts": 4}, "vllm", "family mixtral, whose tensors have other names in files"),
+        ("mixtral", {"num_local_experts": 4}, "vllm", "family mixtral: vLLM and this repository use different names"),
         ("mixtral", {"num_local_experts": 4}, "hf", ""),
         ("qwen3_moe", FAMILIES["qwen3_moe"], "vllm", ""),
-        ("gpt2", {}, "hf", "family gpt2, whose layers are not found here"),
+        ("gpt2", {}, "hf", "family gpt2: its layers are not found"),
         ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "hf", "its weights are quantized already"),
     ],
 )

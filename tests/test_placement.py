@@ -204,7 +204,7 @@ def test_ranks_of_one_engine_sample_together_until_none_of_them_lacks_a_group(fo
     [
         ({"rollout_tp": 0}, "--rollout_tp=0: must be at least 1"),
         ({"rollout_tp": 2}, "--rollout_tp=2: --rollout=hf has an engine on each rank; use --rollout=vllm"),
-        ({"rollout_tp": 3, "rollout": "vllm"}, r"--rollout_tp=3: .* 4 rank.s. cannot be divided into such; start"),
+        ({"rollout_tp": 3, "rollout": "vllm"}, r"--rollout_tp=3: .* 4 rank.s. are not a multiple of it; start"),
         (
             {"rollout_tp": 2, "rollout": "vllm", "delay": "constant", "dynamic_sampling": 1},
             "--rollout_tp=2: with --delay and --dynamic_sampling its ranks need unequal weights; leave one out",
