@@ -139,7 +139,7 @@ def read_whole(tensors: dict, folder: Path | str) -> None:
             if loaded
             else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         )
-        lora.write(x, full_tensors)
+        lora.copy_into(x, full_tensors)
 
 
 class Stored:

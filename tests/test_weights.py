@@ -209,7 +209,7 @@ def publish(folder, model, sync="bfloat16", learners="none"):
     run = {**RUN, "config": {**RUN["config"], "rollout_quant": learners}, "packed": sync == "quantized"}
     run["probe"] = torch.arange(2, 50).reshape(4, 12).tolist()
     welcome = wire.Welcome("session", run, wire.pack_setup(str(folder / "model")))
-    return welcome, wire.Weights(1, 2.0, folder / "v1")
+    return welcome, wire.ReceivedWeights(1, 2.0, folder / "v1")
 
 
 @pytest.mark.parametrize("sync, learners, own", FORMS)
