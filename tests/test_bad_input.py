@@ -258,7 +258,7 @@ WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... in
 WITHOUT=wandb --wandb=x | --wandb=x: wandb is not installed; pip install wandb, or leave the flag out
 WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 | --reward=math, for ... pip
 --model=/no/such | --model=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
---model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: these ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06 --dtype
+--model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: these ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06
 --model=POLICY --lr=1e-5 | --model=POLICY: ... --task=hf:openai/gsm8k@main/train --max_tokens=4096 --dtype=bfloat16
 --model= | --model=: no Hugging Face model folder (no ... give one as save_pretrained writes it, or base:policy
 --model=none | --model=none: no Hugging Face model folder ... give one as save_pretrained writes it, or base:policy
