@@ -25,6 +25,7 @@ import functools
 import inspect
 import math
 import sys
+import textwrap
 from dataclasses import dataclass, replace
 
 import torch
@@ -669,7 +670,7 @@ def check_ratio(cfg: Config) -> None:
 
 
 def catalogue() -> str:
-    """All names with the first lines of their docstrings, then every --objective by its axes."""
+    """All names with the first paragraph of their docstrings, then each --objective by its axes."""
     lines = [
         "loss = - reduce( keep * sg(weight) * surrogate )",
         "",
@@ -677,14 +678,14 @@ def catalogue() -> str:
     ]
     for name, row in CORRECTIONS.items():
         bounds = "".join(f" --{flag}={value:g}" for flag, value in row.bounds.items())
-        lines.append(f"  {name:17} {first_line(row.function)}{bounds}")
+        lines.append(entry(name, row.function, bounds))
     lines += ["", "--reject: drops a statistic outside [--rs_low, --rs_high]"]
     lines += [
         f"  {name:17} --rs_low={row.low:g} --rs_high={row.high:g}"
         for name, row in corrections.REJECTIONS.items()
     ]
     lines += ["", "--surrogate: the value that the policy maximises"]
-    lines += [f"  {name:17} {first_line(function)}" for name, function in SURROGATES.items()]
+    lines += [entry(name, function) for name, function in SURROGATES.items()]
     for title, rows in {"papers, and ours": PAPERS, **FRAMEWORKS}.items():
         lines += ["", f"--objective: {title}"]
         for name, axes in rows.items():
@@ -694,10 +695,11 @@ def catalogue() -> str:
     return "\n".join(lines)
 
 
-def first_line(function) -> str:
-    """The first line of a function's docstring."""
+def entry(name: str, function, bounds: str = "") -> str:
+    """A name and the first paragraph of its function's docstring."""
     function = getattr(function, "func", function)  # of a partial
-    return inspect.getdoc(function).splitlines()[0]
+    text = " ".join(inspect.getdoc(function).split("\n\n")[0].split()) + bounds
+    return textwrap.fill(text, 100, initial_indent=f"  {name:17} ", subsequent_indent=" " * 20)
 
 
 def print_catalogue() -> None:
