@@ -37,7 +37,7 @@ from machinery.run import rows as run_rows
 from model.engines import HFEngine
 from sampling import Sampling
 from source import LocalSource
-from sync import SAMPLED, SyncError
+from sync import SAMPLED, SyncError, WeightCheck
 from tasks import arithmetic_tokenizer
 
 TIMES = ("_s", "_seconds")
@@ -262,18 +262,25 @@ def test_tokens_are_coloured_by_their_gap():
 
 
 def test_an_engine_that_is_another_function_is_found_at_the_first_update(solvers, tmp_path, train_here, monkeypatch):
-    """Logits scaled on one side alone, as a forgotten temperature or soft cap does; with the flag it may."""
-    forward = HFEngine._forward
+    """Logits scaled on one side, as by a forgotten temperature: at once, or only after the weight check."""
+    forward, load, scale = HFEngine._forward, WeightCheck.load, [0.8]
 
     def scaled(self, ids, **more):
         logits, cache = forward(self, ids, **more)
-        return 0.8 * logits, cache
+        return scale[0] * logits, cache
+
+    def loaded(self, *weights):
+        synced = load(self, *weights)
+        scale[0] = 0.8
+        return synced
 
     monkeypatch.setattr(HFEngine, "_forward", scaled)
     with pytest.raises(SyncError, match="of sampled tokens are .* another function"):
         train_here(flags(solvers, tmp_path / "sync", steps=2))
-    with pytest.raises(UserError, match="the learner does not compute the policy that sampled"):
-        train_here(flags(solvers, tmp_path / "run", steps=2, check_sync=False))
+    scale[0] = 1.0
+    monkeypatch.setattr(WeightCheck, "load", loaded)
+    with pytest.raises(UserError, match="the learner does not compute the policy that sampled.*--check_sync=False"):
+        train_here(flags(solvers, tmp_path / "run", steps=2))
     train_here(flags(solvers, tmp_path / "other", steps=2, check_sync=False))
 
 
