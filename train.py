@@ -7,9 +7,10 @@
     publish -> rollout -> [ref pass] -> minibatch -> prepare -> forward, loss, backward -> step -> metrics
 
 The loss of an objective is in objectives.py: `loss` multiplies the weight and mask of a correction
-(corrections.py) by a surrogate. For Jackpot, `corrections.obrs_correction` calls `obrs.correction`,
-which has the mask, the weight and kappa. All flags are in config.py; --help shows the most common
-ones, --help=all the others too."""
+(corrections.py) by a surrogate. For Jackpot `corrections.obrs_correction` calls `obrs.correction`,
+the mask and the weight; `obrs.kappa_from` is kappa. All flags are in config.py; --help shows the
+most common ones, --help=all the others too.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +37,8 @@ def train(cfg: Config) -> None:
     """Run `--steps` updates, or until a signal; saved and reported at the end. UserError: one
     sentence."""
     groups = cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1
-    comm = Comm.start(
-        patience=groups * cfg.give_up + 1800
-    )  # a rank may wait for each group in turn
+    # a rank may wait for each group in turn
+    comm = Comm.start(patience=groups * cfg.give_up + 1800)
     with locked(cfg, comm):
         training = Training(cfg, comm)
         try:
