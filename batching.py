@@ -40,16 +40,13 @@ class Batch:
     tokens: torch.Tensor  # (B, T) int64     response tokens
     mask: torch.Tensor  # (B, T) bool      tokens that may carry a gradient
     logp_inf: torch.Tensor  # (B, T) float32   as the engine sampled them
-    mask_uniforms: (
-        torch.Tensor
-    )  # (B, T) float64   OBRS's draws, a function of (seed, uid, response, position)
-    support_ids: (
-        torch.Tensor
-    )  # (B, T, 1 + K (+ K)) sampled token, engine's top-K (, learner's own top-K)
+    # (B, T) float64 OBRS's draws, a function of (seed, uid, response, position)
+    mask_uniforms: torch.Tensor
+    # (B, T, 1 + K (+ K)) sampled token, engine's top-K (, learner's own top-K)
+    support_ids: torch.Tensor
     support_logp: torch.Tensor  # the same shape: log p_inf there, -inf for a token already listed
-    p_kth: (
-        torch.Tensor
-    )  # (B, T) float32   the engine's K-th probability: no token outside the support has more
+    # (B, T) float32 the engine's K-th probability: no token outside the support has more
+    p_kth: torch.Tensor
     routed: torch.Tensor | None = (
         None  # (B, S, layers, k) int16: experts of each token that the engine read, else -1
     )

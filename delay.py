@@ -258,9 +258,8 @@ class DelaySource(LocalSource):
                     "slow for the bounds on age; raise --max_staleness or --window_seconds"
                 )
             self.waited += self.cfg.step_seconds
-            self.make(
-                n_groups, learner_version, self.cfg.train_batch / self.cfg.rollout_batch
-            )  # one update's time
+            # one update's time
+            self.make(n_groups, learner_version, self.cfg.train_batch / self.cfg.rollout_batch)
         taken, self.tickets = self.tickets[:n_groups], self.tickets[n_groups:]
         return taken
 
@@ -383,9 +382,8 @@ def check_bounds(cfg: Config) -> None:
             "bound them with --max_staleness or --window_seconds"
         )
     if cfg.delay != "none" and not math.isinf(cfg.window_seconds):
-        steps = 1 + int(
-            cfg.window_seconds * (1 - 1e-9) / cfg.step_seconds
-        )  # steps with groups that wait at the same time
+        # steps with groups that wait at the same time
+        steps = 1 + int(cfg.window_seconds * (1 - 1e-9) / cfg.step_seconds)
         if cfg.sampler_rate * (1 + (steps - 1) * cfg.train_batch / cfg.rollout_batch) < 1:
             raise UserError(
                 f"--window_seconds={cfg.window_seconds}: at --sampler_rate={cfg.sampler_rate} groups would be dropped "

@@ -455,9 +455,8 @@ class Responses:
 
     def __init__(self, path: Path, labels: list[str]):
         self.path = path
-        self.known: dict[str, dict[str, dict]] = {
-            label: {} for label in labels
-        }  # set -> problem -> line
+        # set -> problem -> line
+        self.known: dict[str, dict[str, dict]] = {label: {} for label in labels}
 
     @classmethod
     def open(cls, cfg: EvalFlags, setup: Setup) -> Responses:
@@ -482,9 +481,8 @@ class Responses:
             lines and lines[0] == head,
             f"{path}: holds responses of another evaluation, or to other problems; name another --out, or remove it",
         )
-        complete_lines = [
-            line for line in lines if line.endswith("\n")
-        ]  # a kill may have cut the last one
+        # a kill may have cut the last one
+        complete_lines = [line for line in lines if line.endswith("\n")]
         for n, line in enumerate(complete_lines[1:], 2):
             row = tasks.parsed(line, f"{path}, line {n}")
             responses.known[row["set"]][row["id"]] = row
@@ -610,9 +608,8 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
     rounds = (
         saved["learner_quant"] != "none" or evaluated_by(SimpleNamespace(**saved), name) == "own"
     )
-    low_bits = (
-        ["rollout_quant", "quant_group"] if samples and rounds else []
-    )  # as the run evaluates it
+    # as the run evaluates it
+    low_bits = ["rollout_quant", "quant_group"] if samples and rounds else []
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "scores.json"
         command = [

@@ -86,9 +86,8 @@ class Comm:
             gpus >= max(ranks_on_host, LOCAL_RANK + 1),
             f"torchrun --nproc_per_node={ranks_on_host}: this host has {gpus} GPU(s); start as many ranks as GPUs",
         )
-        torch.cuda.set_device(
-            LOCAL_RANK
-        )  # before anything else asks for a GPU, and gets the first one
+        # before anything else asks for a GPU, and gets the first one
+        torch.cuda.set_device(LOCAL_RANK)
         cuda_device = torch.device("cuda", LOCAL_RANK)
         if WORLD_SIZE > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=patience, device_id=cuda_device)

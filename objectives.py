@@ -199,11 +199,12 @@ DISTILL_GAIN = 0.1  # closed loop: largest change of log(distill_lambda) in one 
 DISTILL_LAMBDA_MAX = 100.0  # closed loop: upper bound of distill_lambda
 CLIP = (0.2, 0.28)  # default eps_low, eps_high
 CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # a length-normalised ratio never reaches 0.2
+# bounds of log r, and of a divergence
 CLIPS |= {
     "gmpo": (0.4, 0.4),
     "dppo_tv": (0.2, 0.2),
     "dppo_kl": (0.05, 0.05),
-}  # bounds of log r, and of a divergence
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,9 +278,8 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
         no_kappa = controllers.get("kappa") is None
-        own_topk = (
-            cfg.actor != "none" or cfg.obrs_z == "approx"
-        )  # the support also takes the policy's own top-K
+        # the support also takes the policy's own top-K
+        own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"
         if cfg.obrs_target == "ref" or no_kappa or own_topk:
             passes.add("ref")
     if z and cfg.kappa == "exact" and cfg.obrs_target == "new":

@@ -43,9 +43,8 @@ class Target(NamedTuple):
 
     logp: torch.Tensor  # (B, T)    of the sampled tokens
     support_logp: torch.Tensor | None  # (B, T, S) on the support S
-    tail: (
-        torch.Tensor | None
-    )  # (B, T)    sum outside S of min(p_K, p_tgt / lambda), p_K the engine's K-th
+    # (B, T) sum outside S of min(p_K, p_tgt / lambda), p_K the engine's K-th
+    tail: torch.Tensor | None
     z: torch.Tensor | None  # (B, T)    the exact Z, where both distributions were seen whole
 
 

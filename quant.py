@@ -357,11 +357,12 @@ class LowBitExperts(nn.Module):
         return out
 
 
+# routers stay in high precision
 ROUTERS = (
     "gate",
     "router",
     "shared_expert_gate",
-)  # routers stay in high precision
+)
 
 
 def quantized_linears(model) -> dict[str, nn.Linear]:
@@ -382,9 +383,10 @@ def experts_of(model) -> dict[str, nn.Module]:
     down_proj (E, H, I)."""
     experts = {}
     for name, m in model.named_modules():
+        # act(gate) * up
         known_names = (
             getattr(getattr(m, "_apply_gate", None), "__name__", "") == "_default_apply_gate"
-        )  # act(gate) * up
+        )
         if (known_names or isinstance(m, LowBitExperts)) and m._parameters.keys() == {
             "gate_up_proj",
             "down_proj",

@@ -72,9 +72,8 @@ class LocalSource:
         self.stop_ids = self.stop_ids or [self.tokenizer.eos_token_id]
         self.no_spread = 0  # groups that were dropped for it since the last `metrics`
         self.graded = Counter()  # counts of grading since the last `metrics`
-        self.packed = (
-            self.engine.packed
-        )  # whether `publish` wants low-bit tensors (quant.for_engine)
+        # whether `publish` wants low-bit tensors (quant.for_engine)
+        self.packed = self.engine.packed
         self.incarnation = 0
         self.sequence = 0  # groups taken so far: where this source stands in the task
         self.version = -1  # of the engine's weights, as are the next three
@@ -156,9 +155,8 @@ class LocalSource:
         groups = self.engine.generate(
             prompts, seeds, self.sampling, self.topk, self.stop_ids, self.max_allowed
         )
-        self.graded.update(
-            grade_all(self.task, self.tokenizer, problems, groups)
-        )  # not +=, which drops counts of 0 and less
+        # not +=, which drops counts of 0 and less
+        self.graded.update(grade_all(self.task, self.tokenizer, problems, groups))
         end = time.time()
         rollouts = []
         for uid, problem, prompt, responses in zip(uids, problems, prompts, groups, strict=True):

@@ -45,10 +45,11 @@ K = 0x1E3779B97F4A7C15  # odd
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # words at a time: a CPU's cache, 128 MiB of a GPU
 LIMIT = 5.0  # times the noise floor
 SAMPLED = 8  # tokens sampled behind each sequence
+# relative rounding error of cached keys and values; others: fp8
 CACHE_ERROR = {
     "auto": 0.0,
     "int8": 2.0**-7,
-}  # relative rounding error of cached keys and values; others: fp8
+}
 TURN_OFF = "--check_sync=False trains without this check"
 
 
@@ -335,9 +336,8 @@ class WeightCheck:
             rms(nudged - published),
             float(published.std()),
         )
-        decoded = float(
-            np.nanmedian(np.abs(sampled - behind[:, prompt - 1 :]))
-        )  # robust: they are few
+        # robust: they are few
+        decoded = float(np.nanmedian(np.abs(sampled - behind[:, prompt - 1 :])))
         limit = LIMIT * floor if 2 * floor > spread else min(LIMIT * floor, spread)
         if not max(error, decoded) <= limit:
             place = "of prompts" if not error <= limit else "of sampled tokens"

@@ -377,9 +377,8 @@ class Slopes:
     """A batch of the sampler's, and how its log-probabilities move."""
 
     batches: dict[str, batching.Batch]  # row -> the batch with that row's ref columns
-    along: dict[
-        tuple, list[torch.Tensor]
-    ]  # part -> FOLDS of (B, T): along each of the reference's means
+    # part -> FOLDS of (B, T): along each of the reference's means
+    along: dict[tuple, list[torch.Tensor]]
     random: list[torch.Tensor] | None  # directions of (B, T), in some batches
 
 
@@ -388,12 +387,10 @@ class Measurement:
 
     def __init__(self, own: WorthFlags, rows: dict[str, config.Config], plain: config.Config):
         self.own, self.rows, self.plain, self.parts = own, rows, plain, parts(own)
-        lead = max(
-            rows.values(), key=topk_of
-        )  # the engine records enough for the most demanding row
-        lead = replace(
-            lead, rollout_sleep=False
-        )  # asleep it may drop its weights, and nothing brings new ones
+        # the engine records enough for the most demanding row
+        lead = max(rows.values(), key=topk_of)
+        # asleep it may drop its weights, and nothing brings new ones
+        lead = replace(lead, rollout_sleep=False)
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(lead, self.comm)
@@ -414,9 +411,8 @@ class Measurement:
                 self.learner.models.policy, None, alone, self.comm, run.vocabulary
             )
         self.on_policy = on_policy_source(self.learner, run, plain)
-        self.groups = lead.train_batch // (
-            lead.group_size * self.comm.size
-        )  # of a batch, on this rank
+        # of a batch, on this rank
+        self.groups = lead.train_batch // (lead.group_size * self.comm.size)
         self.weights = Weights(self.scorer, own.share)
         self.random = [self.weights.random(k) for k in range(own.directions)]
         self.totals: dict[

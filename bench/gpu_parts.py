@@ -41,13 +41,14 @@ from sync import WeightCheck
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
+# operations a second
 PEAK = {
     "H200": 989e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
     "4090": 165e12,
-}  # operations a second
+}
 PROMPT = 32  # tokens of the prompts of `bench.random_groups`
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -129,9 +129,8 @@ def check_output(flag: str, path: str) -> None:
     there = next(folder for folder in file.absolute().parents if folder.exists())
     need(there.is_dir(), f"--{flag}={path}: {there} is a file, not a folder; {PLACE}")
     taken = file if file.exists() else there
-    kernel = there.is_relative_to("/proc") or there.is_relative_to(
-        "/sys"
-    )  # nobody makes a file there
+    # nobody makes a file there
+    kernel = there.is_relative_to("/proc") or there.is_relative_to("/sys")
     need(
         os.access(taken, os.W_OK) and not kernel,
         f"--{flag}={path}: {taken} cannot be written; {PLACE}",

@@ -35,9 +35,8 @@ class View:
         self.adv = batch.adv
         row = corrections.CORRECTIONS[cfg.correction]
         capped = "is_cap" in row.bounds
-        self.C = (
-            cfg.is_cap if capped and row.level == "token" else 2.0
-        )  # where "large" and "small" weights begin
+        # where "large" and "small" weights begin
+        self.C = cfg.is_cap if capped and row.level == "token" else 2.0
         self.C_seq = cfg.is_cap if capped and row.level == "sequence" else 4.0
         self.by_response = row.level == "sequence"
         C = self.C_seq if self.by_response else self.C
@@ -61,9 +60,8 @@ class View:
         self.n = batch.mask.sum(1).clamp_min(1)
         self.sum_log_r = self.log_r.sum(1)
         self.R = self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
-        self.ratio = (
-            self.sum_log_r.exp() if self.by_response else self.r
-        )  # a response's is not clamped, as verl's
+        # a response's is not clamped, as verl's
+        self.ratio = self.sum_log_r.exp() if self.by_response else self.r
 
     # -- OBRS
 
@@ -119,9 +117,8 @@ def repetition(tokens, exists, n: int = 4):
         n
     ):  # a 64-bit hash of each n-gram; a collision would only count one repetition too many
         key = key * 1_000_003 + grams[..., i] + 1
-    nowhere = (
-        torch.arange(key.shape[1], device=key.device) - 2**62
-    )  # n-grams that do not exist are all distinct
+    # n-grams that do not exist are all distinct
+    nowhere = torch.arange(key.shape[1], device=key.device) - 2**62
     ordered = torch.where(in_response, key, nowhere).sort(1).values
     repeats = (ordered[:, 1:] == ordered[:, :-1]).sum(1)
     return repeats / in_response.sum(1).clamp_min(1).double()
@@ -284,9 +281,8 @@ class RowSamples:
     """Measurements of one row: its gradient along the directions."""
 
     along: list = field(default_factory=list)  # batches of (FOLDS,)      <g_c, mean of g>
-    noise: list = field(
-        default_factory=list
-    )  # batches of (groups, directions)  <share of a group in g_c, direction>
+    # batches of (groups, directions) <share of a group in g_c, direction>
+    noise: list = field(default_factory=list)
 
 
 def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
@@ -310,9 +306,8 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
     elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(
         1
     )
-    of_means = (
-        variance * groups / len(rows) + scale_squared * noise_on / n
-    )  # contribution of noise to `elsewhere`, squared
+    # contribution of noise to `elsewhere`, squared
+    of_means = variance * groups / len(rows) + scale_squared * noise_on / n
     bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
     noise_of_batch = variance.mean() / square
     noise_on = noise_on / square

@@ -33,9 +33,8 @@ def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
     matrices, experts = [], []
     if cfg.optimizer == "muon":
         matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
-        experts = [
-            getattr(m, kind) for m, kind in quant.expert_parameters(model).values()
-        ]  # convolutions are none
+        # convolutions are none
+        experts = [getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]
     chosen = {id(p) for p in matrices + experts}
     others = [p for p in learning(model) if id(p) not in chosen]
     betas = (0.9, cfg.adam_beta2)

@@ -213,9 +213,8 @@ def open_source(cfg: Config, run, comm):
         from remote.source import open_remote_source  # its packages are needed nowhere else
 
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
-    context = max(
-        run.context, run.eval_context if cfg.eval_engine != "torch" else 0
-    )  # it evaluates too
+    # it evaluates too
+    context = max(run.context, run.eval_context if cfg.eval_engine != "torch" else 0)
     engine_options = (comm.device, run.vocabulary, sleep_level(cfg))
     engine = make_engine(
         cfg, run.actor or run.policy, context, max(topk, max_allowed), *engine_options
@@ -326,9 +325,8 @@ def lock_folder(folder: Path):
     lock = open(folder / LOCK, "a")  # noqa: SIM115  closing it gives the lock back
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_held = os.path.samestat(
-            os.fstat(lock.fileno()), os.stat(folder / LOCK)
-        )  # or its owner has just removed it
+        # or its owner has just removed it
+        is_held = os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))
     except OSError:
         is_held = False
     if not is_held:
@@ -549,9 +547,8 @@ class Log:
         self.path = run / "metrics.jsonl"
         truncate(self.path.with_name("samples.jsonl"), step)
         truncate(self.path.with_name(EVALUATED), step)
-        truncate(
-            self.path, step or -1
-        )  # from the start: the evaluation before training (step -1) too
+        # from the start: the evaluation before training (step -1) too
+        truncate(self.path, step or -1)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
         self.wandb = None
         self.said = set()
@@ -582,9 +579,8 @@ class Log:
             numbers = {
                 k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)
             }
-            self.wandb.log(
-                numbers, step=step + 1
-            )  # updates done: it refuses the -1 before training
+            # updates done: it refuses the -1 before training
+            self.wandb.log(numbers, step=step + 1)
 
     def write_samples(self, samples: list[dict]) -> None:
         with open(self.path.with_name("samples.jsonl"), "a", encoding="utf-8") as f:

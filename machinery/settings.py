@@ -68,9 +68,8 @@ def resumed(cfg: Config, given: set[str]) -> Config:
         f"--resume: {cfg.out} holds no run; start without --resume, or name its folder with --out",
     )
     saved = saved_flags(path)
-    of_steps = (
-        saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1
-    )  # the schedule depends on it
+    # the schedule depends on it
+    of_steps = saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1
     free = HARMLESS | (set() if of_steps else {"steps", "epochs"})
     now = resolve_open(replace(cfg, resume=False))
     changed = [

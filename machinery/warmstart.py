@@ -59,13 +59,13 @@ EVAL_EVERY = 20
 EVAL_PROBLEMS = 256
 CONFIRM_PROBLEMS = 1024  # others, once the first ones are solved often enough: a lucky draw does not end a warm start
 MOST_STEPS = 6000
+# first problem of each model's own demonstrations
 DEMONSTRATED = {
     "actor": 10**9,
     "policy": 2 * 10**9,
-}  # first problem of each model's own demonstrations
-MEASURED = (
-    10**6
-)  # first problem by which accuracy is measured: neither RL nor demonstrations reach these
+}
+# first problem by which accuracy is measured: neither RL nor demonstrations reach these
+MEASURED = 10**6
 
 
 def check(cfg: Config, task) -> None:

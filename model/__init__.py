@@ -253,15 +253,13 @@ def read_shared(model, batch, at):
     Gradients flow through those keys and values, and are added up in order: those of x[group] are
     as threads come."""
     T = batch.tokens.shape[1]
-    _, group, size = batch.group.unique_consecutive(
-        return_inverse=True, return_counts=True
-    )  # (B,), (G,)
+    # (B,), (G,)
+    _, group, size = batch.group.unique_consecutive(return_inverse=True, return_counts=True)
     first = size.cumsum(0) - size  # a group's first row
     P, n = int(batch.prompt_len.max()), max(T - 1, 1)
     place = torch.arange(P + n, device=at.device)
-    prompts = model(
-        input_ids=batch.ids[first, :P], use_cache=True
-    )  # behind a shorter one: ids that no response sees
+    # behind a shorter one: ids that no response sees
+    prompts = model(input_ids=batch.ids[first, :P], use_cache=True)
     for layer in prompts.past_key_values.layers:
         layer.keys, layer.values = (x.index_select(0, group) for x in (layer.keys, layer.values))
     last = prompts.last_hidden_state.flatten(0, 1).index_select(0, group * P + batch.prompt_len - 1)
@@ -297,9 +295,8 @@ class Routing:
         self.given: torch.Tensor | None = (
             None  # (n, layers, k), of the tokens as they are read; -1: not known
         )
-        self.chosen: list[torch.Tensor | None] = [None] * len(
-            self.routers
-        )  # by layer (n, k): the model's own choice
+        # by layer (n, k): the model's own choice
+        self.chosen: list[torch.Tensor | None] = [None] * len(self.routers)
         self.hooks = []
 
     def __enter__(self) -> Routing:
@@ -403,9 +400,8 @@ def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> 
     """Outputs of the training pass; without a ref pass it also yields the ref statistics
     (objectives.with_ref)."""
     uses_z = cfg.correction in corrections.USES_Z
-    sums = (
-        uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
-    )  # over the support
+    # over the support
+    sums = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
     return Needs(
         entropy=True,
         entropy_gradient=cfg.entropy_coef > 0,
@@ -438,12 +434,10 @@ class Scored:
 
     target: torch.Tensor  # (N,)
     inv_temperature: torch.Tensor | None  # (N, 1); None: 1
-    rule: (
-        list[torch.Tensor] | None
-    )  # top_p, top_k, min_p, each (N, 1): cut these very logits (sampling.cut)
-    allowed: (
-        tuple[torch.Tensor, torch.Tensor] | None
-    )  # (offsets (N + 1,), ids): the rollout's own sets
+    # top_p, top_k, min_p, each (N, 1): cut these very logits (sampling.cut)
+    rule: list[torch.Tensor] | None
+    # (offsets (N + 1,), ids): the rollout's own sets
+    allowed: tuple[torch.Tensor, torch.Tensor] | None
 
     @classmethod
     def of(cls, batch: Batch, at) -> Scored:
@@ -536,9 +530,8 @@ class OneModelRows:
             return None
         target, g = self.scored.target[at, None], g.to(p.dtype)
         if self.scored.cuts:
-            g = g * (
-                p.gather(1, target) > 0
-            )  # a sampled token that is cut stands at FLOOR, whatever the logits
+            # a sampled token that is cut stands at FLOOR, whatever the logits
+            g = g * (p.gather(1, target) > 0)
         dz = p.mul_(-g).scatter_add_(1, target, g)
         return (
             dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])
@@ -660,9 +653,8 @@ class TwoModelRows:
             return q * (gap if bucket is None else gap.gather(1, bucket))
         if bucket is None:  # q - p
             return q - logp.exp()
-        return (
-            q - logq.add_((lp - lq).gather(1, bucket)).exp_()
-        )  # inside the rest's bucket p is spread as q is
+        # inside the rest's bucket p is spread as q is
+        return q - logq.add_((lp - lq).gather(1, bucket)).exp_()
 
     def buckets(self, logp, logq):
         """(log p, log q) over the vocabulary, or over the policy's top-k and one bucket for the

@@ -74,9 +74,8 @@ class Records:
         allowed = np.concatenate(self.allowed, 1)
         place = allowed[0] * self.T + allowed[1]  # response and position as one number
         sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
-        used = (
-            np.arange(self.T) < np.array([len(r.tokens) for r in responses])[:, None]
-        )  # not behind an end
+        # not behind an end
+        used = np.arange(self.T) < np.array([len(r.tokens) for r in responses])[:, None]
         if sizes[used].max() > max_allowed:
             raise UserError(set_too_large(max_allowed))
         ids = allowed[2, np.lexsort((allowed[2], place))].astype(np.int32)

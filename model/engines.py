@@ -146,9 +146,8 @@ class VLLMEngine:
             memory = {"kv_cache_memory_bytes": min(wanted, most)}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
         self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
-        settings |= memory | (
-            among_ranks(tp) or transfer_settings()
-        )  # under torchrun vLLM lives in this process
+        # under torchrun vLLM lives in this process
+        settings |= memory | (among_ranks(tp) or transfer_settings())
         settings["enable_sleep_mode"] = self.sleep_level > 0
         settings["enable_return_routed_experts"] = routing
         self.apart = "weight_transfer_config" in settings  # it is a process of its own
@@ -356,9 +355,8 @@ class VLLMEngine:
         rows = []
         for output in self.llm.generate(requests, params, use_tqdm=False):
             flat = output.prompt_logprobs
-            spans = zip(
-                flat.start_indices, flat.end_indices, strict=True
-            )  # empty for the first token
+            # empty for the first token
+            spans = zip(flat.start_indices, flat.end_indices, strict=True)
             rows.append(
                 [flat.logprobs[start] for start, end in spans if end > start][-(ids.shape[1] - 1) :]
             )
@@ -509,17 +507,17 @@ class HFEngine:
         """All responses of one batch, N of them, token by token."""
         T = sampling.max_tokens
         all_seeds = list(chain.from_iterable(seeds))
+        # (N, T)
         u = torch.from_numpy(np.stack([uniforms(T, "sample", seed) for seed in all_seeds])).to(
             self.device
-        )  # (N, T)
+        )
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, topk, self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
         routed = [(rows.which, self.routed)]  # of the prompts, and then of each token behind them
         for t in range(T):
-            z, gone = truncate(
-                logits * (1.0 / torch.tensor(sampling.temperature)), sampling
-            )  # the learner's factor
+            # the learner's factor
+            z, gone = truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)
             logp = z.log_softmax(-1)
             token = pick(logp, u[rows.which, t, None])
             if self.raw:

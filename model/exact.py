@@ -57,24 +57,25 @@ from sampling import Sampling
 # two of 32 otherwise: 96, its half and its quarter, the parts of two and four threads, leave none
 # over
 ROWS = {"cpu": 96, "tiles": 256, "cuda": 256}
+# in a block of attention: queries of heads with the same keys
 QUERIES = {
     "cpu": 1,
     "cuda": 64,
-}  # in a block of attention: queries of heads with the same keys
+}
 AT_ONCE = 128  # queries in one call
 KEYS = 16  # number of keys is a multiple of this: other code would sum a remainder
 WHOLE = 512  # keys that torch's kernel takes at a time; a product over more than half of them is cut by their number
-UNSEEN = (
-    -1e30
-)  # added to the score of a key that a query does not see: finite, for a query that sees none
+# added to the score of a key that a query does not see: finite, for a query that sees none
+UNSEEN = -1e30
 
+# tested: they consist of the operations of the table
 FAMILIES = (
     "granite",
     "llama",
     "mistral",
     "qwen2",
     "qwen3",
-)  # tested: they consist of the operations of the table
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,9 +266,8 @@ class Seen(NamedTuple):
 
     mask: torch.Tensor  # (B, 1, Q, K) bool
     added: torch.Tensor  # (B, 1, Q, room(K)) to the scores of the keys in `order`: 0, or UNSEEN
-    order: (
-        torch.Tensor | None
-    )  # (B, room(K)): the keys in order, those that no query sees last; None: as they are
+    # (B, room(K)): the keys in order, those that no query sees last; None: as they are
+    order: torch.Tensor | None
 
     @classmethod
     def of(cls, mask) -> Seen:
@@ -325,22 +325,21 @@ def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, 
     """The same, block by block, (B, heads, Q, D) in this type."""
     B, heads, Q, D = query.shape
     H, K = key.shape[1:3]
+    # heads with the same keys, and queries, of a block
     shared, size = (
         heads // H,
         QUERIES[query.device.type],
-    )  # heads with the same keys, and queries, of a block
-    key, value = (
-        seen.in_order(x).flatten(0, 1)[:, None] for x in (key, value)
-    )  # (B H, 1, room(K), D)
+    )
+    # (B H, 1, room(K), D)
+    key, value = (seen.in_order(x).flatten(0, 1)[:, None] for x in (key, value))
     query = (
         longer(query.float(), -Q % size)
         .reshape(B * H, shared, -1, size, D)
         .transpose(1, 2)
         .flatten(2, 3)
     )
-    added = longer(seen.added, -Q % size).unflatten(
-        2, (-1, 1, size)
-    )  # (B, 1, blocks, 1, size, room(K))
+    # (B, 1, blocks, 1, size, room(K))
+    added = longer(seen.added, -Q % size).unflatten(2, (-1, 1, size))
     outs, last = [], 0
     for chunk, mask in zip(
         query.split(AT_ONCE // size, 1), added.split(AT_ONCE // size, 2), strict=True

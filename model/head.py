@@ -165,10 +165,11 @@ class ChunkedHead(torch.autograd.Function):
 def score(head: Head, layer, hidden, ids):
     """log p(ids[t] | ids[:t]) for t >= 1, (R, L - 1) in float32, by a model's output embedding
     `layer` on the hidden states (R, L, H) of the sequences ids (R, L)."""
+    # the last of a row is cut off below
     flat, following = (
         hidden.flatten(0, 1),
         ids.roll(-1, 1).flatten()[:, None],
-    )  # the last of a row is cut off below
+    )
     out = flat.new_empty(len(flat), dtype=torch.float32)
     for at in chunks(len(flat), chunk_rows(len(layer.weight)), len(flat)):
         z = head.of_layer(layer, flat[at])

@@ -218,12 +218,10 @@ def import_vllm():
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
-        os.environ.setdefault(
-            "TORCHDYNAMO_DISABLE", "1"
-        )  # else it compiles for 18 s at the first log-probability
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", str(torch.get_num_threads())
-        )  # else it takes the learner's away
+        # else it compiles for 18 s at the first log-probability
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # else it takes the learner's away
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
         from vllm import LLM, SamplingParams
     except ImportError as e:
@@ -259,10 +257,11 @@ def own_shared_memory(ranks):
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launched
 
     prefix, met = f"run{os.getppid()}", Launched._distributed_args
+    # they have met already
     Launched._distributed_args = lambda self: (
         f"env://:{prefix}",
         *met(self)[1:],
-    )  # they have met already
+    )
     try:
         yield
     finally:
@@ -386,9 +385,8 @@ def in_buckets(named_tensors):
         if bucket and size + x.nbytes > BUCKET:
             yield bucket
             bucket, size = [], 0
-        bucket.append(
-            (name, x.detach().cuda().contiguous())
-        )  # shapes, and tensors of a file, are on the host
+        # shapes, and tensors of a file, are on the host
+        bucket.append((name, x.detach().cuda().contiguous()))
         size += x.nbytes
     if bucket:
         yield bucket

@@ -49,9 +49,8 @@ def quantized_for_a_node(folder: str, fmt: Format, packed: bool):
     if local == 0:
         folder_lock = tempfile.TemporaryDirectory()
         quantized_checkpoint(folder, fmt, folder_lock.name, packed)
-    paths = from_all(
-        folder_lock and folder_lock.name, saving_group()
-    )  # nobody goes on before they are whole
+    # nobody goes on before they are whole
+    paths = from_all(folder_lock and folder_lock.name, saving_group())
     rank = dist.get_rank() if dist.is_initialized() else 0
     return paths[
         rank - local

@@ -361,10 +361,11 @@ def forward_again(forward, i: int, *args, past_key_values=None, **more):
     did."""
     if not torch.is_grad_enabled():
         return forward(*args, past_key_values=past_key_values, **more)
+    # nothing is drawn: dropout is off
     options = {
         "use_reentrant": False,
         "preserve_rng_state": False,
-    }  # nothing is drawn: dropout is off
+    }
     if past_key_values is None:
         return checkpoint(forward, *args, **options, **more)
     layer = past_key_values.layers[i]

@@ -180,9 +180,8 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
         ],
     }
     saved = sum(on_disk(cfg, name, model) for name, model in models.items())
-    copied = sum(
-        model.weights // n + model.optimizer // ranks for model in models.values()
-    )  # checkpoint.Snapshot
+    # checkpoint.Snapshot
+    copied = sum(model.weights // n + model.optimizer // ranks for model in models.values())
     offloaded = sum(model.optimizer // n for model in models.values()) if cfg.offload else 0
     host = copied + offloaded + (engine_weights(cfg, configs[sampler_of(cfg)]) if laid_down else 0)
     categories = states | gradients | activations | others

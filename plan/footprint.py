@@ -104,9 +104,8 @@ def one_sequence_a_row():
     masking_utils.find_packed_sequence_indices = lambda positions: None
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Accessing the data pointer of FakeTensor"
-            )  # quant.py's, for its cache
+            # quant.py's, for its cache
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     finally:
         masking_utils.find_packed_sequence_indices = look

@@ -49,9 +49,8 @@ class Finding:
 
     where: str  # layer, temperature or prompt; "": one variant only
     left: np.ndarray  # (B, T) squared remainder of each token
-    sampled: (
-        np.ndarray
-    )  # (B, T) log-probability of each token in the distribution that this engine samples from
+    # (B, T) log-probability of each token in the distribution that this engine samples from
+    sampled: np.ndarray
     certain: bool = False  # it was seen, and not only supposed: named before all that are not
 
 
@@ -212,9 +211,8 @@ def scale_of_one(case: Case) -> Iterator[Finding]:
 def truncated_head(case: Case) -> Iterator[Finding]:
     """The head's last rows are missing: their tokens have probability 0."""
     rows = len(case.model.get_output_embeddings().weight)
-    first = (
-        int(case.batch.tokens.max()) + 1
-    )  # all that were sampled are there, and all that could have been
+    # all that were sampled are there, and all that could have been
+    first = int(case.batch.tokens.max()) + 1
     if case.scorer.recipe.cut == "sets":
         first = max(first, *(int(ids.max()) + 1 for _, ids in case.batch.allowed if len(ids)))
     tried = {rows // n * n for n in (16, 32, 64, 128, 256)} | {
@@ -277,9 +275,8 @@ def dropout(case: Case) -> Iterator[Finding]:
     and its mean is flatter. Another fault may imitate that, but none makes an engine random: if
     noise has the share RANDOM of the remainder, the fault is certain."""
     prompts = [g.prompt_ids for g in case.groups for _ in g.responses]
-    most = (
-        case.scorer.sampling.max_tokens - 1
-    )  # an engine that scores wants room for one token more
+    # an engine that scores wants room for one token more
+    most = case.scorer.sampling.max_tokens - 1
     told = [r.tokens[:most] for g in case.groups for r in g.responses]
     first_pass, two = (prefill(case.engine, prompts, told, case.setup.vocabulary) for _ in range(2))
     left = case.left(case.expected)

@@ -385,9 +385,8 @@ def measures(sums: dict, weight, length, counts) -> dict[str, np.ndarray]:
     tokens = (counts @ length)[:, None]
     n = counts.sum(1, keepdims=True)
     out = {name: counts @ x.T / tokens for name, x in sums.items()}
-    centred = (
-        weight - weight[:, :1]
-    )  # which changes no variance, and keeps small ones from rounding
+    # which changes no variance, and keeps small ones from rounding
+    centred = weight - weight[:, :1]
     shift = counts @ centred.T / n
     out["var"] = counts @ (centred**2).T / n - shift**2
     return out

@@ -60,11 +60,12 @@ class Limits:
     vocab: int
     topk: int
     max_allowed: int  # tokens of a set of allowed tokens; 0: no such sets are recorded
+    # layers with experts, experts of a token, experts; 0: not recorded
     routed: tuple[int, int, int] = (
         0,
         0,
         0,
-    )  # layers with experts, experts of a token, experts; 0: not recorded
+    )
     room: int = 256 << 20  # bytes of groups that a rank holds or has asked for
 
     @property
@@ -309,9 +310,8 @@ def split_responses(head: GroupHead, arrays: dict) -> list[Response]:
             response.allowed_offsets = offsets[start : end + 1] - offsets[start]
             response.allowed_ids = arrays["allowed_ids"][offsets[start] : offsets[end]]
         if "routed" in arrays:
-            before = i * (
-                len(arrays["prompt_ids"]) - 1
-            )  # of the prompts of this response and those before it
+            # of the prompts of this response and those before it
+            before = i * (len(arrays["prompt_ids"]) - 1)
             through = before + len(arrays["prompt_ids"]) - 1
             response.routed = arrays["routed"][start + before : end + through]
         responses.append(response)

@@ -299,9 +299,8 @@ class Hub(threading.Thread, Intake):
             if is_of(peer.sampler, name):
                 self._on_lost(peer, name)
         newest = next(reversed(self.weights), "")
-        self._send(
-            identity, wire.Got([], newest, hello.sent, time.time())
-        )  # an answer: the learner is alive
+        # an answer: the learner is alive
+        self._send(identity, wire.Got([], newest, hello.sent, time.time()))
 
     def _refusal(self, hello: wire.Hello, key: str) -> str:
         """Why this sampler is turned away; empty if it may come in."""

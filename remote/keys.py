@@ -55,9 +55,8 @@ def make_keys(out: str, samplers: int) -> None:
         os.chmod(folder / f"{folder.name}.key_secret", 0o600)
     (learner / "samplers").mkdir()
     for folder in folders:
-        shutil.move(
-            folder / f"{folder.name}.key", learner / "samplers"
-        )  # the learner knows whom it lets in
+        # the learner knows whom it lets in
+        shutil.move(folder / f"{folder.name}.key", learner / "samplers")
         shutil.copy(learner / "learner.key", folder)
 
 

@@ -23,9 +23,8 @@ from remote.clock import LearnerClock
 from remote.keys import SamplerKeys
 
 BEAT = 2.0  # seconds between two hellos
-OFFERED_AT_ONCE = (
-    4 << 20
-)  # bytes of groups that are read and hashed before asks are looked at again
+# bytes of groups that are read and hashed before asks are looked at again
+OFFERED_AT_ONCE = 4 << 20
 OFFERS = 64  # groups offered and not yet fetched, at most
 PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that does not answer
 

@@ -136,9 +136,8 @@ class RemoteSampler:
             if self.link.newest is None or not hungry or not self.load_newest(self.link.newest):
                 time.sleep(0.02)
                 continue
-            self.sample_for(
-                min(hungry, key=self.sampled.get), self.flags.groups
-            )  # the ranks in turn
+            # the ranks in turn
+            self.sample_for(min(hungry, key=self.sampled.get), self.flags.groups)
         raise UserError(self.link.error)
 
     def print_progress(self) -> None:

@@ -170,9 +170,8 @@ def open_log(out: str | Path, rank: int) -> logging.Logger:
     """The log of samplers that came, and of those that were turned away."""
     log = logging.getLogger(f"remote.{out}.{rank}")
     if not log.handlers:
-        path = log_path(
-            out, rank
-        )  # made by its first line, which a run that is refused does not write
+        # made by its first line, which a run that is refused does not write
+        path = log_path(out, rank)
         handler = logging.handlers.RotatingFileHandler(
             path, maxBytes=LOG_BYTES, backupCount=2, delay=True
         )
@@ -230,9 +229,8 @@ class RemoteSource:
         self.packed = cfg.sync_dtype == "quantized"  # `publish` wants the engine's low-bit tensors
         self.error = ""
         self.counts: Counter = Counter()  # fate -> groups
-        self.taken = (
-            Account()
-        )  # groups that the last checkpoint accounts for; the hub turns them away
+        # groups that the last checkpoint accounts for; the hub turns them away
+        self.taken = Account()
         self.since: list[str] = []  # groups that were decided since then
         self.saving: list[str] = []  # those of them that the checkpoint in the making accounts for
         self.ready: deque[Ready] = deque()
@@ -336,9 +334,8 @@ class RemoteSource:
 
     def _samplers(self) -> set[str]:
         """The samplers that ever came."""
-        return {
-            sampler for sampler, _ in self.hub.reports.copy()
-        }  # a copy: the hub's thread may add to it
+        # a copy: the hub's thread may add to it
+        return {sampler for sampler, _ in self.hub.reports.copy()}
 
     def give_back(self) -> None:
         """The groups of the last `next` will not be trained on: another rank got nothing, and all

@@ -200,9 +200,8 @@ class Pull:
             resume and self._is_good(i, sink[i * LEAF : (i + 1) * LEAF])
             for i in range(len(of.leaves))
         ]
-        self.missing = [
-            i for i in reversed(range(len(of.leaves))) if not shards[i]
-        ]  # the next one stands at the end
+        # the next one stands at the end
+        self.missing = [i for i in reversed(range(len(of.leaves))) if not shards[i]]
         self.asked: dict[int, int] = {}  # first leaf -> how many
         self.repeated: set[int] = set()  # leaves that were asked for, and not answered
         self.corrupt = 0  # leaves that came and were not as the manifest says

@@ -29,9 +29,8 @@ class Study(NamedTuple):
     """The rows, table and plot of one page."""
 
     groups: dict[str, dict[str, Row]]
-    columns: dict[
-        str, str
-    ]  # header -> pass, best, own, own_reward, worth, or the mean of a column of metrics.jsonl
+    # header -> pass, best, own, own_reward, worth, or the mean of a column of metrics.jsonl
+    columns: dict[str, str]
     panels: tuple[Panel, ...]
     share: float = 0.1  # columns are averaged over this last share of the updates
     own_sampling: bool = False  # the last checkpoint is also evaluated with the temperature and truncation of its run
@@ -55,9 +54,8 @@ PASS = "held-out pass@1 of the policy (%)"
 
 JACKPOT = dict(objective="jackpot")
 EXPECTED = dict(JACKPOT, obrs_mask="expected")
-STALE = dict(
-    actor="none", steps=1280, train_batch=32, eval_every=160, save_every=320
-)  # of one model's own samples
+# of one model's own samples
+STALE = dict(actor="none", steps=1280, train_batch=32, eval_every=160, save_every=320)
 TO_NEW = dict(JACKPOT, obrs_target="new", clip=False, obrs_c2=3)
 CLIPPED = dict(
     STALE, clip_low=0.4, clip_high=0.7, train_batch=64, steps=640, eval_every=80, save_every=160
@@ -337,9 +335,8 @@ praxis = Study(
 # QaRL: low-bit rollouts and aligned learners
 # ---------------------------------------------------------------------------------------------------------------------
 
-BAND = dict(
-    clip_low=9e-3, clip_high=1.2e-2
-)  # thirty times the papers': the learning rate moves s that much farther
+# thirty times the papers': the learning rate moves s that much farther
+BAND = dict(clip_low=9e-3, clip_high=1.2e-2)
 TBPO = dict(objective="tbpo", **BAND, tbpo_neg_high=2.1e-2)
 GRPO = dict(objective="grpo")
 ALIGNED = dict(learner_quant="aligned")

@@ -403,6 +403,7 @@ def rewrite(name: str, text: str) -> None:
 # The plot
 # ---------------------------------------------------------------------------------------------------------------------
 
+# of Okabe and Ito
 COLOURS = (
     "#D55E00",
     "#0072B2",
@@ -411,7 +412,7 @@ COLOURS = (
     "#56B4E9",
     "#CC79A7",
     "#000000",
-)  # of Okabe and Ito
+)
 LOGARITHMIC = ("distill_kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch")
 
 

@@ -107,11 +107,12 @@ class EvalSet:
     max_tokens: int
 
 
+# that a set may have of its own
 SETTINGS = {
     "samples": int,
     "temperature": float,
     "max_tokens": int,
-}  # that a set may have of its own
+}
 SMALLEST = {"samples": 1, "temperature": 0.01, "max_tokens": 1}
 
 
@@ -164,9 +165,8 @@ def names_of(value: str) -> list[str]:
 
 def digests(cfg: TaskFlags) -> dict[str, str]:
     """SHA-256 of each text and file that flags of task, reward and prompts name."""
-    held_out = getattr(
-        cfg, "eval_task", None
-    )  # a run's; its task is one, whatever stands in its name
+    # a run's; its task is one, whatever stands in its name
+    held_out = getattr(cfg, "eval_task", None)
     names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
     parts = rewards.parts_of(cfg.reward) if cfg.reward else ()
     names += [part.name for part in parts if is_own(part.name)]
@@ -357,9 +357,8 @@ def grade_all(task, tokenizer, problems, groups) -> Counter:
     responses = [
         (problem, r) for problem, group in zip(problems, groups, strict=True) for r in group
     ]
-    texts = [
-        tokenizer.decode(r.tokens, skip_special_tokens=True) for _, r in responses
-    ]  # batch_decode([]) is [""]
+    # batch_decode([]) is [""]
+    texts = [tokenizer.decode(r.tokens, skip_special_tokens=True) for _, r in responses]
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))

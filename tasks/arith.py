@@ -45,9 +45,8 @@ class Arithmetic:
             total = rng.randint(0, self.total)
             text = str(total)
             for _ in range(rng.randint(self.min_ops, self.max_ops)):
-                b = rng.randint(
-                    1, min(self.operand, max(total, self.total - total))
-                )  # one direction stays inside
+                # one direction stays inside
+                b = rng.randint(1, min(self.operand, max(total, self.total - total)))
                 plus = rng.random() < 0.5
                 if total + b > self.total or total - b < 0:
                     plus = total < b  # the one direction that stays inside the range

@@ -159,9 +159,8 @@ class OwnTask(Table):
     def __init__(self, name: str, style: Style, reward, keys: tuple[str, str] = ("", "")):
         self.own = OwnRows(name, reward.needs_answer, keys)
         super().__init__(name, [], style, reward)
-        self.used = list(
-            range(self.own.made.size or 0)
-        )  # numbers of problems that are not dropped, in both splits
+        # numbers of problems that are not dropped, in both splits
+        self.used = list(range(self.own.made.size or 0))
         self.too_long = None  # of an endless class: says whether a prompt is
 
     @property

@@ -232,9 +232,8 @@ class Graders:
                     if p.connection in ready:
                         self._listen(p, values, todo)
                     elif p.process.poll() is not None and not p.connection.poll():
-                        self._bury(
-                            p, todo
-                        )  # a child that it forked keeps its end of the connection open
+                        # a child that it forked keeps its end of the connection open
+                        self._bury(p, todo)
                     elif p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
                         p.process.kill()  # stopped, or swapped out
         except BaseException:  # later answers of the processes would belong to this call
@@ -292,6 +291,5 @@ def graders() -> Graders:
     return Graders(max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1)))
 
 
-os.register_at_fork(
-    after_in_child=graders.cache_clear
-)  # a forked process cannot wait for those of its parent
+# a forked process cannot wait for those of its parent
+os.register_at_fork(after_in_child=graders.cache_clear)

@@ -25,12 +25,13 @@ TEMPLATES = {
     "hashes": "{problem}\nPlease reason step by step, and end with one line: #### and the final answer.",
     "letter": "{problem}\nPlease reason step by step, and put the letter of your answer within \\boxed{}.",
 }
+# variables of a chat template
 ALWAYS = {
     "messages",
     "add_generation_prompt",
     "raise_exception",
     "strftime_now",
-}  # variables of a chat template
+}
 PYTHONS = {"True": "true", "False": "false", "None": "null"}
 SHOWN = 3  # prompts that --show_prompt prints
 
@@ -51,9 +52,8 @@ class Problem:
     id: str
     prompt: str | list[dict[str, str]]  # a text, or messages {role, content}
     answer: str
-    row: dict = field(
-        default_factory=dict
-    )  # every column of a file's row, for rewards of one's own
+    # every column of a file's row, for rewards of one's own
+    row: dict = field(default_factory=dict)
     chat: Chat = Chat()
 
 

@@ -117,9 +117,8 @@ class Saving:
     def _write(self, snapshot: Snapshot, gpu: int | None) -> None:
         try:
             if gpu is not None:
-                torch.cuda.set_device(
-                    gpu
-                )  # a new thread has the first one, which is another rank's
+                # a new thread has the first one, which is another rank's
+                torch.cuda.set_device(gpu)
             write(snapshot)
         except BaseException as e:  # noqa: B036  `wait` raises it in the run's own thread
             self.error = e
@@ -198,9 +197,8 @@ def write(snapshot: Snapshot) -> Path:
     cfg, final = snapshot.run.cfg, snapshot.final
     why = write_at(final, snapshot)
     if why:
-        run = "-".join(snapshot.run.folder.resolve().parts[1:])[
-            -200:
-        ]  # another run's has another name
+        # another run's has another name
+        run = "-".join(snapshot.run.folder.resolve().parts[1:])[-200:]
         spare = Path(tempfile.gettempdir()) / f"{run}-{final.name}"
         saved_there = not write_at(spare, snapshot)
         raise UserError(not_written(final, why, spare if saved_there else None))

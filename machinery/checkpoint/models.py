@@ -46,9 +46,8 @@ class Export:
         alone = {}
         for name, x in shapes:
             alone |= layout_of(self.converted({name: x}))
-        self.alone = (
-            alone == together
-        )  # else some file's tensor is made of several of ours, and we hold them all
+        # else some file's tensor is made of several of ours, and we hold them all
+        self.alone = alone == together
         self.layout = alone if self.alone else together
 
     def kept(self, tensors) -> list:
@@ -290,9 +289,8 @@ def read_tokenizer(folder: Path | str):
     fix = "copy tokenizer.json and tokenizer_config.json of this model into the folder"
     with one_sentence(folder, "tokenizer", fix):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    need(
-        len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {fix}"
-    )  # made up where there are no files
+    # made up where there are no files
+    need(len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {fix}")
     return tokenizer
 
 

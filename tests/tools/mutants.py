@@ -442,7 +442,7 @@ MUTANTS = {
         ("dz = p.mul_(-g).scatter_add_(1, target, g)", "dz = p.mul_(g).scatter_add_(1, target, -g)"),
         ("dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])", "dz"),
         ("                dz.mul_(self.actor.scored.inv_temperature[at])", "                pass"),
-        ("g = g * (\n                p.gather(1, target) > 0\n            )", "g = g * 1"),
+        ("g = g * (p.gather(1, target) > 0)", "g = g * 1"),
         (
             "of_all = torch.minimum(p.div_(needs.lam), p_kth, out=p).sum(-1)",
             "of_all = torch.minimum(p, p_kth, out=p).sum(-1)",
@@ -488,7 +488,7 @@ MUTANTS = {
     ],
     "machinery/optim.py": [
         (
-            "[\n            getattr(m, kind) for m, kind in quant.expert_parameters(model).values()\n        ]",
+            "[getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]",
             "[p for p in model.base_model.layers.parameters() if p.ndim == 3]",
         ),
         ("        return (step + 1) / warmup", "        return step / warmup"),
@@ -531,7 +531,7 @@ MUTANTS = {
         ("limit = max(AGREES, LIMIT * found.floor)", "limit = AGREES"),
         ("padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])", "padded = x[:n]"),
         ("largest.isfinite().all()", "True"),
-        ("        torch.cuda.set_device(\n            LOCAL_RANK\n        )", "        pass"),
+        ("        torch.cuda.set_device(LOCAL_RANK)", "        pass"),
     ],
     "model/memory.py": [
         ('not (others and by_vllm),\n        f"{folder}', 'True,\n        f"{folder}'),
@@ -694,7 +694,7 @@ MUTANTS = {
     "model/engines.py": [
         ('return 2 if cfg.delay == "none" and', "return 2 if"),
         (
-            "truncate(\n                logits * (1.0 / torch.tensor(sampling.temperature)), sampling\n            )",
+            "truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)",
             "truncate(logits, sampling)",
         ),
         (
@@ -720,7 +720,7 @@ MUTANTS = {
         ),
     ],
     "delay.py": [
-        ("self.cfg.train_batch / self.cfg.rollout_batch\n            )", "1.0)"),
+        ("self.cfg.train_batch / self.cfg.rollout_batch)", "1.0)"),
         (
             "sampler.version = max(v for v, t in self.broadcast.items() if t <= loaded_at)",
             "sampler.version = max(self.broadcast)",
@@ -806,7 +806,7 @@ MUTANTS = {
         ("checkpoint.check_angles(eval_set, context)", "pass"),
         ("engine.any_rank(\n        start < len(indices)\n    )", "start < len(indices)"),
         (
-            'complete_lines = [\n            line for line in lines if line.endswith("\\n")\n        ]',
+            'complete_lines = [line for line in lines if line.endswith("\\n")]',
             "complete_lines = lines",
         ),
         ("todo = [i for i, id in enumerate(ids) if id not in known]", "todo = list(range(len(ids)))"),
@@ -991,7 +991,7 @@ MUTANTS = {
     ],
     "worth.py": [
         ("sampling.Sampling.of_policy(cfg),", "sampling.Sampling.of(cfg),"),
-        ("        lead = replace(\n            lead, rollout_sleep=False\n        )", "        lead = replace(lead)"),
+        ("        lead = replace(lead, rollout_sleep=False)", "        lead = replace(lead)"),
         ('loss_denominator="proposed", normalize_weights=False)', 'loss_denominator="proposed")'),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("x[entries] = numbers + size * d.to(x.device)", "x[entries] = numbers - size * d.to(x.device)"),
