@@ -230,7 +230,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --window_seconds=0 | --window_seconds=0.0: must be above 0
 --delay=constant --max_staleness=-1 | --max_staleness=-1: a number of updates, 0 or more; leave it out for no bound
 --delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
---delay=weibull --sampler_rate=2 | --sampler_rate=2.0: more ... bound them with --max_staleness or --window_seconds
+--delay=weibull --sampler_rate=2 | --sampler_rate=2.0: samplers ... bound them with --max_staleness or --window_seconds
 --delay=constant --sampler_rate=0.5 --window_seconds=0.9 --step_seconds=1 | --window_seconds=0.9: at ... dropped before
 --delay=constant --samplers=files --sync_path=x | --delay=constant simulates samplers ... give --delay to each
 --max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
