@@ -283,7 +283,7 @@ def test_heads_that_vllm_has_no_attention_for_are_refused(tmp_path):
     config = tiny_model(0).config
     config.head_dim = 16
     config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="its heads have a size of 16, and on a CPU vLLM supports only 32, .* use --rollout=hf"):
+    with pytest.raises(UserError, match="a size of 16, and on a CPU vLLM supports only 32, .* use --rollout=hf"):
         VLLMEngine(str(tmp_path), max_len=64, max_logprobs=1)
 
 
