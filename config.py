@@ -26,8 +26,8 @@ class RunFlags:
     """Preset over correction and surrogate: none, tis, jackpot, ppo_is, gspo, ...
     (presets.OBJECTIVES)."""
     model: str = "base:policy"
-    """Policy: a Hugging Face folder, an id of its hub, or base:policy for the embedded model (made
-    on first use)."""
+    """Policy: a Hugging Face folder, an id of its hub, or base:policy for the embedded model, made
+    on first use with an accuracy of 30 % (base:policy@0.2: of 20 %)."""
     actor: str = "auto"
     """Rollout model: a folder or id, base:actor, or none (the policy samples for itself);
     auto: base:actor if the policy is base:policy, else none."""
@@ -318,22 +318,18 @@ class StalenessFlags:
 class RemoteFlags:
     """Samplers on other machines (remote/)"""
 
-    samplers: Literal["local", "zmq", "files"] = "local"
-    """local: an engine in this process; zmq, files: samplers anywhere, over ZeroMQ or a shared
-    folder (python -m remote --connect=...)."""
-    bind: str = "tcp://127.0.0.1:5555"
-    """zmq: where to listen; rank r takes the port r higher. tcp://*:5555 for other hosts, with
-    --keys."""
+    samplers: str = "local"
+    """local: an engine in this process. tcp://HOST:PORT: samplers on any host, over ZeroMQ; rank r
+    listens r ports higher, and tcp://*:5555 needs --keys. FOLDER: over a shared folder. Samplers
+    start with python -m remote --connect=..."""
     keys: str = "none"
-    """zmq: the learner's folder of keys (python -m remote.keys OUT --samplers=N); none: in the
+    """ZeroMQ: the learner's folder of keys (python -m remote.keys OUT --samplers=N); none: in the
     clear, on this host only."""
-    sync_path: str = ""
-    """files: the shared folder."""
     sync_dtype: Literal["float32", "bfloat16", "quantized"] = "float32"
     """Weights on the wire; quantized: in --rollout_quant's format, as the learner's aligned forward
     has them."""
     sync_delta: bool = False
-    """zmq: send only the changed bytes to samplers that hold an older version; the weights are
+    """ZeroMQ: send only the changed bytes to samplers that hold an older version; the weights are
     equal bit for bit."""
     give_up: float = 3600.0
     """Seconds without a group from any sampler after which the run stops."""
@@ -359,8 +355,6 @@ class OptimizerFlags:
     """After the warm-up."""
     warmup_steps: float = 5.0
     """Updates of linear warm-up; below 1 a share of --steps (0.03: 3 %, rounded up)."""
-    adam_beta2: float = 0.999
-    """AdamW: share of the second moment that is kept."""
     weight_decay: float = 0.0
     """Decoupled weight decay, of AdamW and Muon."""
     grad_clip: float = 0.3
@@ -371,10 +365,8 @@ class OptimizerFlags:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
     lora_rank: int = 0
-    """LoRA (model/lora.py): learn corrections of this rank to frozen linear layers; 0: off, all
-    weights learn."""
-    lora_alpha: int = 32
-    """LoRA: their scale is this over the rank."""
+    """LoRA (model/lora.py): learn corrections of this rank, times 32 / rank, to frozen linear
+    layers; 0: off, all weights learn."""
 
 
 @dataclass(frozen=True)
@@ -458,12 +450,10 @@ class ReportFlags:
     holds, else plain torch; second: as own, and one more engine for a policy with an actor; torch:
     plain torch, unrounded weights."""
     eval_problems: int = 512
-    """Held-out problems."""
-    eval_samples: int = 1
-    """Responses to each of them, at temperature 1."""
+    """Held-out problems, each with one response at temperature 1."""
     eval_task: str = ""
     """Held-out sets, as --task, with commas; each may have settings:
-    a.jsonl,b.jsonl:samples=32:temperature=0.6: max_tokens=8192. arith has its own test split."""
+    a.jsonl,b.jsonl:samples=32:temperature=0.6:max_tokens=8192. arith has its own test split."""
     check_sync: bool = True
     """Check at every weight sync that the engine has the published weights (sync.py), and on the first
     rollouts that engine and learner are the same policy (learner.py); False: for emergencies."""
@@ -471,9 +461,6 @@ class ReportFlags:
     """Updates between two checkpoints; 0: only at the end."""
     keep: int = 2
     """Checkpoints kept."""
-    log_samples: int = 10
-    """Updates between two writes of four responses to samples.jsonl (python -m machinery.plot
-    --samples=RUN); 0: never."""
     wandb: str = ""
     """Also log to this wandb project."""
 
@@ -481,16 +468,6 @@ class ReportFlags:
 @dataclass(frozen=True)
 class SampleFlags(TaskFlags, PromptFlags, RolloutFlags):
     """Problems and sampling, shared by training and evaluation"""
-
-
-@dataclass(frozen=True)
-class BaseModelFlags:
-    """The embedded base models (machinery/warmstart.py)"""
-
-    base_accuracy: float = 0.3
-    """Sampled accuracy at which the warm start of embedded models stops."""
-    actor_base_accuracy: float | None = None
-    """The same for base:actor, where it should be weaker (or stronger) than base:policy."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -510,7 +487,6 @@ class Config(
     DelayFlags,
     StalenessFlags,
     RemoteFlags,
-    BaseModelFlags,
 ):
     """All flags of train.py."""
 
@@ -561,14 +537,11 @@ HARMLESS = {
         "out",
         "keep",
         "save_every",
-        "log_samples",
         "check_sync",
     ),
     *(
         "wandb",
-        "bind",
         "keys",
-        "sync_path",
         "give_up",
         "parallel",
         "micro_tokens",

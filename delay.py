@@ -353,7 +353,7 @@ def check(cfg: Config) -> None:
     if cfg.delay == "none" and not remote and (cfg.sync_every > 1 or cfg.max_staleness is not None):
         raise UserError(
             f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; "
-            "name a distribution with --delay, or a transport with --samplers"
+            "name a distribution with --delay, or an address or a folder with --samplers"
         )
     if cfg.delay != "none" and remote:
         raise UserError(
@@ -393,21 +393,21 @@ def check_bounds(cfg: Config) -> None:
 
 def check_remote(cfg: Config) -> None:
     """UserError, one sentence, if the flags of remote samplers contradict each other."""
+    zmq = "://" in cfg.samplers
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
+    need(cfg.samplers.strip(), "--samplers is empty: write local, tcp://HOST:PORT or a folder")
     need(
-        cfg.samplers != "files" or cfg.sync_path.strip(),
-        "--samplers=files: name the folder with --sync_path",
+        cfg.samplers not in ("zmq", "files"),
+        f"--samplers={cfg.samplers}: write tcp://HOST:PORT, or name a shared folder",
     )
     need(
-        cfg.samplers != "zmq" or cfg.bind.startswith(("tcp://", "ipc://")),
-        f"--bind={cfg.bind}: not an address; write tcp://HOST:PORT",
+        not zmq or cfg.samplers.startswith(("tcp://", "ipc://")),
+        f"--samplers={cfg.samplers}: not an address; write tcp://HOST:PORT, or name a shared folder",
     )
     need(
-        cfg.samplers != "zmq"
-        or cfg.keys != "none"
-        or cfg.bind.startswith(("tcp://127.0.0.1:", "ipc://")),
-        f"--bind={cfg.bind}: for other hosts --keys are needed (python -m remote.keys OUT --samplers=N makes them), "
-        "or listen on tcp://127.0.0.1:PORT",
+        not zmq or cfg.keys != "none" or cfg.samplers.startswith(("tcp://127.0.0.1:", "ipc://")),
+        f"--samplers={cfg.samplers}: for other hosts --keys are needed (python -m remote.keys OUT "
+        "--samplers=N makes them), or listen on tcp://127.0.0.1:PORT",
     )
     need(
         cfg.sync_dtype != "quantized" or cfg.rollout_quant not in ("none", "w3a16", "w2a16"),
@@ -415,8 +415,8 @@ def check_remote(cfg: Config) -> None:
         "w4a16, or --sync_dtype=float32",
     )
     need(
-        not cfg.sync_delta or cfg.samplers == "zmq",
-        "--sync_delta: there is nothing to send; it goes with --samplers=zmq (a shared folder is read in place)",
+        not cfg.sync_delta or zmq,
+        "--sync_delta: there is nothing to send; it goes with --samplers=tcp://... (a shared folder is read in place)",
     )
     need(
         not cfg.sync_delta or cfg.sync_dtype != "float32",

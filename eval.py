@@ -47,7 +47,6 @@ from machinery import checkpoint, flags, warmstart
 from machinery.flags import (
     UserError,
     check_output,
-    choice,
     is_hub_id,
     need,
     parse_flags,
@@ -351,14 +350,11 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
     which: "policy" or "actor", the one to take from a run or a checkpoint."""
     name = getattr(cfg, flag)
     if name.startswith("base:"):
-        choice(flag, name, ["base:policy", "base:actor"])
         other = (
             f"--{flag}={name} knows only --task=arith; give the folder of a model for {cfg.task}"
         )
         need(tasks.names_of(cfg.task) == ["arith"], other)
-        return warmstart.base_model(
-            name.removeprefix("base:"), Config(task="arith", arith=cfg.arith)
-        )
+        return warmstart.base_model(flag, name, Config(task="arith", arith=cfg.arith))
     root = Path(name)
     newest = checkpoint.newest(root, which) or root
     for folder in (root, root / which, newest / which):
@@ -593,7 +589,7 @@ def flags_of_run(saved: dict, sets: str | None = None) -> list[str]:
     kept_flags = {name: saved[name] for name in sorted(names) if name in saved}
     kept_flags |= {
         "problems": saved["eval_problems"],
-        "samples": saved["eval_samples"],
+        "samples": 1,
         "rollout_tp": 1,
         "k": 1,
         "task": task,

@@ -32,6 +32,8 @@ from machinery.session import ELSEWHERE, Session, due, timer
 from model import exact, needs_of_exact_kappa
 from source import given_back_if_it_fails
 
+SAMPLES_EVERY = 10  # updates between two writes of four responses to samples.jsonl
+
 
 def train(cfg: Config) -> None:
     """Run `--steps` updates, or until a signal; saved and reported at the end. UserError: one
@@ -109,7 +111,7 @@ class Training(Session):
             ):
                 fresh = learner.score(batch, needs_of_exact_kappa(cfg))
             stats = objectives.prepare(batch, self.comm, learner.cfg, self.controllers, fresh)
-            if due(cfg.log_samples, self.step):
+            if due(SAMPLES_EVERY, self.step):
                 self.write_samples(groups[:4])
             if self.to_check and not self.comm.any(batch.staleness[:, 0].max() > 0):
                 self.check_agreement(batch)

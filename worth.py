@@ -195,7 +195,7 @@ def check(own: WorthFlags) -> None:
         0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1"
     )
     need(
-        own.stale in ("", "base:policy", "base:actor") or names_model(own.stale),
+        not own.stale or own.stale.startswith("base:") or names_model(own.stale),
         f"--stale={own.stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
     )
     flags.check_output("json", own.json)

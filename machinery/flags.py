@@ -34,6 +34,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 LISTED = 36  # maximum number of names in an error message
 NEAR = 0.75  # minimum similarity to suggest a flag name
+BASE_ACCURACY = 0.3  # sampled accuracy of embedded models before RL
 LIKE = 0.45  # minimum similarity to suggest a flag value
 
 
@@ -118,6 +119,19 @@ def is_hub_id(name: str) -> bool:
 def names_model(name: str) -> bool:
     """Whether this is a folder with a config.json, or can be the id of a model on the hub."""
     return (Path(name) / "config.json").is_file() or is_hub_id(name)
+
+
+def embedded_model(flag: str, name: str) -> tuple[str, float]:
+    """(policy or actor, sampled accuracy of its warm start) of base:KIND or base:KIND@ACCURACY."""
+    kind, at, accuracy = name.removeprefix("base:").partition("@")
+    choice(flag, f"base:{kind}", ["base:policy", "base:actor"])
+    wrong = f"--{flag}={name}: the accuracy after @ must be a share between 0 and 1"
+    try:
+        share = float(accuracy) if at else BASE_ACCURACY
+    except ValueError:
+        raise UserError(wrong) from None
+    need(0 < share < 1, wrong)
+    return kind, share
 
 
 def check_output(flag: str, path: str) -> None:

@@ -37,7 +37,7 @@ def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
         experts = [getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]
     chosen = {id(p) for p in matrices + experts}
     others = [p for p in learning(model) if id(p) not in chosen]
-    betas = (0.9, cfg.adam_beta2)
+    betas = (0.9, 0.999)
     # one parameter after the other: all at once would take 4 bytes of each for a moment
     options = {"eps": 1e-8, "weight_decay": cfg.weight_decay, "foreach": False}
     optimizers = [torch.optim.AdamW(others, lr=lr, betas=betas, **options)]

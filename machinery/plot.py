@@ -276,9 +276,7 @@ PLAIN = "\033[0m"
 def print_samples(run: str, last: int) -> None:
     """The newest responses in samples.jsonl. UserError: the run has logged none."""
     path = Path(run) / "samples.jsonl"
-    need(
-        path.is_file(), f"{path}: no such file; give the folder of a run with --log_samples above 0"
-    )
+    need(path.is_file(), f"{path}: no such file; give the folder of a run of train.py")
     samples = rows(path)
     need(
         samples,

@@ -195,7 +195,7 @@ def open_run(cfg: config.Config, comm) -> Run:
 def held_out_sets(cfg: Config, task) -> list[EvalSet]:
     """The sets of --eval_task, or the test split of generated problems: a file that is trained on
     is not held out."""
-    defaults = {"samples": cfg.eval_samples, "temperature": 1.0, "max_tokens": cfg.max_tokens}
+    defaults = {"samples": 1, "temperature": 1.0, "max_tokens": cfg.max_tokens}
     if cfg.eval_task:
         return eval_sets(cfg, "eval_task", defaults)
     return [EvalSet(task, "arith", **defaults)] if cfg.task == "arith" else []
@@ -456,7 +456,7 @@ def model_folder(flag: str, cfg: Config, comm) -> str | None:
     if name == "none":
         return None
     if name.startswith("base:"):
-        return made_once(comm, comm.writes, lambda cached: warmstart.base_model(name[5:], cfg))
+        return made_once(comm, comm.writes, lambda cached: warmstart.base_model(flag, name, cfg))
     folder = name
     if is_hub_id(name):
         folder = made_once(

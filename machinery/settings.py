@@ -75,6 +75,8 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     changed = [
         k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)
     ]
+    if "local" not in (now.samplers, saved["samplers"]):  # another address of the same samplers
+        changed = [k for k in changed if k != "samplers"]
     if changed:
         was = ", ".join(
             f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}" for k in changed
@@ -122,7 +124,7 @@ def resolve_open(cfg: Config) -> Config:
     cfg = fill(cfg, presets.DEFAULTS)
     cfg = fill(cfg, objectives.default_bounds(cfg))
     if cfg.actor == "auto":
-        cfg = replace(cfg, actor="base:actor" if cfg.model == "base:policy" else "none")
+        cfg = replace(cfg, actor="base:actor" if cfg.model.startswith("base:policy") else "none")
     if cfg.obrs_z == "auto":
         cfg = replace(cfg, obrs_z="exact" if corrections.exact_z_known(cfg) else "bracket")
     if cfg.actor == "none":  # unused
@@ -197,7 +199,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         "micro_tokens",
         "eval_problems",
     )
-    for name in (*counts, "eval_samples", "keep"):
+    for name in (*counts, "keep"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("lr", "actor_lr", "grad_clip"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
@@ -205,8 +207,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         cfg.eval_every >= -1,
         f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1",
     )
-    schedule = ("warmup_steps", "save_every", "log_samples")
-    schedule += ("epochs", "dynamic_sampling")
+    schedule = ("warmup_steps", "save_every", "epochs", "dynamic_sampling")
     for name in (*schedule, "weight_decay", "distill_kl_target"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     warmup, is_whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
@@ -214,7 +215,6 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         warmup < 1 or is_whole,
         f"--warmup_steps={warmup}: a whole number of updates, or a share of --steps below 1",
     )
-    need(0 <= cfg.adam_beta2 < 1, f"--adam_beta2={cfg.adam_beta2}: must lie in [0, 1)")
     need(
         cfg.group_size >= 2,
         f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt",
@@ -231,13 +231,10 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
 
 
 def check_models(cfg: Config) -> None:
-    """Model folders, and the accuracy of embedded base models."""
-    for name in ("base_accuracy", "actor_base_accuracy"):
-        value = getattr(cfg, name)
-        need(value is None or 0 < value < 1, f"--{name}={value}: a share between 0 and 1")
+    """Model folders and embedded base models."""
     for flag, value in (("model", cfg.model), ("actor", cfg.actor)):
         if value.startswith("base:"):
-            choice(flag, value, ["base:policy", "base:actor"])
+            flags.embedded_model(flag, value)
             need(
                 cfg.task == "arith",
                 f"--{flag}={value} knows only --task=arith; give a model's folder for {cfg.task}",

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from config import Config
+from config import Config, TaskFlags
 from machinery import checkpoint, settings
 from machinery.checkpoint import check_weights
-from machinery.flags import UserError, check_output, need, run_command
+from machinery.flags import UserError, check_output, embedded_model, need, run_command
 from model.engines import HFEngine
 from rollout import request_seed
 from sampling import Sampling
@@ -78,13 +78,11 @@ def check(cfg: Config, task) -> None:
         )
 
 
-def base_model(name: str, cfg: Config) -> str:
-    """Folder of the embedded base model `name` ("policy" or "actor"), made now if it is not there
-    yet."""
+def base_model(flag: str, value: str, cfg: TaskFlags) -> str:
+    """Folder of the embedded base model that a flag names (base:actor@0.2), made now if it is not
+    there yet."""
+    name, target = embedded_model(flag, value)
     task = make_task(cfg)
-    target = cfg.base_accuracy
-    if name == "actor" and cfg.actor_base_accuracy is not None:
-        target = cfg.actor_base_accuracy
     folder = Path(checkpoint.models.BASE_DIR) / f"{name}-{recipe_key(name, task, target)}"
     if (folder / "config.json").is_file():
         check_weights(folder)
@@ -146,7 +144,7 @@ def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIP
     else:
         raise UserError(
             f"the warm start reached {reached:.2f} in {MOST_STEPS} steps, not {target}: "
-            "lower --base_accuracy or make the task easier (--arith)"
+            f"lower it (base:{name}@0.2) or make the task easier (--arith)"
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -239,7 +237,7 @@ def main() -> None:
         f"--model={cfg.model}: machinery/warmstart.py makes only the embedded models; leave --model out",
     )
     for name in SHAPES:
-        print(base_model(name, cfg))
+        print(base_model("model", f"base:{name}", cfg))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from machinery.checkpoint import load_model, read_config, read_tokenizer, save_m
 from machinery.flags import need, parse_flags, read_json, read_text, run_command
 
 NAME = "default"  # peft's name for a model's only adapter
+ALPHA = 32  # scale of B A, times the rank
 FILE = "adapter_model.safetensors"
 BASE = "base_model.digest"  # ours: the base model's fingerprint
 
@@ -41,7 +42,7 @@ def learns(cfg: OptimizerFlags, name: str) -> bool:
     return cfg.lora_rank > 0 and name == "policy"
 
 
-def attach(model, cfg: Config, folder: Path | None = None):
+def attach(model, cfg: Config, folder: Path | None = None, alpha: int = ALPHA):
     """Give the model adapters, as new or from `folder`, and freeze all else; returns it.
 
     Of a model without weights (memory.unread) the adapters have none either: `start` comes when it
@@ -52,7 +53,7 @@ def attach(model, cfg: Config, folder: Path | None = None):
     if quant.expert_parameters(model):  # peft would adapt experts too
         adapted = sorted({name.rpartition(".")[2] for name in quant.quantized_linears(model)})
     config = peft.LoraConfig(
-        r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=adapted, task_type="CAUSAL_LM"
+        r=cfg.lora_rank, lora_alpha=alpha, target_modules=adapted, task_type="CAUSAL_LM"
     )
     with torch.random.fork_rng(devices=[]):  # peft draws adapters, which `start` overwrites
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
@@ -206,7 +207,6 @@ def check(cfg: Config) -> None:
     """UserError, one sentence: flags that contradict each other, or a package that is missing."""
     rank = f"--lora_rank={cfg.lora_rank}"
     need(cfg.lora_rank >= 0, f"{rank}: must not be negative; 0 is off")
-    need(cfg.lora_alpha >= 1, f"--lora_alpha={cfg.lora_alpha}: must be at least 1")
     if cfg.lora_rank == 0:
         return
     need(
@@ -257,8 +257,9 @@ def main(argv: list[str] | None = None) -> None:
     need_peft("--adapter")
     model = attach(
         load_model(base),
-        SimpleNamespace(lora_rank=named["r"], lora_alpha=named["lora_alpha"], seed=0),
+        SimpleNamespace(lora_rank=named["r"], seed=0),
         folder,
+        named["lora_alpha"],
     )
     tensors = dict(merged(model, model.state_dict(), torch.Tensor.detach))
     save_model(read_config(base), tensors, read_tokenizer(base), out, base)

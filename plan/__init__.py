@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from config import Config, EngineFlags, OptimizerFlags
 from machinery import checkpoint, warmstart
-from machinery.flags import is_hub_id, need
+from machinery.flags import embedded_model, is_hub_id, need
 from machinery.optim import Muon, make_optimizers
 from model import lora
 from model.engines import cache_of_a_token, cache_size, cached_tokens, evaluated_by, sleep_level
@@ -276,7 +276,7 @@ def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: floa
     from it, by a second one, or in plain torch."""
     if cfg.eval_every < 0:
         return 0
-    sets = [{"samples": cfg.eval_samples, "max_tokens": cfg.max_tokens}]
+    sets = [{"samples": 1, "max_tokens": cfg.max_tokens}]
     if cfg.eval_task:
         sets = [engine_kind for _, engine_kind in settings_of(cfg, "eval_task", sets[0])]
     sizes = []
@@ -444,7 +444,7 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
 def config_of(flag: str, name: str):
     """The transformers config of --model or --actor."""
     if name.startswith("base:"):
-        return warmstart.config_of(name.removeprefix("base:"))
+        return warmstart.config_of(embedded_model(flag, name)[0])
     if not is_hub_id(name):
         return checkpoint.read_config(name).get_text_config()
     from transformers import AutoConfig

@@ -182,5 +182,5 @@ def wait_for_ranks(folder: Path, flags) -> int:
         time.sleep(0.05)
     raise UserError(
         f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; "
-        f"start it with --samplers=files --sync_path={folder}"
+        f"start it with --samplers={folder}"
     )

@@ -1,6 +1,6 @@
 """The learner's end over ZeroMQ: one socket for all samplers of a rank. HeteroRL, section 4.2.
 
-    torchrun train.py --samplers=zmq --bind=tcp://*:5555 --keys=keys/learner     # rank r binds port 5555 + r
+    torchrun train.py --samplers=tcp://*:5555 --keys=keys/learner     # rank r binds port 5555 + r
 
 `Hub` is a thread: samplers come and go, offer groups and pull weights (wire.py lists the messages).
 The training loop only looks into its inbox (source.py), so no sampler can hold it up. A malformed
@@ -74,7 +74,7 @@ class Hub(threading.Thread, Intake):
         self.peers: dict[bytes, Peer] = {}
         self.weights: dict[str, Offered] = {}  # the newest stands last
         self.chain = Chain()
-        wire.check_address("bind", bind, 0)
+        wire.check_address("samplers", bind, 0)
         self.context = zmq.Context()
         self.authenticator = None
         try:
@@ -97,7 +97,7 @@ class Hub(threading.Thread, Intake):
             self.socket.bind(bind)
         except zmq.ZMQError as e:
             raise UserError(
-                f"--bind={bind}: {zmq.strerror(e.errno)}; name a free address of this host, such as tcp://*:5555"
+                f"--samplers={bind}: {zmq.strerror(e.errno)}; name a free address of this host, such as tcp://*:5555"
             ) from None
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

@@ -66,7 +66,7 @@ SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
 def open_remote_source(
     cfg: Config, run, model: str, topk: int, max_allowed: int, comm
 ) -> RemoteSource:
-    """The source of --samplers=zmq or files, not yet open to samplers: the first `publish` lets
+    """The source of --samplers, not yet open to samplers: the first `publish` lets
     them in.
 
     run: run.Run. model: "policy" or "actor", the one that samples. topk: alternatives to record for
@@ -87,10 +87,10 @@ def open_remote_source(
         routed=routing_of(getattr(run, model)) if cfg.router_replay else (0, 0, 0),
     )
     log = open_log(cfg.out, comm.rank)
-    if cfg.samplers == "files":
-        hub = FilesHub(cfg.sync_path, welcome, limits, log, comm.rank, comm.size)
+    if "://" not in cfg.samplers:
+        hub = FilesHub(cfg.samplers, welcome, limits, log, comm.rank, comm.size)
     else:
-        address = address_of_rank(cfg.bind, comm.rank, comm.size)
+        address = address_of_rank(cfg.samplers, comm.rank, comm.size)
         try:
             hub = Hub(address, cfg.keys, welcome, limits, log)
         except UserError as e:
@@ -120,14 +120,14 @@ def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int, rank
 
 
 def address_of_rank(bind: str, rank: int, ranks: int) -> str:
-    """The address of a rank: its number added to the port of --bind. A port without a number is
+    """The address of a rank: its number added to the port of --samplers. A port without a number is
     left as it is.
 
     UserError, the same on all ranks: not all have an address."""
-    wire.check_address("bind", bind, 0)
+    wire.check_address("samplers", bind, 0)
     need(
         bind.startswith("tcp://") or ranks == 1,
-        f"--bind={bind}: {ranks} ranks need tcp://, where each has a port",
+        f"--samplers={bind}: {ranks} ranks need tcp://, where each has a port",
     )
     port = bind.rpartition(":")[2]
     if not port.isdigit() or not int(port) or not bind.startswith("tcp://"):
@@ -135,7 +135,7 @@ def address_of_rank(bind: str, rank: int, ranks: int) -> str:
     last = int(port) + ranks - 1
     need(
         last <= 65535,
-        f"--bind={bind}: rank {ranks - 1} would listen on port {last}; name a lower one",
+        f"--samplers={bind}: rank {ranks - 1} would listen on port {last}; name a lower one",
     )
     return f"{bind.removesuffix(port)}{int(port) + rank}"
 

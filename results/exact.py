@@ -81,7 +81,6 @@ def open_training(folder: str, case: str, exact: bool, batch: int) -> Training:
         f"--rollout_batch={batch}",
         f"--train_batch={batch}",
         "--eval_every=-1",
-        "--log_samples=0",
         f"--exact={exact}",
         "--lr=1e-4",
     ]

@@ -492,12 +492,12 @@ heterorl = Study(
 SAMPLERS = {
     "another model": ("study", ("--actor=base:actor",)),
     **{
-        f"another model, {100 * x:.0f} %": ("study", (f"--actor_base_accuracy={x}",))
+        f"another model, {100 * x:.0f} %": ("study", (f"--actor=base:actor@{x}",))
         for x in (0.2, 0.1)
     },
     **{x: ("lowbit", (f"--rollout_quant={x}",)) for x in ("int8", "fp8", "w4a16", "w2a16")},
     **{
-        f"second pair, {100 * x:.0f} %": ("study", (f"--actor_base_accuracy={x}",))
+        f"second pair, {100 * x:.0f} %": ("study", (f"--actor=base:actor@{x}",))
         for x in (0.2, 0.17, 0.15, 0.13, 0.1)
     },
     "second pair, another model": ("study", ("--actor=base:actor",)),
@@ -548,7 +548,7 @@ worth = Study(
                 LATER,
                 "study",
                 {x: OURS[x] for x in ("`retrace_seq`", "TIS")},
-                actor_base_accuracy=0.2,
+                actor="base:actor@0.2",
             ),
         ),
         "an actor of 10 %": weighed(
@@ -557,7 +557,7 @@ worth = Study(
                 LATER,
                 "study",
                 {x: OURS[x] for x in ("`retrace_seq`", "TIS")},
-                actor_base_accuracy=0.1,
+                actor="base:actor@0.1",
             ),
         ),
         "two bits": weighed(

@@ -96,7 +96,6 @@ ROWS = [
 --rollout_dtype=fp8 | --rollout_dtype=fp8: not one of float32, bfloat16, float16
 --rollout_quant=int4 | --rollout_quant=int4: not one of none, int8, fp8, w4a16, w3a16, w2a16; did you mean int8?
 --parallel=tp | --parallel=tp: not one of ddp, fsdp
---samplers=http | --samplers=http: not one of local, zmq, files
 --keep_sampling_mask=replayed | --keep_sampling_mask=replayed: not one of off, recompute, ... did you mean replay?
 --objective=is --reject=token,gee:0:1 | --reject=gee: not one of token, sequence, geo, ... did you mean geo?
 --objective=is --reject=token,geo:1 | --reject=token,geo:1: geo:1 is no statistic with its bounds; write geo:LOW:HIGH
@@ -119,9 +118,8 @@ ROWS = [
 --obrs_topk=257 | --obrs_topk=257: K must lie between 1 and the vocabulary of 256 tokens
 --obrs_accept_rate=1.5 | --obrs_accept_rate=1.5: a budget lies in (0, 1]; leave it out to use --obrs_lambda
 --obrs_accept_rate=0 | --obrs_accept_rate=0.0: a budget lies in (0, 1]; leave it out to use --obrs_lambda
---base_accuracy=1.5 | --base_accuracy=1.5: a share between 0 and 1
---actor_base_accuracy=0 | --actor_base_accuracy=0.0: a share between 0 and 1
---adam_beta2=-0.1 | --adam_beta2=-0.1: must lie in [0, 1)
+--model=base:policy@1.5 | --model=base:policy@1.5: the accuracy after @ must be a share between 0 and 1
+--actor=base:actor@x | --actor=base:actor@x: the accuracy after @ must be a share
 --weight_decay=-1 | --weight_decay=-1.0: must not be negative
 --grad_clip=0 | --grad_clip=0.0: must be above 0
 --warmup_steps=-3 | --warmup_steps=-3.0: must not be negative
@@ -157,7 +155,6 @@ ROWS = [
 --grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
 --lora_rank=-1 | --lora_rank=-1: must not be negative; 0 is off
 --lora_rank=2.5 | --lora_rank=2.5: must be a whole number
---lora_alpha=0 | --lora_alpha=0: must be at least 1
 --lora_rank=4 --optimizer=muon | --lora_rank=4: --optimizer=muon orthogonalises whole matrices, ... use adamw
 --lora_rank=4 --learner_quant=int8 | --lora_rank=4: --learner_quant=int8 computes on low-bit ... leave one of the two
 --quant_group=0 | --quant_group=0: must be at least 1
@@ -232,18 +229,18 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
 --delay=weibull --sampler_rate=2 | --sampler_rate=2.0: samplers ... bound them with --max_staleness or --window_seconds
 --delay=constant --sampler_rate=0.5 --window_seconds=0.9 --step_seconds=1 | --window_seconds=0.9: at ... dropped before
---delay=constant --samplers=files --sync_path=x | --delay=constant simulates samplers ... give --delay to each
+--delay=constant --samplers=x | --delay=constant simulates samplers ... give --delay to each
 --max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
 --rollout=vllm --router_replay | --router_replay: on a CPU vLLM cannot say which experts it chose; use --rollout=hf
---samplers=files | --samplers=files: name the folder with --sync_path
---samplers=zmq --bind=5555 | --bind=5555: not an address; write tcp://HOST:PORT
---samplers=zmq --bind=http://127.0.0.1:5555 | --bind=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
---samplers=zmq --bind=tcp://*:5555 | --bind=tcp://*:5555: for other hosts --keys ... listen on tcp://127.0.0.1:PORT
---sync_delta | --sync_delta: there is nothing to send; it goes with --samplers=zmq
---samplers=zmq --sync_delta | --sync_delta: in float32 nearly every number changes ... use --sync_dtype=bfloat16
+--samplers=files | --samplers=files: write tcp://HOST:PORT, or name a shared folder
+--samplers= | --samplers is empty: write local, tcp://HOST:PORT or a folder
+--samplers=http://127.0.0.1:5555 | --samplers=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
+--samplers=tcp://*:5555 | --samplers=tcp://*:5555: for other hosts --keys ... listen on tcp://127.0.0.1:PORT
+--sync_delta | --sync_delta: there is nothing to send; it goes with --samplers=tcp://...
+--samplers=ipc://x --sync_delta | --sync_delta: in float32 nearly every number changes ... use --sync_dtype=bfloat16
 --sync_dtype=quantized | --sync_dtype=quantized: ... use int8, fp8 or w4a16, or --sync_dtype=float32
 --sync_dtype=quantized --rollout_quant=w2a16 | --sync_dtype=quantized: ... use int8, fp8 or w4a16,
---samplers=zmq --rollout_quant=int8 --learner_quant=aligned --sync_dtype=bfloat16 | --sync_dtype=bfloat16: an
+--samplers=x --rollout_quant=int8 --learner_quant=aligned --sync_dtype=bfloat16 | --sync_dtype=bfloat16: an
 --task=fine.jsonl | --model=base:policy knows only --task=arith; give a model's folder for fine.jsonl
 --actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give a model
 --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
@@ -484,15 +481,8 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
     ),
     # train.py: samplers on other machines
     *rows(
-        f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --samplers=zmq",
+        f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN} --samplers=tcp://127.0.0.1:5555",
         r"""
---bind=tcp://127.0.0.1:99999 | --bind=tcp://127.0.0.1:99999: a port is a number from 0 to 65535
---bind=tcp://127.0.0.1:x | --bind=tcp://127.0.0.1:x: no port; write tcp://HOST:PORT
---bind=tcp://127.0.0.1: | --bind=tcp://127.0.0.1:: no port; write tcp://HOST:PORT
---keys=keys_learner --bind=tcp://203.0.113.1:5555 | --bind=tcp://203.0.113.1:5555: Cannot ... name a free address
---keys=keys_learner --bind=tcp://:5555 | --bind=tcp://:5555: no host; write tcp://HOST:PORT
---bind=ipc:///no/such/socket | --bind=ipc:///no/such/socket: No such file or ... name a free address of this
---bind=ipc:// | --bind=ipc://: not an address; write tcp://HOST:PORT
 --keys=/no/such | --keys=/no/such: 0 secret keys there instead ... `python -m remote.keys OUT --samplers=N` makes a
 --keys=file | --keys=file: 0 secret keys there instead of one; ... `python -m remote.keys OUT --samplers=N` makes a
 --keys=keys_open | --keys=keys_open: learner.key_secret can be read by others; ... chmod 600 it, or make new keys
@@ -500,8 +490,20 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --keys=keys_cut | --keys: keys_cut/learner.key_secret is no file of keys; copy it again, or make new ones
 --keys=keys_nobody | --keys=keys_nobody: no sampler's public key in its folder ... is this the learner's folder?
 --keys=keys_sampler | --keys=keys_sampler: no sampler's public key in its folder ... is this the learner's folder?
---samplers=files --sync_path=file | file/models: Not a directory; name another place
---samplers=files --sync_path=read_only/shared | read_only/shared: Permission denied; ... name another place, or ask
+        """,
+    ),
+    *rows(
+        f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN}",
+        r"""
+--samplers=tcp://127.0.0.1:99999 | --samplers=tcp://127.0.0.1:99999: a port is a number from 0 to 65535
+--samplers=tcp://127.0.0.1:x | --samplers=tcp://127.0.0.1:x: no port; write tcp://HOST:PORT
+--samplers=tcp://127.0.0.1: | --samplers=tcp://127.0.0.1:: no port; write tcp://HOST:PORT
+--keys=keys_learner --samplers=tcp://203.0.113.1:5555 | --samplers=tcp://203.0.113.1:5555: Cannot ... name a free
+--keys=keys_learner --samplers=tcp://:5555 | --samplers=tcp://:5555: no host; write tcp://HOST:PORT
+--samplers=ipc:///no/such/socket | --samplers=ipc:///no/such/socket: No such file or ... name a free address of this
+--samplers=ipc:// | --samplers=ipc://: not an address; write tcp://HOST:PORT
+--samplers=file | file/models: Not a directory; name another place
+--samplers=read_only/shared | read_only/shared: Permission denied; ... name another place, or ask
         """,
     ),
     # machinery/warmstart.py, mini.py, metrics.py, objectives.py
@@ -699,8 +701,8 @@ run --ouput=x.png | --ouput: no such flag; did you mean --out?
 run --smooth=3 | --smooth: no such flag; see --help
 --out=x.png run | run: flags are written --key=value
 --samples | --samples: a value is missing; write --samples=VALUE
---samples=nowhere | nowhere/samples.jsonl: no such file; give the folder of a run with --log_samples above 0
---samples=run | run/samples.jsonl: no such file; give the folder of a run with --log_samples above 0
+--samples=nowhere | nowhere/samples.jsonl: no such file; give the folder of a run of train.py
+--samples=run | run/samples.jsonl: no such file; give the folder of a run of train.py
 --samples=responses_empty | responses_empty/samples.jsonl: no responses in it; ... wait for the run's first update,
 --samples=responses_junk | responses_junk/samples.jsonl: no responses in it; ... wait for the run's first update,
 --samples=responses_metrics | responses_metrics/samples.jsonl: the line of step 0 is not that ... fix or remove it
@@ -831,8 +833,7 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --delay=constant --delay_min=9 --delay_max=1 | --delay_min=9.0 --delay_max=1.0: ... ve 0 and not above the longest
 --delay=lognormal --delay_min=0 | --delay_min=0.0 --delay_max=1800.0: the ... ve 0 and not above the longest
 --delay=uniform | --delay=uniform: not one of none, constant, lognormal, weibull, ... did you mean lognormal?
---bind=tcp://127.0.0.1:9 | --bind: no such flag; see --help
---samplers=zmq | --samplers: no such flag; see --help
+--samplers=tcp://127.0.0.1:9 | --samplers: no such flag; see --help
 --max_tokens=8 | --max_tokens: no such flag; see --help
 WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
         """,

@@ -87,7 +87,7 @@ def test_auto_actor_and_z():
     [
         (dict(delay="lognormal"), "bracket"),
         (dict(delay="lognormal", max_staleness=0), "exact"),
-        (dict(samplers="zmq", bind="tcp://127.0.0.1:5555"), "bracket"),
+        (dict(samplers="tcp://127.0.0.1:5555"), "bracket"),
         (dict(rollout_quant="w4a16"), "bracket"),
         (dict(rollout_quant="w4a16", learner_quant="aligned"), "exact"),
         (dict(rollout_quant="int8", learner_quant="int8"), "exact"),

@@ -309,7 +309,7 @@ def test_a_hub_that_cannot_listen_leaves_nothing_open(tmp_path):
         return [id(x) for x in gc.get_objects() if type(x) is zmq.Context and not x.closed], threading.active_count()
 
     before = still_open()
-    with pytest.raises(UserError, match="--bind=tcp://nowhere.invalid:5555: ") as error:
+    with pytest.raises(UserError, match="--samplers=tcp://nowhere.invalid:5555: ") as error:
         hub.Hub(
             "tcp://nowhere.invalid:5555", str(tmp_path / "keys" / "learner"), WELCOME, SimpleNamespace(room=1), None
         )

@@ -317,9 +317,9 @@ def test_the_embedded_models_are_those_of_training(name, monkeypatch):
     flags = parse_flags(evaluation.EvalFlags, [f"--model=base:{name}", *sums])
     assert evaluation.find_model(flags, "model", name) == "folder"
     trained = settings.parse(["--actor=base:actor", *sums])
-    [(kind, cfg)] = asked
-    keys = {warmstart.recipe_key(kind, make_task(one), one.base_accuracy) for one in (cfg, trained)}
-    assert (kind, len(keys)) == (name, 1)
+    [(flag, value, cfg)] = asked
+    keys = {warmstart.recipe_key(name, make_task(one), 0.3) for one in (cfg, trained)}
+    assert (flag, value, len(keys)) == ("model", f"base:{name}", 1)
 
 
 class Knows:

@@ -438,7 +438,7 @@ def test_what_a_sampler_finds_out_about_its_learner(tmp_path):
 
 def test_a_taken_address(made):
     h = made.hub()
-    with pytest.raises(ValueError, match="--bind=tcp://127.0.0.1:.*: Address already in use; name a free address"):
+    with pytest.raises(ValueError, match="--samplers=tcp://127.0.0.1:.*: Address already in use; name a free address"):
         hub.Hub(h.address, "none", WELCOME, limits(group()), h.log)
 
 
@@ -492,7 +492,7 @@ def test_weights_that_are_gone_give_way_to_newer_ones(made, tmp_path):
 
 
 def source(folder, room=256 << 20, **changes):
-    cfg = make_cfg(samplers="files", sync_path=str(folder), **{**dict(give_up=0.5), **changes})
+    cfg = make_cfg(samplers=str(folder), **{**dict(give_up=0.5), **changes})
     log = logging.getLogger(f"source.{folder}")
     log.propagate = False
     bounds = limits(group(), room=room)

@@ -533,9 +533,9 @@ def test_a_finite_loss_with_a_bad_gradient_is_skipped():
 
 
 def test_the_flags_reach_adamw():
-    cfg = make_cfg(adam_beta2=0.7, weight_decay=0.3)
+    cfg = make_cfg(weight_decay=0.3)
     group = make_learner(cfg).optimizers["policy"][0].param_groups[0]
-    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.7), 1e-8, 0.3)
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0.3)
 
 
 def test_schedules():

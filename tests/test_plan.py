@@ -225,7 +225,7 @@ def test_an_engine_that_sleeps_with_its_weights_lays_them_down_in_the_host():
     dropped = host()  # new weights come before it samples again
     assert host(rollout_quant="int8") == host(delay="constant") == dropped + 2 * P_SMALL
     assert host(rollout_quant="int8", rollout_tp=2) == dropped + P_SMALL
-    awake = (dict(rollout_sleep=False), dict(gpu_gib=0.0), dict(samplers="zmq"))
+    awake = (dict(rollout_sleep=False), dict(gpu_gib=0.0), dict(samplers="tcp://127.0.0.1:5555"))
     assert [host(rollout_quant="int8", **changes) for changes in awake] == [dropped] * 3
 
 
@@ -234,7 +234,7 @@ def test_remote_samplers_have_the_engine(engine):
     cfg = make_cfg(objective="grpo", rollout=engine, rollout_memory=0.5, max_tokens=90)
     here, remote = (
         plan.plan_of(replace(cfg, samplers=samplers), {"policy": small()}, 37, 1, gpu_gib=10.0)
-        for samplers in ("local", "zmq")
+        for samplers in ("local", "folder")
     )
     assert here.categories["engine"] > 0 == remote.categories["engine"]
     assert here.of_stage("roll out") - remote.of_stage("roll out") == here.categories["engine"]
@@ -255,7 +255,7 @@ def test_an_evaluation_by_hand():
     """Nothing more of what samples; of the other a second engine, or a cache in plain torch, and under FSDP a copy."""
     of_a_token = 2 * 6 * 2 * 24 * 4
     two = {"policy": small(), "actor": small(num_hidden_layers=3, layer_types=["full_attention"] * 3)}
-    usual = dict(max_tokens=90, eval_problems=101, eval_samples=3)
+    usual = dict(max_tokens=90, eval_problems=101)
 
     def evaluation(configs, gpu_gib=0.0, ranks=2, **changes):
         cfg = make_cfg(**{**usual, "actor": "none" if len(configs) == 1 else "base:actor", **changes})
@@ -264,16 +264,16 @@ def test_an_evaluation_by_hand():
         return made.categories["evaluation"]
 
     one = {"policy": small()}
-    cache = 51 * 3 * 127 * of_a_token  # a rank's problems
+    cache = 51 * 127 * of_a_token  # a rank's problems
     assert evaluation(one) == 0 == evaluation(two, eval_every=-1)
     assert evaluation(one, eval_engine="torch") == cache == evaluation(two)
-    assert evaluation(one, eval_engine="torch", eval_problems=9999) == 256 * 3 * 127 * of_a_token  # at once
+    assert evaluation(one, eval_engine="torch", eval_problems=9999) == 256 * 127 * of_a_token  # at once
     sets = "a.jsonl:samples=2,b.jsonl:samples=7:max_tokens=60:temperature=0.5,c.jsonl"  # of settings of their own
     assert evaluation(two, eval_task=sets) == 51 * 7 * 97 * of_a_token
     assert evaluation(two, parallel="fsdp") == 4 * P_SMALL + cache
-    assert evaluation(two, parallel="fsdp", ranks=1) == 101 * 3 * 127 * of_a_token  # nothing is shared
+    assert evaluation(two, parallel="fsdp", ranks=1) == 101 * 127 * of_a_token  # nothing is shared
     assert evaluation(two, eval_engine="second", rollout="vllm", rollout_memory=0.25, gpu_gib=10.0) == 2.5 * plan.GIB
-    remote = dict(samplers="zmq", rollout="vllm", rollout_memory=0.25, gpu_gib=1e-6)  # the actor: plain torch
+    remote = dict(samplers="folder", rollout="vllm", rollout_memory=0.25, gpu_gib=1e-6)  # the actor: plain torch
     assert evaluation(two, eval_engine="second", **remote) == max(4 * P_SMALL + 127 * of_a_token, cache // 2)
     long = dict(max_tokens=4 * 2**30 // of_a_token // 2)  # longer than half of what is held at once
     assert evaluation(one, eval_engine="torch", **long) == 4 * 2**30 // of_a_token * of_a_token

@@ -179,7 +179,7 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
             check(rollout="vllm", rollout_dtype="float32", **how)
         check(rollout="vllm", rollout_dtype="bfloat16", **how)
         check(rollout="hf", rollout_dtype="float32", **how)
-        remote = dict(samplers="files", sync_path=str(tmp_path))
+        remote = dict(samplers=str(tmp_path))
         check(rollout="vllm", rollout_dtype="float32", **how, **remote)
 
 
@@ -365,7 +365,7 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
 def test_remote_samplers_get_the_weights_themselves_unless_low_bits_travel():
     """Each quantizes as it likes: one in full precision must not get rounded weights."""
     (learner,) = learners("w4a16", "aligned")
-    learner.cfg = replace(learner.cfg, samplers="files", sync_path="x")
+    learner.cfg = replace(learner.cfg, samplers="x")
     plain, packed = dict(learner.published("policy", False)), dict(learner.published("policy", True))
     for n, m in quant.quantized_linears(learner.models.policy).items():
         assert torch.equal(plain[f"{n}.weight"], m.weight) and f"{n}.weight_packed" in packed

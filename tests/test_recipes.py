@@ -136,7 +136,7 @@ OTHERS = {
 SMALL = {
     *("model", "actor", "task", "eval_task", "out", "steps"),
     *("epochs", "rollout_batch", "train_batch", "group_size", "max_tokens", "max_prompt_tokens"),
-    *("overlong", "eval_problems", "eval_samples", "eval_every", "log_samples", "quant_group"),
+    *("overlong", "eval_problems", "eval_every", "quant_group"),
     *("rollout", "rollout_memory", "rollout_tp", "kv_cache_dtype"),
 }
 
@@ -183,7 +183,7 @@ def test_a_recipe_says_what_its_paper_says(name, monkeypatch):
     sets = {
         HUB[one]: {"samples": n, "temperature": how[0], "max_tokens": how[1]} for one, n in wanted.pop("sets").items()
     }
-    usual = {"samples": cfg.eval_samples, "temperature": 1, "max_tokens": cfg.max_tokens}
+    usual = {"samples": 1, "temperature": 1, "max_tokens": cfg.max_tokens}
     assert {source: usual | own for source, own in sets_of(cfg.eval_task).items()} == sets
     assert (cfg.rollout_batch, cfg.train_batch) == (rollout * cfg.group_size, update * cfg.group_size)
     assert {key: getattr(cfg, key) for key in wanted} == wanted
@@ -269,7 +269,6 @@ def shrunk(name: str, small, out) -> list[str]:
         "overlong": 4 if "overlong" in cfg else 0,
         "eval_problems": 2,
         "eval_every": 0,
-        "log_samples": 0,
         "rollout": "hf",
         "rollout_tp": 1,
         "kv_cache_dtype": "auto",

@@ -88,12 +88,12 @@ def the_account_adds_up(run, spools, updates=6, ranks=1, most=0.5):
 
 
 def zmq_flags(**more):
-    return {**REMOTE, "samplers": "zmq", "bind": f"tcp://127.0.0.1:{free_port()}", **more}
+    return {**REMOTE, "samplers": f"tcp://127.0.0.1:{free_port()}", **more}
 
 
 def folder_flags(shared, **more):
     shared.mkdir()
-    return {**REMOTE, "samplers": "files", "sync_path": shared, **more}
+    return {**REMOTE, "samplers": shared, **more}
 
 
 def go_on(out):
@@ -107,10 +107,10 @@ def test_over_zmq_with_keys_two_samplers_of_another_kind_and_the_trained_actor(s
         objective="jackpot",
         actor=solvers / "actor",
         keys=tmp_path / "keys" / "learner",
-        bind=f"tcp://*:{free_port()}",
+        samplers=f"tcp://*:{free_port()}",
         max_staleness=3,
     )
-    address = settings["bind"].replace("*", "127.0.0.1")
+    address = settings["samplers"].replace("*", "127.0.0.1")
     learner = start(flags(solvers, tmp_path / "run", **settings))
     first = box(address, tmp_path / "a", keys=tmp_path / "keys" / "sampler0", name="sampler0-a")
     wait_for(tmp_path / "run", 0, learner)
@@ -153,10 +153,10 @@ def test_killed_and_started_again(who, solvers, tmp_path):
     among them, gets them."""
     if "folder" in who:
         settings = folder_flags(tmp_path / "shared", save_every=3)
-        address, spool = settings["sync_path"], tmp_path / "shared" / "rollouts"
+        address, spool = settings["samplers"], tmp_path / "shared" / "rollouts"
     else:
         settings = zmq_flags(save_every=3)
-        address, spool = settings["bind"], tmp_path / "box" / "spool"
+        address, spool = settings["samplers"], tmp_path / "box" / "spool"
     learner = start(flags(solvers, tmp_path / "run", **settings))
     sampler = box(address, tmp_path / "box", "--spool_groups=2")
     wait_for(tmp_path / "run", 2, learner)
@@ -187,7 +187,7 @@ def test_a_learner_that_waits_stops_at_a_signal_and_gives_up_with_a_sentence(sol
     code, text, err = finish(start(["--resume", f"--out={tmp_path / 'run'}", "--give_up=2"]))
     assert code == 1 and "error: no group to train on for 2 s" in err and "Traceback" not in err
     learner = start(["--resume", f"--out={tmp_path / 'run'}", "--give_up=90"])
-    finishes(learner, box(settings["bind"], tmp_path / "box"))
+    finishes(learner, box(settings["samplers"], tmp_path / "box"))
     the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
 
 
@@ -195,7 +195,7 @@ def test_a_learner_that_waits_stops_at_a_signal_and_gives_up_with_a_sentence(sol
 def test_stopped_for_longer_than_every_timeout(solvers, tmp_path):
     settings = zmq_flags()
     learner = start(flags(solvers, tmp_path / "run", **settings))
-    sampler = box(settings["bind"], tmp_path / "box", "--give_up=14")
+    sampler = box(settings["samplers"], tmp_path / "box", "--give_up=14")
     wait_for(tmp_path / "run", 1, learner)
     # The sampler gives up after 3 s, for good after 14.
     for process, seconds in ((sampler, 16), (learner, 12)):
@@ -291,7 +291,7 @@ class Proxy(threading.Thread):
 
 def test_through_a_proxy_that_spoils_everything(solvers, tmp_path):
     settings = zmq_flags()
-    proxy = Proxy(settings["bind"])
+    proxy = Proxy(settings["samplers"])
     learner = start(flags(solvers, tmp_path / "run", **settings))
     finishes(learner, box(proxy.address, tmp_path / "box"))
     proxy.stopping = True
@@ -311,7 +311,7 @@ def streams(run, rank):
 def test_two_ranks_and_two_samplers(solvers, tmp_path):
     """Each sampler serves both ranks and fetches its weights from the first."""
     at = free_port()
-    settings = {**REMOTE, "samplers": "zmq", "bind": f"tcp://127.0.0.1:{at}", "steps": 4}
+    settings = {**REMOTE, "samplers": f"tcp://127.0.0.1:{at}", "steps": 4}
     settings |= {"sync_dtype": "bfloat16", "sync_delta": True}
     learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
     both = f"tcp://127.0.0.1:{at},tcp://127.0.0.1:{at + 1}"

@@ -400,7 +400,8 @@ PUBLISHED = {  # where it goes -> (--rollout_quant, --learner_quant)
 def test_what_is_published_is_held_to_the_learners_own(folders, tmp_path, quants, samplers, sync_dtype):
     """Remote samplers round for themselves what is published in full, whatever the learner computes with."""
     rollout_quant, learner_quant = quants.split()
-    changes = dict(samplers=samplers, sync_dtype=sync_dtype, sync_path=str(tmp_path / "shared"), quant_group=16)
+    place = "local" if samplers == "local" else str(tmp_path / "shared")
+    changes = dict(samplers=place, sync_dtype=sync_dtype, quant_group=16)
     changes |= dict(rollout_quant=rollout_quant, learner_quant=learner_quant, rollout="hf", actor="none")
     r = opened(folders, tmp_path, **changes)
     learner = Learner(*r.load_models(), r.cfg, Comm(), r.vocabulary)

@@ -325,22 +325,21 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
     monkeypatch.setattr(warmstart, "warm_start", warm_start)
     monkeypatch.setattr(warmstart, "check_weights", lambda folder: None)
     monkeypatch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path))
-    cfg = make_cfg(base_accuracy=0.3, actor_base_accuracy=0.1)
+    cfg = make_cfg()
     folders = {
-        warmstart.base_model(name, c)
-        for name in ("policy", "actor")
-        for c in (cfg, cfg, replace(cfg, actor_base_accuracy=None))
+        warmstart.base_model("actor", name, cfg)
+        for name in ("base:policy", "base:policy@0.3", "base:actor@0.1", "base:actor@0.1", "base:actor")
     }
     assert made == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)]
     assert len(folders) == len(list(tmp_path.iterdir())) == 3
-    assert warmstart.base_model("policy", replace(cfg, arith="explain=8")) not in folders
+    assert warmstart.base_model("model", "base:policy", replace(cfg, arith="explain=8")) not in folders
 
 
 def test_of_two_processes_that_make_a_base_model_the_first_stays(tmp_path, monkeypatch):
     """The second finds a whole folder where its own should go: it takes that one, and leaves nothing behind."""
     monkeypatch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path))
     cfg = make_cfg()
-    final = tmp_path / f"policy-{warmstart.recipe_key('policy', make_task(cfg), cfg.base_accuracy)}"
+    final = tmp_path / f"policy-{warmstart.recipe_key('policy', make_task(cfg), 0.3)}"
 
     def warm_start(name, task, target, folder):
         for place, text in ((folder, "second"), (final, "first")):
@@ -348,7 +347,7 @@ def test_of_two_processes_that_make_a_base_model_the_first_stays(tmp_path, monke
             (place / "config.json").write_text(text)
 
     monkeypatch.setattr(warmstart, "warm_start", warm_start)
-    assert warmstart.base_model("policy", cfg) == str(final)
+    assert warmstart.base_model("model", "base:policy", cfg) == str(final)
     assert [path.name for path in tmp_path.iterdir()] == [final.name]
     assert (final / "config.json").read_text() == "first"
 
@@ -362,7 +361,7 @@ def test_of_two_processes_that_make_a_base_model_the_first_stays(tmp_path, monke
 
     monkeypatch.setattr(warmstart, "warm_start", killed)
     (final / "config.json").unlink()
-    assert warmstart.base_model("policy", cfg) == str(final)
+    assert warmstart.base_model("model", "base:policy", cfg) == str(final)
     assert [(path.name, path.read_text()) for path in final.iterdir()] == [("config.json", "mine")]
 
 

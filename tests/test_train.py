@@ -63,7 +63,6 @@ def flags(solvers, out, **changes) -> list[str]:
         "group_size": 4,
         "max_tokens": 10,
         "save_every": 3,
-        "log_samples": 2,
         "eval_problems": 16,
         "lr": 1e-3,
         "actor_lr": 1e-3,
@@ -231,10 +230,11 @@ def test_a_run_leaves_everything_behind(whole, solvers):
 
 
 def test_a_run_shows_what_was_sampled(whole, capsys):
-    """Four responses every second update, whole, with the gap at every token; and in colours."""
+    """Four responses of the first update, whole, with the gap at every token; and in colours."""
     out, _ = whole
     logged = samples(out)
-    assert [row["step"] for row in logged] == [0] * 4 + [2] * 4 + [4] * 4
+    assert [row["step"] for row in logged] == [0] * 4
+    assert [step for step in range(25) if session.due(train.SAMPLES_EVERY, step)] == [0, 10, 20]
     for row in logged:
         assert " ".join(row["tokens"]) == row["response"]
         assert len(row["gaps"]) == len(row["tokens"])
@@ -246,10 +246,10 @@ def test_a_run_shows_what_was_sampled(whole, capsys):
         assert (row["tokens"][at], row["gaps"][at]) == (token, gap)
         assert abs(gap) == max(map(abs, row["gaps"]))
     assert max(row["gap"] for row in logged[:4]) > 0.05  # the actor's tokens, as the policy sees them
-    assert len({row["response"] for row in logged}) > 6
+    assert len({row["response"] for row in logged}) > 1
     plot.main([f"--samples={out}", "--last=2"])
     said = capsys.readouterr().out
-    assert said.count("\nupdate 5: reward") + said.startswith("update 5: reward") == 2
+    assert said.count("\nupdate 1: reward") + said.startswith("update 1: reward") == 2
     assert logged[-1]["prompt"] in said
     with pytest.raises(UserError, match="samples.jsonl: no such file"):
         plot.main([f"--samples={out / 'checkpoints'}"])
@@ -477,7 +477,7 @@ def in_format_3(folder: Path, cfg) -> None:
     assert sorted(order) == sorted(weights)
     kinds = ("step", "exp_avg", "exp_avg_sq")
     state = {i: {kind: shards[f"{name}/{kind}"] for kind in kinds} for i, name in enumerate(order)}
-    like = {"lr": cfg.lr, "betas": (0.9, cfg.adam_beta2), "eps": 1e-8}
+    like = {"lr": cfg.lr, "betas": (0.9, 0.999), "eps": 1e-8}
     empty = torch.optim.AdamW([torch.zeros(1) for _ in order], **like, weight_decay=cfg.weight_decay)
     saved = torch.load(folder / "learner.pt", weights_only=True)
     saved["format"] = 3
@@ -884,7 +884,7 @@ def test_remote_samplers_do_not_evaluate():
     loaded = []
     learner = SimpleNamespace(has_actor=True, named_tensors=lambda name: name)
     second = SimpleNamespace(load=loaded.append)
-    cfg = SimpleNamespace(eval_engine="second", samplers="zmq", actor="base:actor")
+    cfg = SimpleNamespace(eval_engine="second", samplers="tcp://127.0.0.1:5555", actor="base:actor")
     t = SimpleNamespace(cfg=cfg, source=None, run=SimpleNamespace(eval_sets=[1]), learner=learner, second_engine=second)
     engines = [train.Training.eval_engine(t, name) for name in ("policy", "actor")]
     assert engines == [second, None] and loaded == ["policy"]
@@ -974,7 +974,7 @@ def test_the_report_ends_with_the_last_evaluation_of_each_model_and_times_every_
 def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
     with pytest.raises(UserError, match="--follow=.*none: not the folder of a run, or not yet"):
         evaluation.main([f"--follow={tmp_path / 'none'}"])
-    saved = {"task": "hf:x", "eval_task": "", "eval_problems": 3, "eval_samples": 2}
+    saved = {"task": "hf:x", "eval_task": "", "eval_problems": 3}
     with pytest.raises(UserError, match="--follow: this run holds nothing out; name sets with --task"):
         evaluation.flags_of_run(saved)
     assert "--task=b.jsonl" in evaluation.flags_of_run(saved, "b.jsonl")
@@ -984,7 +984,7 @@ def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
         "--max_prompt_tokens=9",
         "--task=a.jsonl",
         "--problems=3",
-        "--samples=2",
+        "--samples=1",
         "--rollout_tp=1",
         "--k=1",
     ]
@@ -1067,7 +1067,7 @@ def test_delayed_and_remote_sources_by_flag(opened_source):
     source, run, _ = opened_source(delay="constant")
     assert type(source) is DelaySource
     assert source.store == run.folder / "versions"
-    opened, run, _ = opened_source(samplers="zmq", objective="jackpot", obrs_topk=7)
+    opened, run, _ = opened_source(samplers="tcp://127.0.0.1:5555", objective="jackpot", obrs_topk=7)
     cfg, given_run, model, topk, max_allowed, _ = opened
     assert cfg is given_run.cfg
     assert (model, topk, max_allowed) == ("policy", 7, 0)

@@ -501,7 +501,7 @@ def test_ports_that_are_some():
     for rank in range(3):  # all ranks say it, so that the first one does
         with pytest.raises(UserError, match="rank 2 would listen on port 65536"):
             address_of_rank("tcp://*:65534", rank, 3)
-        with pytest.raises(UserError, match="--bind=ipc:///tmp/x: 3 ranks need tcp://, where each has a port"):
+        with pytest.raises(UserError, match="--samplers=ipc:///tmp/x: 3 ranks need tcp://, where each has a port"):
             address_of_rank("ipc:///tmp/x", rank, 3)
     with pytest.raises(UserError, match="a port is a number from 0 to 65535"):
         address_of_rank("tcp://127.0.0.1:99999", 0, 1)

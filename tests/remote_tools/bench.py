@@ -154,8 +154,8 @@ def run_with_samplers(root: str, run: str, n: int, seconds: float) -> list[str]:
     """A learner and n samplers for so many seconds after its first metrics. What the samplers have printed."""
     address = f"tcp://127.0.0.1:{20000 + os.getpid() % 20000 + 10 * n}"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    command = [sys.executable, "train.py", "--actor=none", "--objective=gepo", "--rollout=hf", "--samplers=zmq"]
-    command += [f"--bind={address}", "--rollout_batch=64", "--train_batch=64", "--steps=100000", "--eval_problems=8"]
+    command = [sys.executable, "train.py", "--actor=none", "--objective=gepo", "--rollout=hf"]
+    command += [f"--samplers={address}", "--rollout_batch=64", "--train_batch=64", "--steps=99999", "--eval_problems=8"]
     command += ["--save_every=5", f"--out={run}"]
     learner = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     samplers = []

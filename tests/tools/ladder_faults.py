@@ -229,9 +229,8 @@ def main() -> None:
     right, record = 0, []
     chosen = [planted for planted in PLANTED if planted.name in (sys.argv[1:] or [p.name for p in PLANTED])]
     with tempfile.TemporaryDirectory() as scratch:
-        models = make_models(
-            warmstart.base_model("policy", settings.resolve(config.Config(), 1)), Path(scratch), arithmetic_tokenizer()
-        )
+        policy = warmstart.base_model("model", "base:policy", settings.resolve(config.Config(), 1))
+        models = make_models(policy, Path(scratch), arithmetic_tokenizer())
         for planted in chosen:
             start = time.perf_counter()
             suspects = named(planted, models, Path(scratch), "--problems=16", "--max_tokens=32")
