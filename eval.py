@@ -23,8 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-# before torch is imported, as in train.py: its idle threads soon sleep
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+import machinery.startup  # isort: skip  # noqa: F401
 
 import numpy as np
 import torch

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -76,6 +77,12 @@ class Comm:
         """This rank's device and process group under torchrun; one process otherwise. patience:
         seconds a rank waits."""
         patience = timedelta(seconds=min(patience, FOREVER))
+        missing = [x for x in ("RANK", "MASTER_ADDR", "MASTER_PORT") if x not in os.environ]
+        need(
+            WORLD_SIZE == 1 or not missing,
+            f"WORLD_SIZE={WORLD_SIZE} in the environment and no {', '.join(missing)}: start several ranks with "
+            "torchrun --nproc_per_node, or unset WORLD_SIZE",
+        )
         if not torch.cuda.is_available():
             if WORLD_SIZE > 1:
                 dist.init_process_group("gloo", timeout=patience)

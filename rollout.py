@@ -12,11 +12,7 @@ Sources of groups are in source.py, engines in model/engines.py. All random draw
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, field
-
-# before torch is imported, as in train.py: its idle threads soon sleep
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import numpy as np
 

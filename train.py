@@ -14,12 +14,9 @@ most common ones, --help=all the others too.
 
 from __future__ import annotations
 
-import os
 import sys
 
-# before torch is imported: its idle threads look for work for 0.1 ms, then leave the core to others
-# (LOG.md)
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+import machinery.startup  # isort: skip  # noqa: F401
 
 import batching
 import objectives
@@ -35,9 +32,9 @@ from source import given_back_if_it_fails
 SAMPLES_EVERY = 10  # updates between two writes of four responses to samples.jsonl
 
 
-def train(cfg: Config) -> None:
-    """Run `--steps` updates, or until a signal; saved and reported at the end. UserError: one
-    sentence."""
+def train(cfg: Config) -> int:
+    """Run `--steps` updates, or until a signal; saved and reported at the end. Returns the exit
+    code. UserError: one sentence."""
     groups = cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1
     # a rank may wait for each group in turn
     comm = Comm.start(patience=groups * cfg.give_up + 1800)
@@ -51,6 +48,7 @@ def train(cfg: Config) -> None:
                 print(f"error: rank {comm.rank}: {e}", file=sys.stderr)
             raise
     comm.end()
+    return training.exit_code
 
 
 def loop(training: Training) -> None:

@@ -33,15 +33,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-# before torch is imported, as in train.py: its idle threads soon sleep
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+import machinery.startup  # isort: skip  # noqa: F401
 
 import numpy as np
 import torch

@@ -30,8 +30,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-# before torch is imported, as in train.py: its idle threads soon sleep
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+import machinery.startup  # isort: skip  # noqa: F401
 
 import numpy as np
 import torch

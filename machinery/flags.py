@@ -152,25 +152,31 @@ def check_output(flag: str, path: str) -> None:
 
 
 def from_environment(name: str, usual: int) -> int:
-    """A whole number that torchrun sets. A wrong value ends the process at once: modules read it
-    while they load."""
+    """A whole number that torchrun sets, at least `usual`. A wrong value ends the process at once:
+    modules read it while they load."""
     value = os.environ.get(name, str(usual))
-    if not value.isdecimal():
+    if not (value.isascii() and value.isdecimal()) or int(value) < usual:
         sys.exit(
-            f"error: {name}={value} in the environment: must be a whole number, as torchrun sets it; unset it"
+            f"error: {name}={value} in the environment: must be a whole number of at least {usual}, as torchrun sets "
+            "it; unset it"
         )
     return int(value)
 
 
 def run_command(command: Callable[[], object], silent: bool = False) -> None:
-    """Run a command: a UserError or a file error becomes one sentence and exit code 1.
+    """Run a command, and exit with the code that it returns, if any; a UserError or a file error
+    becomes one sentence and exit code 1.
 
     If stdout is closed (`| head`), exit silently with code 1. After Ctrl-C, exit with 130, as
     shells do. silent: print nothing and exit with 2, for ranks of torchrun other than the first,
     which prints the error."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # machinery/startup.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        command()
+        result = command()
         sys.stdout.flush()
+        if type(result) is int and result:
+            sys.exit(result)
     except BrokenPipeError:
         if not reader_has_gone():  # it was a pipe to another process
             raise
@@ -268,9 +274,9 @@ def convert(cls, key: str, text: str):
         choice(key, text, TRUTH)
         return TRUTH[text]
     if kind is str:
-        return text
+        return at_home(text)
     try:
-        if "_" in text:  # Python would read 0.5_5 as 0.55
+        if "_" in text or not text.isascii():  # Python would read 0.5_5 as 0.55, and other digits
             raise ValueError
         return finite(cls, key, kind(text))
     except UserError:
@@ -278,6 +284,12 @@ def convert(cls, key: str, text: str):
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
         raise UserError(f"--{key}={text[:40]}: must be {wanted}") from None
+
+
+def at_home(text: str) -> str:
+    """The text with ~/ replaced by the home folder, at its start and after commas: a shell leaves
+    --out=~/run as it is."""
+    return re.sub(r"(^|,)~(?=/|$)", lambda m: m[1] + os.path.expanduser("~"), text)
 
 
 def finite(cls, key: str, value, place: str = "--"):
@@ -290,6 +302,8 @@ def finite(cls, key: str, value, place: str = "--"):
     need(type(value) is not int or abs(value) < 10**18, f"{flag}: must have at most 18 digits")
     infinite = isinstance(value, float) and math.isinf(value)
     need(not infinite or key in getattr(cls, "UNBOUNDED", ()), f"{flag}: must be finite")
+    sized = not isinstance(value, float) or infinite or value == 0 or 1e-12 <= abs(value) <= 1e12
+    need(sized, f"{flag}: must be 0, or between 1e-12 and 1e12")
     return value
 
 
@@ -319,6 +333,8 @@ def of_toml(cls, path: str, key: str, value):
     check_word(key, value, kind, f"{path}: ")
     if choices_of(kind) and type(value) is str:
         return value
+    if type(value) is str:
+        value = at_home(value)
     accepted = [t for t in (bool, float, int, str) if t is kind or t in get_args(kind)]
     accepted += [int] * (float in accepted)
     need(
@@ -392,4 +408,5 @@ def help_page(cls, usage: str = "", everything: bool = True) -> str:
             lines += textwrap.wrap(sentence, 104, initial_indent=" " * 8, subsequent_indent=" " * 8)
     if rare:
         lines += ["", f"--help=all shows {len(rare)} more flags."]
+    lines += ["", "--verbose shows warnings and logs of torch, vLLM and transformers."]
     return "\n".join(lines).strip()

@@ -65,7 +65,8 @@ class Session:
         self.log = Log(self.run.folder, cfg, self.step) if comm.rank == 0 else None
         self.second_engine = None  # of --eval_engine=second
         self.unwritten: dict | None = None  # metrics of an update that are not in the log yet
-        self.signals: list[str] = []  # names of caught signals
+        self.signals: list[int] = []  # numbers of caught signals
+        self.exit_code = 0  # 128 + the number of the signal that stopped the run
         self.bar = None
 
     # -- the loop ----------------------------------------------------------------------------------
@@ -104,6 +105,9 @@ class Session:
             self.save()
         self.end_save()
         self.bar.close()
+        caught = int(self.comm.max([max(self.signals, default=0)])[0])
+        if caught and self.step < self.cfg.steps:
+            self.exit_code = 128 + caught
         if self.log:
             self.log.close()
             print(
@@ -259,16 +263,18 @@ def timer(clock: dict, name: str):
     clock[name] = clock.get(name, 0.0) + time.perf_counter() - start
 
 
-def catch_signals() -> list[str]:
-    """SIGTERM and Ctrl-C finish the current update, save, and stop; a second Ctrl-C stops at
-    once."""
-    seen: list[str] = []
+def catch_signals() -> list[int]:
+    """Numbers of caught signals. SIGTERM, SIGHUP and Ctrl-C finish the current update, save, and
+    stop; a second Ctrl-C stops at once."""
+    seen: list[int] = []
 
     def handler(number, frame):
         if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
-        seen.append(signal.Signals(number).name)
+        seen.append(number)
 
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, handler)
     return seen

@@ -216,7 +216,6 @@ def import_vllm():
     Environment variables that are set already stay as they are. UserError: it cannot be
     imported."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
         # else it compiles for 18 s at the first log-probability
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -17,6 +17,8 @@ run smaller than its plan.
 
 from __future__ import annotations
 
+import machinery.startup  # isort: skip  # noqa: F401
+
 from dataclasses import dataclass, replace
 
 from config import Config, EngineFlags, OptimizerFlags

@@ -26,6 +26,8 @@ Notation: r = p_ref / p_inf of a token, R = product of r over a response, T = to
 
 from __future__ import annotations
 
+import machinery.startup  # isort: skip  # noqa: F401
+
 import dataclasses
 import math
 from dataclasses import dataclass

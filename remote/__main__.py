@@ -1,8 +1,6 @@
 """python -m remote --connect=...: a sampler on this host for a learner somewhere else."""
 
-import os
-
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # before torch is imported, as in train.py
+import machinery.startup  # isort: skip  # noqa: F401
 
 from remote import sampler
 

@@ -8,13 +8,11 @@ tests/tools/ladder_faults.py plants the faults and writes their part of results/
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 

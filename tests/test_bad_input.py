@@ -8,8 +8,10 @@ import hashlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -996,9 +998,52 @@ def test_a_user_sees_the_same(prepared, command):
     assert tree(other.here) == other.before
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK"])
-def test_an_environment_that_torchrun_did_not_set(name):
-    argv = [sys.executable, str(ROOT / "train.py"), "--rollout=hf", "--steps=0"]
-    done = subprocess.run(argv, env={**os.environ, name: "two"}, capture_output=True, text=True, timeout=60)
-    mend = "in the environment: must be a whole number, as torchrun sets it; unset it"
-    assert (done.returncode, done.stderr) == (1, f"error: {name}=two {mend}\n")
+HERE = [sys.executable, str(ROOT / "train.py"), "--rollout=hf"]
+
+
+@pytest.mark.parametrize(
+    "name, value, least", [("WORLD_SIZE", "two", 1), ("WORLD_SIZE", "0", 1), ("LOCAL_RANK", "", 0)]
+)
+def test_an_environment_that_torchrun_did_not_set(name, value, least):
+    done = subprocess.run(HERE, env={**os.environ, name: value}, capture_output=True, text=True, timeout=60)
+    fix = f"in the environment: must be a whole number of at least {least}, as torchrun sets it; unset it"
+    assert (done.returncode, done.stderr) == (1, f"error: {name}={value} {fix}\n")
+
+
+def test_a_world_size_without_ranks(tmp_path):
+    """Schedulers leave WORLD_SIZE in the environment of a shell."""
+    known = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
+    argv = [*HERE, f"--out={tmp_path / 'run'}"]
+    done = subprocess.run(argv, env={**known, "WORLD_SIZE": "2"}, capture_output=True, text=True, timeout=60)
+    want = "error: WORLD_SIZE=2 in the environment and no RANK, MASTER_ADDR, MASTER_PORT: start several ranks with "
+    assert (done.returncode, done.stderr) == (1, want + "torchrun --nproc_per_node, or unset WORLD_SIZE\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_closed_streams():
+    """A service without standard streams: the status is that of the command, and files get no output."""
+    shell = f"{sys.executable} {ROOT / 'train.py'} --help <&- >&-"
+    done = subprocess.run(shell, shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run(f"{sys.executable} {ROOT / 'eval.py'} --k=0 <&- >&- 2>&-", shell=True, timeout=60)
+    assert done.returncode == 1
+
+
+def test_ctrl_c_while_modules_load():
+    """No traceback; the shell sees a process that SIGINT ended."""
+    process = subprocess.Popen([*HERE, "--help"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    maps = Path(f"/proc/{process.pid}/maps")
+    while "libtorch" not in maps.read_text():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (-signal.SIGINT, "")
+
+
+def test_libraries_warn_with_verbose_alone():
+    """Warnings of torch and vLLM would hide this repository's own."""
+    code = "import sys; sys.argv = sys.argv[1:]; import machinery.startup, warnings; print(sys.argv[1:]); "
+    code += "exec(compile('warnings.warn(chr(97))', 'x', 'exec'), {'warnings': warnings, '__name__': 'torch.x'})"
+    for argv, said in ((["eval.py", "--k=2"], ""), (["eval.py", "--verbose", "--k=2"], "UserWarning: a")):
+        done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (done.stdout, said in done.stderr, bool(said)) == ("['--k=2']\n", True, bool(done.stderr))

@@ -80,7 +80,9 @@ Rules:
   --target    (one of ref, new)
         Which policy.
   --cap=2.0
-        Cap of the weight."""
+        Cap of the weight.
+
+--verbose shows warnings and logs of torch, vLLM and transformers."""
 
 
 def parse(*argv) -> Command:
@@ -325,6 +327,10 @@ def test_types_and_choices():
     "argv, sentence",
     [
         (["--steps=x"], "--steps=x: must be a whole number"),
+        (["--steps=\uff11\uff12"], "--steps=\uff11\uff12: must be a whole number"),
+        (["--lr=\u0661e-3"], "--lr=\u0661e-3: must be a number"),
+        (["--lr=1e-300"], "--lr=1e-300: must be 0, or between 1e-12 and 1e12"),
+        (["--lr=-1e13"], "--lr=-10000000000000.0: must be 0, or between 1e-12 and 1e12"),
         (["--steps=1.5"], "--steps=1.5: must be a whole number"),
         (["--steps=1e3"], "--steps=1e3: must be a whole number"),
         (["--steps="], "--steps=: must be a whole number"),

@@ -566,13 +566,14 @@ def test_a_checkpoint_that_cannot_be_written_is_said_at_the_next_boundary(
 
 
 @SEVERAL_PROCESSES
-def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
+def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path, number):
     out = tmp_path / "run"
     process = start(flags(solvers, out, save_every=0))
     wait_for(out, 1, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     code, text, err = finish(process)
-    assert code == 0, err[-3000:]
+    assert code == 128 + number, err[-3000:]
     assert "saved: go on with --resume" in text
     done = len(read_metrics(out)) - 1
     assert 2 <= done < 6
@@ -664,6 +665,24 @@ def test_too_many_updates_without_a_number_save_and_say_so(solvers, tmp_path, tr
 
 
 @SEVERAL_PROCESSES
+def test_resume_without_the_checkpoints_of_a_longer_run_is_refused(whole, tmp_path, train_here):
+    """save_every is 3, and 6 updates are logged: checkpoints were deleted. With 2 updates there was none yet."""
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out, ignore=shutil.ignore_patterns("checkpoints"))
+    logged = (out / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match="metrics of 6 updates and no checkpoint, though one was saved every 3; bring"):
+        train_here(["--resume", f"--out={out}"])
+    assert (out / "metrics.jsonl").read_text() == logged
+    (out / "checkpoints" / "step_000003.writing").mkdir(parents=True)  # killed while it was written
+    checkpoint.check_none_lost(str(out))
+    shutil.rmtree(out / "checkpoints")
+    (out / "metrics.jsonl").write_text("".join(logged.splitlines(keepends=True)[:4]))
+    checkpoint.check_none_lost(str(out))
+    (out / "metrics.jsonl").write_text("".join(logged.splitlines(keepends=True)[:5]))
+    with pytest.raises(UserError, match="metrics of 4 updates"):
+        checkpoint.check_none_lost(str(out))
+
+
 def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solvers, train_here):
     out, _ = whole
     with pytest.raises(UserError) as said:

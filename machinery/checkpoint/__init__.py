@@ -64,7 +64,7 @@ from machinery.checkpoint.shards import (
 )
 from machinery.checkpoint.state import dealt, new_rng_state, pack, rng_state, set_rng_state, unpack
 from machinery.checkpoint.tensors import Layout, Published, as_it_is, read_tensors
-from machinery.flags import UserError, need
+from machinery.flags import UserError, need, read_json, read_text
 from rollout import Rollout
 
 __all__ = [
@@ -439,10 +439,11 @@ def newest(out: Path | str, part: str = "") -> Path | None:
 
 
 def to_resume(cfg: Config, comm) -> Path | None:
-    """The checkpoint to resume from, the same on every rank, and whole on every disk; None if there
-    is none.
+    """The checkpoint to resume from, the same on every rank, and whole on every disk; None if the
+    run was killed before its first.
 
-    UserError: a disk has none, or it cannot be dealt out to this number of ranks."""
+    UserError: checkpoints were deleted, a disk has none, or it cannot be dealt out to this number
+    of ranks."""
     chosen = newest(cfg.out) if comm.writes else None  # one rank of a disk reads all bytes
     number = int(chosen.name[5:]) if chosen else -1
     minus_oldest, newest_of_all = comm.max([-number, number] if comm.writes else [-math.inf, -1])
@@ -450,6 +451,8 @@ def to_resume(cfg: Config, comm) -> Path | None:
     message = f"--resume: {cfg.out} has no whole checkpoint on some node's disk; bring its part"
     need(number >= 0 or newest_of_all < 0, message)
     if number < 0:
+        if comm.rank == 0:
+            check_none_lost(cfg.out)
         return None
     folder = Path(cfg.out) / "checkpoints" / f"step_{number:06d}"
     complete(folder, comm)
@@ -465,6 +468,24 @@ def to_resume(cfg: Config, comm) -> Path | None:
         "own, delayed or remote, and their groups cannot be redistributed: use the same number of ranks",
     )
     return folder
+
+
+def check_none_lost(out: str) -> None:
+    """UserError if a run without a checkpoint has logged updates after its first save."""
+    fix = "copy it from a backup, or start a new run in another --out"
+    save_every = read_json(Path(out) / "config.json", fix)["config"]["save_every"]
+    metrics = Path(out) / "metrics.jsonl"
+    text = read_text(metrics) if metrics.is_file() else ""
+    updates = sum('"step": -1' not in line for line in text.splitlines())
+    unfinished = any((Path(out) / "checkpoints").glob("step_*.writing"))
+    need(
+        unfinished or not 0 < save_every < updates,
+        f"--resume: {out} has metrics of {updates} updates and no checkpoint, though one was saved every "
+        f"{save_every}; bring {out}/checkpoints back, or start a new run in another --out",
+    )
+    print(
+        f"{out}: no checkpoint was written before the run stopped; it starts from the first update"
+    )
 
 
 def set_aside(out: Path | str, chosen: Path | None) -> None:
