@@ -395,7 +395,7 @@ class TaskFlags:
 
     task: str | None = None
     """arith (generated sums; the default of embedded models); FILE.jsonl, .json or .parquet;
-    hf:NAME/SPLIT (a data set); FILE.py:CLASS (your own)."""
+    hf:NAME/SPLIT (a data set); several of these with commas (a mix); FILE.py:CLASS (your own)."""
     prompt_key: str = ""
     """Column of the problem; default: problem, question or prompt."""
     answer_key: str = ""

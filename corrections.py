@@ -664,7 +664,8 @@ def check_target(cfg: LossFlags) -> None:
 def check_caps(cfg: ObjectiveFlags) -> None:
     """UserError: --is_cap or --is_floor does not fit the correction."""
     bounds = CORRECTIONS[cfg.correction].bounds
-    need(cfg.is_cap is None or cfg.is_cap > 0, f"--is_cap={cfg.is_cap}: a cap of weights, above 0")
+    cap = f"--is_cap={cfg.is_cap}: a cap of weights, at least 0.01"
+    need(cfg.is_cap is None or cfg.is_cap >= 0.01, cap)
     check_has_cap(cfg)
     has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
     has = "has one" if has_floor else "has none"

@@ -46,6 +46,7 @@ from machinery import checkpoint, flags, warmstart
 from machinery.flags import (
     UserError,
     check_output,
+    check_result,
     is_hub_id,
     need,
     parse_flags,
@@ -662,7 +663,7 @@ def main(argv: list[str] | None = None) -> dict:
         return follow(cfg, argv)
     cfg = filled(cfg, () if cfg.grade_gold else ("max_tokens",))
     if cfg.out:
-        check_output("out", cfg.out)
+        check_result("out", cfg.out)
     if cfg.grade_gold:
         is_default_task = cfg.task == EvalFlags.task
         need(
@@ -687,7 +688,8 @@ def write_result(out: str, result: dict) -> None:
     """Write a result to the JSON file of --out, if one is named."""
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-        Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        named = {"command": sys.argv[1:], **result}
+        Path(out).write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

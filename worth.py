@@ -196,7 +196,7 @@ def check(own: WorthFlags) -> None:
         not own.stale or own.stale.startswith("base:") or names_model(own.stale),
         f"--stale={own.stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
     )
-    flags.check_output("json", own.json)
+    flags.check_result("json", own.json)
     parts(own)
 
 

@@ -151,6 +151,22 @@ def check_output(flag: str, path: str) -> None:
     )
 
 
+def check_result(flag: str, path: str) -> None:
+    """`check_output` for a JSON result, which may replace an earlier result (it has `command`) and
+    no other file."""
+    check_output(flag, path)
+    if not Path(path).exists():
+        return
+    try:
+        before = json.loads(Path(path).read_text(encoding="utf-8"))
+        replaceable = "command" in before and "config" not in before
+    except (ValueError, TypeError, RecursionError):
+        replaceable = False
+    need(
+        replaceable, f"--{flag}={path}: there is a file that is no earlier result; name another one"
+    )
+
+
 def from_environment(name: str, usual: int) -> int:
     """A whole number that torchrun sets, at least `usual`. A wrong value ends the process at once:
     modules read it while they load."""

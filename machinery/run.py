@@ -37,6 +37,7 @@ from delay import DelaySource
 from learner import LOCAL_RANK
 from machinery import checkpoint, warmstart
 from machinery.flags import UserError, is_hub_id, need
+from machinery.settings import digest_of_flags
 from model import exact, lora, memory
 from model.engines import make_engine, sleep_level
 from model.memory import unread
@@ -44,6 +45,7 @@ from rollout import probe_ids
 from source import LocalSource
 from sync import WeightCheck
 from tasks import EvalSet, eval_sets, make_task, stop_ids
+from tasks.preflight import warnings_of
 
 
 @dataclass
@@ -163,6 +165,8 @@ def open_run(cfg: config.Config, comm) -> Run:
             f"than the model's context of {limit}; shorten the response, or drop long prompts with --max_prompt_tokens",
         )
     for each_task in [task, *(held.task for held in held_out)]:
+        for sentence in warnings_of(each_task, tokenizer) if comm.rank == 0 else []:
+            print(f"warning: {sentence}", file=sys.stderr)
         if comm.rank == 0 and getattr(each_task, "dropped", 0):
             print(
                 f"{each_task.name}: {each_task.dropped} prompts of over {cfg.max_prompt_tokens} tokens "
@@ -355,6 +359,14 @@ def check_folder(cfg: RunFlags) -> None:
         folder.is_dir() or not folder.exists(),
         f"--out={cfg.out}: a file, not a folder; name another one",
     )
+    encodable = cfg.out.encode("utf-8", "surrogateescape").decode("utf-8", "replace") == cfg.out
+    need(encodable, f"--out={ascii(cfg.out)}: not a name in UTF-8; name another folder")
+    for part in ("checkpoints", "versions"):
+        in_the_way = (folder / part).exists() and not (folder / part).is_dir()
+        need(
+            not in_the_way,
+            f"{folder / part}: a file where checkpoints go; move it, or name another --out",
+        )
     ours = holds_run(folder)
     foreign = (folder / "config.json").exists() and not ours
     need(not foreign, f"--out={cfg.out}: its config.json is not one of a run; name another folder")
@@ -410,7 +422,8 @@ def prepare_folder(run: Run) -> None:
         checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         again = {key: made[key] for key in ("command", "git")}
-        made = {**first, "config": made["config"], "resumed": [*first.get("resumed", []), again]}
+        now = {key: made[key] for key in ("config", "config_digest")}
+        made = {**first, **now, "resumed": [*first.get("resumed", []), again]}
     scratch = folder / "config.tmp"
     scratch.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     os.replace(scratch, folder / "config.json")
@@ -427,6 +440,7 @@ def provenance(cfg: Config) -> dict:
     return {
         "id": secrets.token_hex(4),  # tells runs of one name apart
         "config": dataclasses.asdict(cfg),
+        "config_digest": digest_of_flags(dataclasses.asdict(cfg)),
         "command": " ".join(sys.argv),
         "git": revision or None,
         "versions": {

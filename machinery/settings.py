@@ -7,7 +7,9 @@ sentence that names the flag and the fix."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -94,13 +96,25 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     )
 
 
+def digest_of_flags(config: dict) -> str:
+    """A digest by which an edited config.json is found."""
+    text = json.dumps(json.loads(json.dumps(config)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def saved_flags(path: Path) -> dict:
-    """The flags in a run's config.json. UserError if it is damaged, or not one of a run."""
+    """The flags in a run's config.json. UserError if it is damaged, edited, or not one of a run."""
     fix = "copy it from a backup, or start a new run with --overwrite or in another --out"
-    saved = flags.read_json(path, fix).get("config")
+    made = flags.read_json(path, fix)
+    saved = made.get("config")
     need(
         isinstance(saved, dict) and "lr_schedule" in saved,
         f"--resume: {path} holds no flags of a run; {fix}",
+    )
+    need(
+        made.get("config_digest") in (None, digest_of_flags(saved)),
+        f"--resume: the flags in {path} were edited since the run wrote them; give changes on the command line, or "
+        f"{fix}",
     )
     return {
         k: v if v is None else flags.of_toml(Config, str(path), k, v)
@@ -203,6 +217,11 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("lr", "actor_lr", "grad_clip"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
+    for name in ("lr", "actor_lr"):
+        need(
+            getattr(cfg, name) <= 1,
+            f"--{name}={getattr(cfg, name)}: must be at most 1; 1e-6 is usual",
+        )
     need(
         cfg.eval_every >= -1,
         f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1",

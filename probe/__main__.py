@@ -10,7 +10,7 @@ import quant
 import tasks
 from eval import check, filled, find_model, open_setup, write_result
 from machinery import checkpoint, flags
-from machinery.flags import check_output, need, parse_flags, run_command
+from machinery.flags import check_result, need, parse_flags, run_command
 from machinery.settings import fill
 from probe import PROBLEMS, ProbeFlags, ladder, probe
 
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> dict:
         cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
     cfg = filled(cfg, ("max_tokens", "dtype"))
     if cfg.out:
-        check_output("out", cfg.out)
+        check_result("out", cfg.out)
     check_flags(cfg)
     actor = find_model(cfg, "actor", "actor") if cfg.actor else None
     setup = open_setup(cfg, PROBLEMS, actor)

@@ -29,7 +29,14 @@ import torch
 import quant
 from config import Config, DelayFlags, EngineFlags
 from delay import DelayDistribution, check_distribution
-from machinery.checkpoint import Published, read_config, read_tensors, vocabulary_size, write_zeros
+from machinery.checkpoint import (
+    Published,
+    read_config,
+    read_tensors,
+    read_tokenizer,
+    vocabulary_size,
+    write_zeros,
+)
 from machinery.flags import UserError, need, parse_flags, run_command
 from machinery.settings import check_engine
 from model.engines import make_engine
@@ -429,13 +436,11 @@ class SamplerSource(LocalSource):
 
 def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> SamplerSource:
     """Engine, task and tokenizer as the learner describes them. UserError: one sentence."""
-    from transformers import AutoTokenizer
-
     run, model = welcome.run, folder / "model"
     check_description(run)
     wire.unpack_setup(welcome.setup, model)
     cfg = configure(run, flags)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = read_tokenizer(model)
     vocabulary = vocabulary_size(tokenizer)
     skeleton = quant.empty_model(str(model))
     write_zeros(skeleton, model)  # the engine starts from anything and is given its weights

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from config import Config, PromptFlags, SampleFlags, TaskFlags
-from machinery.flags import need, read_json
+from machinery.flags import from_environment, need, read_json
 from tasks import arith, builtin, prompts, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
 from tasks.data import (
@@ -263,6 +264,12 @@ def check(cfg: Config) -> None:
         arith.of_settings(cfg.arith)
         return
     eval_every = getattr(cfg, "eval_every", 0)
+    same = cfg.task in names_of(getattr(cfg, "eval_task", ""))
+    if same and from_environment("RANK", 0) == 0:
+        print(
+            f"warning: --eval_task={cfg.task}: the problems of --task, so its accuracy is not held out",
+            file=sys.stderr,
+        )
     need(
         eval_every <= 0 or cfg.eval_task,
         f"--eval_every={eval_every}: nothing is held out; name files or data sets with --eval_task",

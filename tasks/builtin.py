@@ -4,6 +4,7 @@ the row."""
 from __future__ import annotations
 
 import re
+from decimal import Decimal, InvalidOperation
 
 
 def math_answer(row, text, finish_reason) -> bool:
@@ -17,15 +18,50 @@ def math_answer(row, text, finish_reason) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     sympy.core.random.seed(0)
+    answer = row["answer"]
+    if re.search(ELLIPSIS, answer):  # math-verify ignores them
+        box = last_box(text)
+        said = box[len("\\boxed{") : -1] if box else text
+        return without_dress(said) == without_dress(answer)
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
-    gold = parse(f"\\boxed{{{row['answer']}}}", extraction_config=configs, parsing_timeout=None)
-    parsed = parse(text, extraction_config=configs, parsing_timeout=None)
-    return bool(verify(gold, parsed, timeout_seconds=None))
+    gold = parse(f"\\boxed{{{as_sums(answer)}}}", extraction_config=configs, parsing_timeout=None)
+    parsed = parse(as_sums(text), extraction_config=configs, parsing_timeout=None)
+    equal = bool(verify(gold, parsed, timeout_seconds=None))
+    return equal and not far_apart(gold, parsed)
+
+
+def as_sums(text: str) -> str:
+    """The text with mixed numbers as sums: 1 1/4 is 5/4, which math-verify reads as 11/4."""
+    return re.sub(MIXED, r"\1(\2 + \3/\4)", text)
+
+
+def far_apart(gold: list, parsed: list) -> bool:
+    """Whether all numbers of two answers differ by more than 1 %, percent aside: math-verify
+    compares numbers with an absolute tolerance, by which all tiny ones are equal."""
+    import sympy
+
+    def numbers(answers: list) -> list:
+        exact = [x for x in answers if isinstance(x, sympy.Basic) and x.is_number]
+        return [x for x in exact if x.is_extended_real and x.is_finite]
+
+    pairs = [
+        (a * k, b)
+        for a in numbers(gold)
+        for b in numbers(parsed)
+        for k in (1, 100, sympy.Rational(1, 100))
+    ]
+    return bool(pairs) and not any(
+        bool(sympy.Abs(a - b) <= sympy.Max(abs(a), abs(b)) / 100) for a, b in pairs
+    )
+
+
+def without_dress(text: str) -> str:
+    """A text without spaces and dollars, with one kind of ellipsis."""
+    return re.sub(r"[\s$]|\\[,;! ]", "", re.sub(ELLIPSIS, "...", text))
 
 
 def gsm8k(row, text, finish_reason) -> bool:
-    """Is the number behind the last #### the gold one? GSM8K's own rule: equal texts, commas
-    aside."""
+    """Is the number behind the last #### the gold one? 3, +3, 3.0, $3 and **3** are one number."""
     answers = re.findall(HASHES, text)
     return bool(answers) and plain_number(answers[-1]) == plain_number(row["answer"])
 
@@ -81,7 +117,10 @@ TEMPLATE_OF = {
     "praxis": "hashes",
     "letter": "letter",
 }
-HASHES = r"####\s*(-?\$?[0-9][0-9.,]*)"
+NUMBER = r"[-+−–]?[\s$\\]*[0-9.][0-9.,]*+"  # a whole number: no part of 3/4 or 5:30
+HASHES = rf"####[\s*$\\({{]*({NUMBER})(?![ ]?[/^:][ ]?[0-9])"
+ELLIPSIS = r"\\(?:l|c|d)?dots\b|\.\.\.|…"
+MIXED = r"(?<![\w./^}])(-?)(\d+) +(\d+)/(\d+)(?![\w./^])"
 SIGNS = r"(?:\\(?:text|math|bold)[a-z]*|\\?[\s{($,;!*:])*(?:[Oo]ption\s+|[Cc]hoice\s+)?\(?"  # in front of a letter
 IN_BOX = rf"^\\boxed{SIGNS}([A-Za-z])\b"
 ANSWER_IS = rf"(?i:answer)[\s*]*(?:is\b|:){SIGNS}([A-Z])\b"
@@ -94,9 +133,13 @@ def loaded(name: str):
     return function
 
 
-def plain_number(text: str) -> str:
-    """1,200. and $1200 as 1200."""
-    return text.strip().replace(",", "").replace("$", "").rstrip(".")
+def plain_number(text: str) -> Decimal | str:
+    """The number of 1,200. or $1200.00, -3 or .5; the text where it is none."""
+    digits = re.sub(r"[\s,$\\*+]", "", text).replace("−", "-").replace("–", "-").rstrip(".")
+    try:
+        return Decimal(digits)
+    except InvalidOperation:
+        return digits
 
 
 def last_box(text: str) -> str | None:

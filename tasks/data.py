@@ -10,13 +10,16 @@ answer becomes a letter. All columns reach the reward."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gzip
 import hashlib
 import importlib.util
 import json
 import math
 import random
 import re
+import zlib
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
@@ -24,7 +27,7 @@ from pathlib import Path
 from machinery.flags import UserError, need, read_text
 from tasks.builtin import last_box
 from tasks.grading import attribute_of, described
-from tasks.prompts import Answer, Problem, Style, encode, encode_all
+from tasks.prompts import Answer, Problem, Style, encode, encode_all, opens_think
 from tasks.rewards import Reward
 
 PROMPTS = ("problem", "question", "prompt", "Question", "Problem")
@@ -40,6 +43,8 @@ NEEDS = (
     "each row needs `problem` (or `question`, `prompt`) and `answer`, or name them with --prompt_key and "
     "--answer_key"
 )
+# never meant in an answer: \f, \b and the like, and \n in front of "u", "eq", "abla", "ot"
+CONTROL = r"[\x00-\x09\x0b-\x1f\x7f]|\n(?=u\b|eq\b|abla|ot\b)"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -97,6 +102,8 @@ class Table:
                 for i in range(start, min(start + 1000, len(self.rows)))
             ]
             lengths += [len(ids) for ids in encode_all(tokenizer, problems)]
+        opened = opens_think(tokenizer, self.find(f"{self.stem}/0"))
+        self.reward = dataclasses.replace(self.reward, opened=opened)
         return self.keep(lengths, limit)
 
     def keep(self, lengths: list[int], limit: int) -> int:
@@ -213,6 +220,9 @@ def digest_of(name: str) -> str:
     name; "" of arith."""
     if name == "arith":
         return ""
+    parts = mixed(name)
+    if len(parts) > 1:
+        return hashlib.sha256("".join(map(digest_of, parts)).encode()).hexdigest()
     file = file_of(name)
     return hashlib.sha256(Path(file).read_bytes() if file else name.encode()).hexdigest()
 
@@ -233,13 +243,15 @@ def label_of(name: str, whole: bool = False) -> str:
     """A task's short name, for problems and metrics: of its file, its data set, its class.
 
     whole: of a data set with its configuration and split."""
-    if name.startswith("hf:"):
+    if name.startswith("hf:") and len(mixed(name)) == 1:
         place, _, split = name.removeprefix("hf:").rpartition("/")
         label, _, configuration = place.rpartition("/")[2].partition("@")
         return "-".join(filter(None, [label, configuration, split])) if whole else label
     if is_own(name):
         return name.rpartition(":")[2]
-    return Path(name).stem
+    if len(mixed(name)) > 1:
+        return "+".join(map(label_of, mixed(name)))
+    return Path(name.removesuffix(".gz")).stem
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,7 +268,7 @@ def read_rows(
     flag: that named it. needed: a row without an answer is an error; else its answer is "". A set
     of --eval_task need not have the columns that are named for --task: without them the usual ones
     count."""
-    raw = list(from_hub(name, flag) if name.startswith("hf:") else from_file(name, flag))
+    raw = [pair for part in mixed(name) for pair in from_place(part, flag)]
     if flag == "eval_task" and raw and isinstance(raw[0][1], dict):
         prompt_key, answer_key = (
             key if nested(raw[0][1], key) is not None else "" for key in (prompt_key, answer_key)
@@ -266,8 +278,20 @@ def read_rows(
     return rows
 
 
+def mixed(name: str) -> list[str]:
+    """The files and data sets of a task: a.jsonl,b.jsonl are one task with the rows of both."""
+    if "," not in name or Path(name).exists() or is_own(name):
+        return [name]
+    return [part.strip() for part in name.split(",") if part.strip()]
+
+
+def from_place(name: str, flag: str) -> list[tuple[str, object]]:
+    """(place, row) pairs of a file or data set."""
+    return from_hub(name, flag) if name.startswith("hf:") else from_file(name, flag)
+
+
 def from_file(name: str, flag: str) -> list[tuple[str, object]]:
-    """(place, row) pairs of a JSONL, JSON or Parquet file."""
+    """(place, row) pairs of a JSONL, JSON or Parquet file; .gz ones are unpacked."""
     path = Path(name)
     if not path.is_file():
         problem = "a folder" if path.is_dir() else "no such file"
@@ -275,7 +299,14 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         raise UserError(
             f"--{flag}={name}: {problem}; give {also}the path of a JSONL, JSON or Parquet file, or hf:NAME/SPLIT"
         )
-    if path.suffix == ".parquet":
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    need(
+        suffixes[-1:] not in ([".zst"], [".xz"], [".bz2"], [".zip"]),
+        f"--{flag}={name}: compressed otherwise than by gzip; unpack it first",
+    )
+    packed = suffixes[-1:] == [".gz"]
+    kind = (suffixes[:-1] if packed else suffixes)[-1:]
+    if kind == [".parquet"] and not packed:
         parquet = library("pyarrow.parquet", "pyarrow", f"--{flag}={name}")
         try:
             return placed(name, parquet.read_table(path).to_pylist())
@@ -283,8 +314,8 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
             raise UserError(
                 f"{name}: not a whole Parquet file ({shortened(e)}); copy it again"
             ) from None
-    text = read_text(path)
-    if path.suffix == ".json":
+    text = unpacked(path) if packed else read_text(path)
+    if kind == [".json"]:
         rows = parsed(text, name, "fix that place of the array")
         need(
             isinstance(rows, list),
@@ -297,6 +328,16 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         for n, line in enumerate(lines, 1)
         if line.strip()
     ]
+
+
+def unpacked(path: Path) -> str:
+    """The text of a gzip file in UTF-8."""
+    try:
+        return gzip.decompress(path.read_bytes()).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
+        raise UserError(
+            f"{path}: not a whole gzip file of text ({shortened(e)}); copy it again"
+        ) from None
 
 
 def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
@@ -367,6 +408,17 @@ def read_row(
         f"{place}: half a character (a lone surrogate), which no tokenizer takes; fix or remove that line",
     )
     need(answer or not needed, f"{place}: the `answer` is empty; add one, or remove that line")
+    control = re.search(CONTROL, answer) if needed else None
+    need(
+        not control,
+        f"{place}: the `answer` {answer!r:.60} holds a control character, as LaTeX with one backslash in JSON does; "
+        "write \\\\frac, or remove that line",
+    )
+    braces = re.sub(r"\\.", "", answer, flags=re.DOTALL)
+    need(
+        not needed or braces.count("{") == braces.count("}"),
+        f"{place}: the `answer` {answer:.60} has a brace that is not closed; fix or remove that line",
+    )
     finite = answer.lower().lstrip("+-") not in ("nan", "inf")
     need(
         finite,

@@ -34,6 +34,7 @@ TICK = 0.2  # polling interval in seconds
 SILENCE = (
     60.0  # seconds without output, plus twice an answer's limit, after which a process is killed
 )
+OUT_OF_TIME = (-signal.SIGPROF, -signal.SIGALRM, -signal.SIGKILL)  # exit codes of a limit
 MOST_STILLBORN = 3  # processes that may end before they are ready
 
 
@@ -121,7 +122,7 @@ def value_of(function, call):
     ("failed", reason)."""
     try:
         value = function(*call)
-    except (Exception, SystemExit) as e:
+    except BaseException as e:  # KeyboardInterrupt and SystemExit too
         return "failed", described(e)
     numbers = list(value.values()) if isinstance(value, dict) else [value]
     if not all(is_number(x) and math.isfinite(x) for x in numbers):
@@ -217,7 +218,7 @@ class Graders:
 
     def grade(self, function: str, calls: list[tuple], seconds: float) -> list:
         """The result of the function for each call: a float, a dict of floats, a Failure if it
-        raised; None if its process died, or used up its processor time. UserError: the function
+        raised or ended its process; None if it used up its processor time. UserError: the function
         cannot be loaded."""
         values: list = [None] * len(calls)
         todo = deque(range(len(calls)))
@@ -233,7 +234,7 @@ class Graders:
                         self._listen(p, values, todo)
                     elif p.process.poll() is not None and not p.connection.poll():
                         # a child that it forked keeps its end of the connection open
-                        self._bury(p, todo)
+                        self._bury(p, values, todo)
                     elif p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
                         p.process.kill()  # stopped, or swapped out
         except BaseException:  # later answers of the processes would belong to this call
@@ -256,7 +257,7 @@ class Graders:
         try:
             number, (kind, message) = p.connection.recv()
         except (EOFError, OSError):
-            self._bury(p, todo)
+            self._bury(p, values, todo)
             return
         p.heard = time.monotonic()
         if p.ready:
@@ -267,10 +268,15 @@ class Graders:
             raise UserError(f"--reward={p.function}: cannot be loaded ({message}); fix the file")
         p.ready = True
 
-    def _bury(self, p: Grader, todo: deque[int]) -> None:
+    def _bury(self, p: Grader, values: list, todo: deque[int]) -> None:
         """A process has died: the answer at hand is lost, and the others are done again."""
         self.processes.remove(p)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            p.process.wait(1.0)  # its own exit code, not that of `end`
         p.end()
+        if p.ready and p.given and p.process.returncode not in OUT_OF_TIME:
+            why = f"it ended its process (exit code {p.process.returncode})"
+            values[p.given[0]] = Failure(why)
         todo.extend(list(p.given)[1 if p.ready else 0 :])
         self.stillborn += not p.ready and bool(p.given)
         if self.stillborn > MOST_STILLBORN:

@@ -213,6 +213,11 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
         ) from None
 
 
+def opens_think(tokenizer, problem: Problem) -> bool:
+    """Whether the prompt itself ends in <think>, as chat templates of reasoning models do."""
+    return render(tokenizer, problem)[0].rstrip().endswith("<think>")
+
+
 def check_kwargs(kwargs, template) -> None:
     """UserError: the chat template, or None or "", reads no such argument, and would go on in
     silence."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from machinery.flags import UserError, choice, need
-from tasks.builtin import BUILT_IN, FORMATS, HASHES, last_box
+from tasks.builtin import BUILT_IN, FORMATS, NUMBER, last_box
 from tasks.grading import Failure, graders
 from tasks.prompts import Answer
 
@@ -56,14 +56,15 @@ class Reward:
         0  # longest response; praxis: this number of tokens after the answer earns 1 more
     )
     overlong: int = 0  # tokens below max_tokens from which DAPO's penalty begins (--overlong)
+    opened: bool = False  # the prompt ends in <think>: the response begins after it
 
     def can_grade(self, answer: str) -> bool:
         """Whether a response can be right by the first part: behind #### stands a number, and a
         choice is a letter."""
-        form = {"gsm8k": HASHES, "praxis": HASHES, "letter": "[A-Za-z]"}.get(
+        form = {"gsm8k": NUMBER, "praxis": NUMBER, "letter": "[A-Za-z]"}.get(
             self.parts[0].name, ".*"
         )
-        return re.fullmatch(form.removeprefix(r"####\s*"), answer.strip(), re.DOTALL) is not None
+        return re.fullmatch(form, answer.strip(), re.DOTALL) is not None
 
     @property
     def needs_answer(self) -> bool:
@@ -118,6 +119,9 @@ class Reward:
             if text is None:
                 return None
             key = (problem.answer, text)
+        elif part.name == "think" and self.opened:
+            text = f"<think>{text}"
+            key = (problem.answer, text, finish_reason)
         elif part.name not in BUILT_IN:
             row = problem.row
             key = (problem.id, text, finish_reason)

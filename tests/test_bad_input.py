@@ -181,7 +181,10 @@ stray | stray: flags are written --key=value
     *rows(
         "train.py --rollout=hf",
         r"""
---objective=tis --is_cap=0 | --is_cap=0.0: a cap of weights, above 0
+--objective=tis --is_cap=0 | --is_cap=0.0: a cap of weights, at least 0.01
+--objective=tis --is_cap=1e-3 | --is_cap=0.001: a cap of weights, at least 0.01
+--lr=1.5 | --lr=1.5: must be at most 1; 1e-6 is usual
+--lr=1e30 | --lr=1e+30: must be 0, or between 1e-12 and 1e12
 --objective=jackpot --is_cap=3 | --is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1
 --objective=icepop --is_cap=3 | --is_cap=3.0: --correction=icepop has no cap C; use --rs_low and --rs_high
 --objective=grpo --is_cap=3 | --is_cap=3.0: --correction=none has no cap C; leave it out
@@ -349,7 +352,8 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=table.csv | table.csv, line 1: not valid JSON (Expecting value); fix or remove that line, one object a line
 --task=utf16.jsonl | utf16.jsonl: not a text file in UTF-8 (byte 0); convert it
 --task=latin1.jsonl | latin1.jsonl: not a text file in UTF-8 (byte 54); convert it
---task=packed.jsonl.gz | packed.jsonl.gz: not a text file in UTF-8 (byte 1); convert it
+--task=packed.jsonl.gz | packed.jsonl.gz: not a whole gzip file of text ... copy it again
+--task=fine.jsonl.zst | --task=fine.jsonl.zst: no such file; ... or hf:NAME/SPLIT
 --task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name another place, or ask for
 --task=/proc/self/mem | /proc/self/mem: Input/output error; look at the disk, or name a place on another one
 --eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL, JSON or Parquet file

@@ -255,7 +255,7 @@ def test_every_default_can_be_written(command):
         (["--steps=3", "--steps=4"], "steps", 4),
         (["--lr=1"], "lr", 1.0),
         (["--lr=1e-3"], "lr", 1e-3),
-        (["--lr", "1e-30"], "lr", 1e-30),
+        (["--lr", "1e-9"], "lr", 1e-9),
         (["--most=5"], "most", 5),
         (["--most=None"], "most", None),
         (["--cap=None"], "cap", None),

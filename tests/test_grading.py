@@ -76,6 +76,18 @@ def test_right_answers(response, answer):
     assert builtin.math_answer(*calls((response, answer))[0])
 
 
+def test_a_table_of_graded_responses():
+    """127 pairs of a gold answer and a response, right or wrong by hand: at most 2 % may be graded otherwise."""
+    pairs = [json.loads(line) for line in (ROOT / "tests" / "graded.jsonl").read_text(encoding="utf-8").splitlines()]
+    wrong = []
+    for name in ("math", "gsm8k"):
+        rows = [row for row in pairs if row["reward"] == name]
+        asked = [Answer(Problem(str(i), "p", row["gold"]), row["response"], True) for i, row in enumerate(rows)]
+        values = rewards.Reward(parts=rewards.parts_of(name)).values(rewards.Part(name, 1.0), asked)
+        wrong += [row for row, value in zip(rows, values, strict=True) if bool(value) != row["right"]]
+    assert len(pairs) >= 120 and len(wrong) <= 0.02 * len(pairs), wrong
+
+
 @pytest.mark.parametrize("response, answer", WRONG)
 def test_wrong_answers(response, answer):
     assert not builtin.math_answer(*calls((response, answer))[0])
@@ -245,11 +257,12 @@ def kill_when_busy(pid: int) -> None:
 def test_a_process_that_dies_costs_the_answer_at_hand():
     """As by a fault in a library, or by the kernel where memory runs out."""
     pool = Graders(1)
+    lost = grading.Failure("it ended its process (exit code -11)")
     try:
         assert graded(pool, [("\\boxed{1}", "1")], 5.0) == [True]
         pid = pool.processes[0].process.pid
         threading.Thread(target=kill_when_busy, args=(pid,), daemon=True).start()
-        assert graded(pool, [("\\boxed{1}", "1"), (TOWER, "1"), ("\\boxed{2}", "2")], 100.0) == [True, None, True]
+        assert graded(pool, [("\\boxed{1}", "1"), (TOWER, "1"), ("\\boxed{2}", "2")], 100.0) == [True, lost, True]
     finally:
         pool.close()
 
@@ -409,7 +422,7 @@ CASES = {
         ("-3", "####-3", 1),
         ("3", "#### -3", 0),
         ("70", "#### 7", 0),
-        ("0.5", "#### .5", 0),
+        ("0.5", "#### .5", 1),
     ],
     "praxis": [
         ("7", "#### 7\nbecause", 1),
@@ -557,6 +570,15 @@ def leaves_a_fork(row, text, finish_reason):
     open(row["pids"], "a").write(f"{child} {os.getpid()} ")
     return 1.0
 
+def interrupts(row, text, finish_reason):
+    raise KeyboardInterrupt
+
+
+def ends(row, text, finish_reason):
+    import os
+    os._exit(4)
+
+
 def leaves(row, text, finish_reason):
     sys.exit(3)
 
@@ -589,10 +611,20 @@ def test_numbers_of_numpy_are_numbers(own):
     assert earned == [3.5] and counts["reward/of_numpy/half"] == 0.5 and counts["failures"] == 0
 
 
-def test_a_function_that_ends_its_process_fails_at_its_own_answer(own, capsys):
-    earned, counts = own("leaves").of([Answer(problem("7"), "x", True)])
-    assert earned == [0.0] and counts["failures"] == 1
-    assert "SystemExit: 3 (own.py, line" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("leaves", "SystemExit: 3 (own.py, line"),
+        ("interrupts", "KeyboardInterrupt:  (own.py, line"),
+        ("ends", "it ended its process (exit code 4)"),
+    ],
+)
+def test_a_function_that_ends_its_process_fails_at_its_own_answer(own, capsys, monkeypatch, name, why):
+    """It is counted as a failure and not as an answer that needs more time, and its end is named."""
+    monkeypatch.setattr(rewards, "TOLD", set())
+    earned, counts = own(name).of([Answer(problem("7"), "x", True)])
+    assert (earned, counts["failures"], counts["timeouts"]) == ([0.0], 1, 0)
+    assert why in capsys.readouterr().err
 
 
 def test_code_is_run_against_a_rows_tests(own):

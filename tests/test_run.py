@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import sys
 from contextlib import nullcontext
@@ -15,10 +16,11 @@ import torch
 from conftest import TINY_TASK, make_cfg
 from safetensors.torch import load_file, save_file
 
+import tasks
 from learner import Comm, Learner
 from machinery import checkpoint, run, settings
 from machinery.checkpoint import load_model
-from machinery.flags import UserError
+from machinery.flags import UserError, check_result
 from machinery.run import Log, locked, open_run, prepare_folder, read_metrics, truncate
 from sync import SyncError
 from tasks import encode
@@ -583,3 +585,66 @@ def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch)
     started, *rest = calls
     assert (started["project"], started["id"], started["resume"]) == ("mine", f"{tmp_path.name}-ab12", "allow")
     assert rest == [(0, {"x": 1.0}), (1, {"x": 2.0}), "finished"]
+
+
+def test_an_edited_configuration_is_refused(tmp_path):
+    """Flags that a hand changed in config.json would go on in silence."""
+    out = tmp_path / "run"
+    cfg = make_cfg(out=str(out), lr=1e-3)
+    out.mkdir()
+    made = run.provenance(cfg)
+    (out / "config.json").write_text(json.dumps(made))
+    assert settings.parse(["--resume", f"--out={out}"]).lr == 1e-3
+    (out / "config.json").write_text(json.dumps({**made, "config": {**made["config"], "lr": 5e-3}}))
+    with pytest.raises(
+        UserError, match="config.json were edited since the run wrote them; give changes on the command"
+    ):
+        settings.parse(["--resume", f"--out={out}"])
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "versions"])
+def test_a_file_in_the_way_of_checkpoints(tmp_path, part):
+    (tmp_path / part).write_text("mine")
+    with pytest.raises(UserError, match=f"{part}: a file where checkpoints go; move it, or name another --out"):
+        run.check_folder(make_cfg(out=str(tmp_path)))
+    assert (tmp_path / part).read_text() == "mine"
+
+
+def test_a_name_that_is_not_utf8_holds_no_run(tmp_path):
+    with pytest.raises(UserError, match="not a name in UTF-8; name another folder"):
+        run.check_folder(make_cfg(out=os.fsdecode(os.fsencode(tmp_path) + b"/\xff")))
+
+
+@pytest.mark.parametrize(
+    "content, replaced",
+    [('{"command": ["--k=1"], "pass@1": 0.5}', True), ('{"model_type": "qwen3"}', False), ("notes", False)]
+    + [('{"command": "python train.py", "config": {}}', False), ("[1]", False), ("", False)],
+)
+def test_a_result_replaces_an_earlier_one_and_no_other_file(tmp_path, content, replaced):
+    path = tmp_path / "scores.json"
+    path.write_text(content)
+    if replaced:
+        check_result("out", str(path))
+    else:
+        with pytest.raises(UserError, match="there is a file that is no earlier result; name another one"):
+            check_result("out", str(path))
+    assert path.read_text() == content
+
+
+def test_training_problems_that_are_evaluated_are_named(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"problem": "p", "answer": "1"}\n')
+    own = dict(model="base:policy", actor="none", task=str(rows))
+    tasks.check(replace(make_cfg(), **own, eval_task=f"{rows}:samples=2,other.jsonl"))
+    assert f"--eval_task={rows}: the problems of --task, so its accuracy is not held out" in capsys.readouterr().err
+    tasks.check(replace(make_cfg(), **own, eval_task="other.jsonl"))
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, want", [("~/x", "{}/x"), ("a,~/b.jsonl", "a,{}/b.jsonl"), ("~", "{}"), ("a~/b", "a~/b")]
+)
+def test_the_home_folder_in_a_flag(monkeypatch, text, want):
+    """A shell leaves --out=~/x as it is."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert settings.parse([f"--out={text}"]).out == want.format("/home/me")

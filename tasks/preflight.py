@@ -1,0 +1,83 @@
+"""Do prompts, gold answers and rewards fit together? One warning for each doubt, before a model
+loads."""
+
+from __future__ import annotations
+
+from tasks.gold import wrapped
+from tasks.prompts import Answer, Problem, render
+
+TRIED = 32  # gold answers that are graded
+# how an honest response gives an answer to each reward
+HONEST = {
+    "math": wrapped,
+    "gsm8k": "#### {}".format,
+    "praxis": "#### {}".format,
+    "letter": wrapped,
+}
+ASKED_BY = {"math": "\\boxed", "letter": "\\boxed", "boxed": "\\boxed", "gsm8k": "####"}
+ASKED_BY |= {"praxis": "####", "think": "<think>"}
+
+
+def warnings_of(task, tokenizer) -> list[str]:
+    """Sentences about the prompts, the gold answers and the reward of a task of rows."""
+    reward = getattr(task, "reward", None)
+    if reward is None or not task.size:
+        return []
+    problems = [task.problem("test", i) for i in range(min(TRIED, task.size))]
+    sentences = [unasked(task, tokenizer, problems[0]), misgraded(task, problems)]
+    sentences.append(control_tokens(task, tokenizer))
+    return [f"{task.name}: {sentence}" for sentence in sentences if sentence]
+
+
+def unasked(task, tokenizer, problem: Problem) -> str:
+    """Does the prompt ask for what the reward reads?"""
+    prompt = render(tokenizer, problem)[0]
+    for part in task.reward.parts:
+        mark = ASKED_BY.get(part.name)
+        if part.name == "math" and task.reward.answer == "last":
+            mark = None
+        if mark is None or mark in prompt:
+            continue
+        others = [name for name, other in ASKED_BY.items() if other in prompt and other != mark]
+        instead = (
+            f"; it asks for {ASKED_BY[others[0]]}, which --reward={others[0]} reads"
+            if others
+            else ""
+        )
+        return (
+            f"--reward={part.name} reads {mark} in a response, and the first prompt does not ask for it{instead}; see "
+            "it with eval.py --show_prompt, or ask with --prompt_template or --system_prompt"
+        )
+    return ""
+
+
+def misgraded(task, problems: list[Problem]) -> str:
+    """Can the gold answers be graded right when a response gives them?"""
+    part = task.reward.parts[0]
+    if part.name not in HONEST:
+        return ""
+    answers = [Answer(p, HONEST[part.name](p.answer), True) for p in problems]
+    values = task.reward.values(part, answers)
+    wrong = [p.answer for p, value in zip(problems, values, strict=True) if value != 1]
+    if not wrong:
+        return ""
+    return (
+        f"{len(wrong)} of the first {len(problems)} gold answers are graded wrong by --reward={part.name} when a "
+        f"response gives them, such as {wrong[0]!r:.60}; eval.py --grade_gold lists those of --reward=math"
+    )
+
+
+def control_tokens(task, tokenizer) -> str:
+    """Do problems hold texts that the tokenizer takes for control tokens?"""
+    specials = [x for x in tokenizer.get_added_vocab() if x.startswith("<") or x.startswith("[")]
+    n = 0
+    for row in task.rows if isinstance(task.rows, list) else []:
+        prompt = row["prompt"]
+        texts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
+        n += any(x in text for x in specials for text in texts)
+    if not n:
+        return ""
+    return (
+        f"{n} problem(s) hold control tokens of the tokenizer, such as the end of a turn, which the model reads as "
+        "such; remove them if they are not meant"
+    )

@@ -1,0 +1,127 @@
+"""Prompts, gold answers and rewards that do not fit together are named before a model loads."""
+
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+from conftest import make_cfg
+
+from machinery.flags import UserError
+from tasks import Answer, arithmetic_tokenizer, digest_of, make_task
+from tasks.preflight import warnings_of
+from tasks.prompts import Chat
+
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+
+
+def table(tmp_path, rows, name="rows.jsonl", **flags):
+    """The task of a file with (problem, answer) rows, fitted to a tokenizer."""
+    path = tmp_path / name
+    path.write_text("".join(json.dumps({"problem": p, "answer": a}) + "\n" for p, a in rows), encoding="utf-8")
+    task = make_task(replace(make_cfg(), task=str(path), max_tokens=16, **flags))
+    task.fit(arithmetic_tokenizer())
+    return task
+
+
+def test_prompt_and_reward_that_agree(tmp_path):
+    for reward in ("math", "gsm8k", "math,boxed*0.5", ""):
+        task = table(tmp_path, [("2 + 3", "5"), ("1 + 1", "2")], reward=reward)
+        assert warnings_of(task, arithmetic_tokenizer()) == []
+
+
+@pytest.mark.parametrize(
+    "problem, flags, sentence",
+    [
+        (
+            "2 + 3? End with ####.",
+            {"reward": "math", "prompt_template": "plain"},
+            "asks for ####, which --reward=gsm8k",
+        ),
+        ("2 + 3", {"reward": "math", "prompt_template": "plain"}, "--reward=math reads \\boxed in a response"),
+        (
+            "2 + 3 in \\boxed{}",
+            {"reward": "gsm8k", "prompt_template": "plain"},
+            "asks for \\boxed, which --reward=math",
+        ),
+        ("2 + 3", {"reward": "math,think"}, "--reward=think reads <think>"),
+    ],
+)
+def test_a_prompt_that_does_not_ask_for_what_is_read(tmp_path, problem, flags, sentence):
+    (warning,) = warnings_of(table(tmp_path, [(problem, "5")], **flags), arithmetic_tokenizer())
+    assert sentence in warning and warning.startswith(str(tmp_path / "rows.jsonl"))
+
+
+def test_with_the_last_expression_no_box_is_needed(tmp_path):
+    task = table(tmp_path, [("2 + 3", "5")], reward="math", prompt_template="plain", answer="last")
+    assert warnings_of(task, arithmetic_tokenizer()) == []
+
+
+def test_gold_answers_that_no_response_can_give(tmp_path):
+    task = table(tmp_path, [("p", "5"), ("q", "9^{9^{9^9}} + 1"), ("r", "7")], reward="math", grade_seconds=0.5)
+    (warning,) = warnings_of(task, arithmetic_tokenizer())
+    assert "1 of the first 3 gold answers are graded wrong by --reward=math" in warning and "9^{9^{9^9}} + 1" in warning
+
+
+def test_control_tokens_in_problems_are_counted(tmp_path):
+    rows = [("1 + 1 <eos> 5", "2"), ("2 + 2", "4"), ("<eos>", "1")]
+    (warning,) = warnings_of(table(tmp_path, rows), arithmetic_tokenizer())
+    assert "2 problem(s) hold control tokens" in warning
+
+
+@pytest.mark.parametrize("template, opened", [(THINKS, True), (THINKS.replace("<think>", "go"), False)])
+def test_think_counts_from_where_the_prompt_ends(tmp_path, template, opened):
+    """A chat template may write the opening tag: the response then holds the closing one alone."""
+    task = table(tmp_path, [("2 + 3", "5")], reward="think")
+    task.style = replace(task.style, chat=Chat(template=template))
+    task.fit(arithmetic_tokenizer())
+    problem = task.problem("test", 0)
+    closed = Answer(problem, "2 and 3.\n</think>\n<answer>5</answer>", True)
+    whole = Answer(problem, "<think>2 and 3.</think><answer>5</answer>", True)
+    assert task.rewards([closed, whole])[0] == [float(opened), float(not opened)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["\frac{1}{2}", "\text{no}", "3 \rho", "\nu", "a\x00", "\beta"])
+def test_an_answer_with_a_control_character_is_refused(tmp_path, answer):
+    """LaTeX with one backslash in JSON."""
+    with pytest.raises(UserError, match="line 1: the `answer` .* holds a control character"):
+        table(tmp_path, [("p", f"x{answer} y")])
+    score = tmp_path / "own.py"
+    score.write_text("def score(row, text, finish_reason):\n    return 1.0\n")
+    table(tmp_path, [("p", f"x{answer} y")], reward=f"{score}:score")  # a function reads the row as it likes
+
+
+@pytest.mark.parametrize(
+    "answer, whole", [("\\frac{1}{2", False), ("2}", False), ("\\{1, 2\\}", True), ("[0, 1)", True)]
+)
+def test_braces_of_an_answer(tmp_path, answer, whole):
+    if whole:
+        assert table(tmp_path, [("p", answer)]).problem("test", 0).answer == answer
+    else:
+        with pytest.raises(UserError, match="has a brace that is not closed"):
+            table(tmp_path, [("p", answer)])
+
+
+def test_a_mix_of_files_and_packed_ones(tmp_path):
+    """All rows of the first file, then those of the second; the digest is that of both contents."""
+    a, b = tmp_path / "a.JSONL", tmp_path / "b.jsonl.gz"
+    a.write_text('{"problem": "p0", "answer": "0"}\n{"problem": "p1", "answer": "1"}\n')
+    b.write_bytes(gzip.compress(b'{"problem": "p2", "answer": "2"}\n'))
+    cfg = replace(make_cfg(), task=f"{a},{b}", max_tokens=16, prompt_template="plain")
+    task = make_task(cfg)
+    problems = [task.problem("test", i) for i in range(3)]
+    assert [(p.id, p.prompt, p.answer) for p in problems] == [(f"a+b/{i}", f"p{i}", str(i)) for i in range(3)]
+    before = digest_of(cfg.task)
+    assert before != digest_of(str(a)) and digest_of(f"{b},{a}") != before
+    b.write_bytes(gzip.compress(b'{"problem": "p2", "answer": "3"}\n'))
+    assert digest_of(cfg.task) != before
+    with pytest.raises(UserError, match="c.jsonl: no such file"):
+        make_task(replace(cfg, task=f"{a},{tmp_path}/c.jsonl"))
+    (tmp_path / "d.jsonl.zst").write_bytes(b"x")
+    with pytest.raises(UserError, match="compressed otherwise than by gzip; unpack it first"):
+        make_task(replace(cfg, task=str(tmp_path / "d.jsonl.zst")))
