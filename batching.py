@@ -213,7 +213,7 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
         sampling=torch.tensor([scored_with(g.sampling, cfg.keep_sampling_mask) for g, _ in pairs]),
         staleness=torch.tensor(age),
         tokens=pad([r.tokens for r in responses], T, dtype=np.int64),
-        mask=pad([r.loss_mask for r in responses], T, fill=False),
+        mask=pad([trained_tokens(r, cfg) for r in responses], T, fill=False),
         logp_inf=pad([r.logp_inf for r in responses], T),
         mask_uniforms=pad(draws, T, fill=1.0, dtype=np.float64),
         support_ids=pad(
@@ -244,7 +244,14 @@ def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
         groups.append(
             Rollout(("", 0, 0), "", row[:1], Sampling(), "", "", 0, "", 0.0, 0.0, [response])
         )
-    return collate(groups, replace(cfg, router_replay=False))
+    return collate(groups, replace(cfg, router_replay=False, mask_cut=False))
+
+
+def trained_tokens(r: Response, cfg: ObjectiveFlags) -> np.ndarray:
+    """The tokens of a response that the loss is about, bool (L,): none of a response that was cut,
+    with --mask_cut."""
+    masked = cfg.mask_cut and r.finish_reason == "length"
+    return np.zeros_like(r.loss_mask) if masked else r.loss_mask
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:

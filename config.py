@@ -118,6 +118,9 @@ class ObjectiveFlags:
     """Drop a response in which one token has r below this (1e-4 is usual); 0, the default: off."""
     log_ratio_clamp: float = 20.0
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
+    mask_cut: bool = False
+    """Leave responses that were cut at --max_tokens out of the loss and its denominator (DAPO's
+    overlong filtering); their rewards still count in the advantages."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Do rejected tokens count in the denominator?"""
     positive_only: bool = False
@@ -450,7 +453,7 @@ class ReportFlags:
     holds, else plain torch; second: as own, and one more engine for a policy with an actor; torch:
     plain torch, unrounded weights."""
     eval_problems: int = 512
-    """Held-out problems, each with one response at temperature 1."""
+    """Held-out problems, each with one response at temperature 1 unless --eval_task says otherwise."""
     eval_task: str = ""
     """Held-out sets, as --task, with commas; each may have settings:
     a.jsonl,b.jsonl:samples=32:temperature=0.6:max_tokens=8192. arith has its own test split."""

@@ -282,14 +282,16 @@ class DelaySource(LocalSource):
     # -- metrics and checkpoints
     # ---------------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, summed=Counter) -> dict[str, float]:
+        """As for LocalSource; waiting and dropped groups are summed over ranks."""
+        counts = summed({**self.dropped, "waiting": len(self.tickets)})
         return {
-            **super().metrics(),
+            **super().metrics(summed),
             "delay/clock": self.waited,
-            "delay/waiting": float(len(self.tickets)),
+            "delay/waiting": float(counts["waiting"]),
             "delay/versions": float(len(self.needed())),
-            "delay/dropped_staleness": float(self.dropped["staleness"]),
-            "delay/dropped_window": float(self.dropped["window"]),
+            "delay/dropped_staleness": float(counts["staleness"]),
+            "delay/dropped_window": float(counts["window"]),
         }
 
     def state_dict(self) -> dict:

@@ -120,6 +120,14 @@ def solve(
     return np.array(right), float(np.mean(lengths)) if lengths else math.nan
 
 
+def drawn_as(one: EvalSet, sampling: Sampling) -> Sampling:
+    """The settings with a set's temperature and length; at temperature 0 the most likely token
+    alone."""
+    if one.temperature == 0:
+        return replace(sampling, temperature=1.0, top_k=1, max_tokens=one.max_tokens)
+    return replace(sampling, temperature=one.temperature, max_tokens=one.max_tokens)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Within a training run. Functions with a learner are collective: every rank must call them
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,7 +169,7 @@ def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
             else min(cfg.eval_problems, eval_set.task.size)
         )
         indices = list(range(learner.comm.rank, n, learner.comm.size))
-        plain = Sampling(temperature=eval_set.temperature, max_tokens=eval_set.max_tokens)
+        plain = drawn_as(eval_set, Sampling())
         right, _ = solve(
             engine,
             eval_set.task,
@@ -319,8 +327,8 @@ def check_context(one: EvalSet, longest: int, limit: int) -> None:
     )
 
 
-def check(cfg: ModelFlags) -> None:
-    """UserError, one sentence: flags that are wrong on their own."""
+def check(cfg: ModelFlags, greedy: bool = False) -> None:
+    """UserError, one sentence: flags that are wrong on their own. greedy: --temperature may be 0."""
     for name in ("samples", "max_tokens", "quant_group", "problems"):
         if (n := getattr(cfg, name)) is not None:
             need(n >= 1, f"--{name}={n}: must be at least 1")
@@ -328,7 +336,7 @@ def check(cfg: ModelFlags) -> None:
         cfg.model.strip(),
         "--model is empty: name a run folder, a checkpoint or a Hugging Face folder",
     )
-    sampling.check(cfg)
+    sampling.check(replace(cfg, temperature=1.0) if greedy and cfg.temperature == 0 else cfg)
     tasks.check(cfg)
     check_engine(cfg)
 
@@ -375,7 +383,7 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
 
 def evaluate(cfg: EvalFlags) -> dict:
     """Sample, grade, and print pass@k with standard errors, set by set."""
-    check(cfg)
+    check(cfg, greedy=True)
     check_only_samples(cfg)
     setup = open_setup(cfg, PROBLEMS)
     ks = {eval_set.label: ks_of(cfg.k, eval_set.samples) for eval_set in setup.sets}
@@ -417,7 +425,7 @@ def evaluate_set(engine, one: EvalSet, setup: Setup, cfg: EvalFlags, written: Re
     known = written.known[one.label] if written else {}
     todo = [i for i, id in enumerate(ids) if id not in known]
     if todo:
-        sampling = replace(Sampling.of(cfg), temperature=one.temperature, max_tokens=one.max_tokens)
+        sampling = drawn_as(one, Sampling.of(cfg))
         write = written.writer(one, setup.tokenizer, known) if written else None
         request = (one.samples, sampling, cfg.seed, setup.stop_ids)
         right, length = solve(engine, one.task, setup.tokenizer, todo, *request, write)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -116,6 +117,17 @@ class Comm:
             dist.all_reduce(t, op=op)
         return t.tolist()
 
+    def sum_counts(self, counts: dict[str, float]) -> Counter:
+        """Sums over ranks of named counts; ranks may have different names."""
+        if not self.on:
+            return Counter(counts)
+        gathered = [None] * self.size
+        dist.all_gather_object(gathered, dict(counts))
+        total = Counter()
+        for part in gathered:
+            total.update(part)
+        return total
+
     def any(self, condition) -> bool:
         """Whether the condition holds on any rank; all get the same answer."""
         return self.max([bool(condition)])[0] > 0
@@ -205,6 +217,11 @@ class Learner:
         if self.sharded:
             memory.shard(self.models, self.device, self.comm.size, compute)
         memory.fill(self.models, self.device)
+        wrong = optim.not_finite(self.models)
+        need(
+            not wrong,
+            f"the weight {wrong} is not finite: copy the model again, or give a whole checkpoint",
+        )
         if self.comm.on and not self.sharded:
             return nn.parallel.DistributedDataParallel(self.models, gradient_as_bucket_view=True)
         return self.models
@@ -363,7 +380,7 @@ class Learner:
         if self.skipped_in_a_row >= MAX_SKIPS:
             self.error = (
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
-                f"gradient norm {norms['policy']}): lower --lr, or look at --is_cap and --grad_clip"
+                f"gradient norm {norms['policy']}): {self._poison()}"
             )
         if not self.is_finite():
             raise UserError(
@@ -374,6 +391,13 @@ class Learner:
         if self.scaler.is_enabled():
             counts["loss_scale"] = self.scaler.get_scale()
         return out | {name: float(n) for name, n in counts.items()}
+
+    def _poison(self) -> str:
+        """The likely cause of non-finite updates, and the fix."""
+        name = optim.not_finite(self.models)
+        if name:
+            return f"the weight {name} is not finite; start from a whole checkpoint"
+        return "weights and rollouts are finite; lower --lr, or look at --is_cap and --grad_clip"
 
     @torch.no_grad()
     def is_finite(self) -> bool:

@@ -566,14 +566,15 @@ ELSEWHERE = {
     "sync/changed": "share of the engine's tensors with other bytes than at the sync before (sync.py)",
     "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: explained by rounding",
     "sync/MiB": "size of the published tensors",
-    "grade/timeouts": "answers of this rank that could not be graded within --grade_seconds (they earn 0)",
-    "grade/failures": "answers of this rank on which a reward function raised an exception (they earn 0 for it)",
-    "grade/unboxed": "share of this rank's responses without a \\boxed{}, or with one that is cut short",
+    "grade/timeouts": "answers that could not be graded within --grade_seconds (they earn 0)",
+    "grade/failures": "answers on which a reward function raised an exception (they earn 0 for it)",
+    "grade/unboxed": "share of responses without a \\boxed{}, or with one that is cut short",
+    "poisoned": "responses left out of the loss: the engine gave a log-probability that is not finite or above 0",
     "reward/NAME": "mean of each part of --reward, weights aside, where there are several (tasks/rewards.py)",
-    "dynamic_sampling/dropped": "groups of this rank with equal rewards, replaced by other prompts",
+    "dynamic_sampling/dropped": "groups with equal rewards, replaced by other prompts",
     "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",
     "remote/trained": "the account of remote groups, a column for each fate (remote/source.py); remote/*",
-    "rollout_s": "seconds by stage: rollout_s, ref_s, update_s, sync_s, eval_s, save_s",
+    "rollout_s": "seconds by stage: rollout_s, grade_s, ref_s, update_s, sync_s, eval_s, save_s",
 }
 
 

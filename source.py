@@ -22,15 +22,36 @@ from typing import Any
 import numpy as np
 
 import sync
-from rollout import Rollout, request_seed
+from rollout import Response, Rollout, request_seed
 from sampling import Sampling
 from tasks import encode, grade_all, grading_metrics
+
+POSITIVE = 1e-3  # largest log-probability that rounding explains
 
 
 def has_spread(group: Rollout) -> bool:
     """Whether the group's responses earned different rewards: only then is there an advantage to
     learn from."""
     return len({r.reward for r in group.responses}) > 1
+
+
+def set_aside_if_poisoned(r: Response) -> bool:
+    """Leave a response out of the loss if the engine gave one of its tokens a log-probability that
+    is not finite or above 0; its numbers become 0. Whether that was so.
+
+    One such token would make the loss of the whole batch NaN."""
+    listed = r.topk_logp  # -inf there: a token that truncation does not allow
+    if (
+        np.isfinite(r.logp_inf).all()
+        and (r.logp_inf <= POSITIVE).all()
+        and not np.isnan(listed).any()
+        and (listed <= POSITIVE).all()
+    ):
+        return False
+    r.loss_mask = np.zeros_like(r.loss_mask)
+    r.logp_inf = np.zeros_like(r.logp_inf)
+    r.topk_logp = np.full_like(listed, -np.inf)
+    return True
 
 
 @contextmanager
@@ -71,7 +92,8 @@ class LocalSource:
     def __post_init__(self):
         self.stop_ids = self.stop_ids or [self.tokenizer.eos_token_id]
         self.no_spread = 0  # groups that were dropped for it since the last `metrics`
-        self.graded = Counter()  # counts of grading since the last `metrics`
+        self.counts = Counter()  # of grading and poisoned responses, since the last `metrics`
+        self.grading_seconds = 0.0  # since the start
         # whether `publish` wants low-bit tensors (quant.for_engine)
         self.packed = self.engine.packed
         self.incarnation = 0
@@ -155,8 +177,11 @@ class LocalSource:
         groups = self.engine.generate(
             prompts, seeds, self.sampling, self.topk, self.stop_ids, self.max_allowed
         )
+        graded_from = time.perf_counter()
         # not +=, which drops counts of 0 and less
-        self.graded.update(grade_all(self.task, self.tokenizer, problems, groups))
+        self.counts.update(grade_all(self.task, self.tokenizer, problems, groups))
+        self.grading_seconds += time.perf_counter() - graded_from
+        self.counts["poisoned"] += sum(set_aside_if_poisoned(r) for group in groups for r in group)
         end = time.time()
         rollouts = []
         for uid, problem, prompt, responses in zip(uids, problems, prompts, groups, strict=True):
@@ -187,13 +212,18 @@ class LocalSource:
         self.engine.load(named_tensors)
         return self.engine
 
-    def metrics(self) -> dict[str, float]:
-        """The last weight sync, and how grading went; empty when that was reported before."""
+    def metrics(self, summed=Counter) -> dict[str, float]:
+        """The last weight sync, and how grading went; empty when that was reported before.
+
+        summed: sums named counts over ranks (Comm.sum_counts); by default those of this rank."""
         synced, self.synced = self.synced, None
-        values, self.graded = grading_metrics(self.graded), Counter()
+        counts = summed({**self.counts, "no_spread": self.no_spread})
+        self.counts, self.no_spread = Counter(), 0
+        values = grading_metrics(counts)
+        if counts["poisoned"]:
+            values["poisoned"] = float(counts["poisoned"])
         if self.resample:
-            values["dynamic_sampling/dropped"] = float(self.no_spread)
-            self.no_spread = 0
+            values["dynamic_sampling/dropped"] = float(counts["no_spread"])
         if synced is None:
             return values
         known = {

@@ -78,12 +78,12 @@ class Training(Session):
             source.publish(learner.version, published)
         # 2. roll out: whole groups, sampled and graded
         n = self.groups_per_update
-        with timer(self.clock, "rollout_s"):
+        with self.rolling_out():
             groups = source.next(n * self.updates_per_rollout, learner.version, self.signals)
         if self.comm.any(not groups):  # a rank waited in vain for remote samplers
             source.give_back()
             return False
-        self.values |= source.metrics()
+        self.values |= source.metrics(self.comm.sum_counts)
         # 3. the ref pass, where the objective must know p_ref before the first update
         if "ref" in objectives.passes_needed(
             learner.cfg, self.controllers, self.updates_per_rollout

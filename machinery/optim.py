@@ -49,6 +49,18 @@ def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
     return optimizers
 
 
+@torch.no_grad()
+def not_finite(model) -> str:
+    """The name of the first weight with a value that is no finite number; "" if there is none."""
+    named = {name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()}
+    named = {name: x for name, x in named.items() if x.numel() and not x.is_meta}
+    if not named:
+        return ""
+    largest = torch.stack(torch._foreach_norm(list(named.values()), torch.inf))
+    wrong = (~largest.isfinite()).nonzero()
+    return list(named)[int(wrong[0])] if len(wrong) else ""
+
+
 def learning(model) -> list:
     """The parameters that learn: all, or with LoRA the adapters."""
     return [p for p in model.parameters() if p.requires_grad]

@@ -223,7 +223,7 @@ def time_lines(rows: list[dict]) -> list[str]:
     """Seconds of each stage of the loop, and of all."""
     lines = ["time by stage, seconds"]
     total = 0.0
-    for stage in ("rollout_s", "ref_s", "auto_s", "update_s", "sync_s", "eval_s", "save_s"):
+    for stage in ("rollout_s", "grade_s", "ref_s", "update_s", "sync_s", "eval_s", "save_s"):
         spent = sum(row.get(stage, 0.0) for row in rows)
         total += spent
         if spent:

@@ -538,6 +538,10 @@ WARNINGS = {
         "are cut, and an effective sample size near 1 is false; sequence weights correct nothing at this length "
         "(rollout_corr/t_max)"
     ),
+    "poisoned": (
+        "the engine gave a log-probability that is not finite or above 0: such responses are left out of the loss; try "
+        "--rollout_dtype=float32 or another --rollout_quant if it goes on (the metric `poisoned` counts them)"
+    ),
     "no_reward": (
         "every reward of an update is 0, and nothing is learned from it: look at responses (python -m machinery.plot "
         "--samples=RUN), at --max_tokens, and at --answer and the prompt where right answers are not found"

@@ -127,6 +127,12 @@ class Session:
     def check_agreement(self, batch) -> None:
         """Once a run, on fresh rollouts: do learner and engine compute one policy?"""
         self.to_check = False
+        poisoned = self.values.get("poisoned", 0.0)
+        need(
+            poisoned < self.cfg.rollout_batch / 2,
+            f"of the first {self.cfg.rollout_batch} responses {poisoned:.0f} have log-probabilities from the engine "
+            "that are not finite or above 0; use --rollout_dtype=float32, or another --rollout_quant",
+        )
         warning = check_agreement(self.cfg, self.learner.agreement(batch))
         if warning and self.comm.rank == 0:
             tqdm.write(f"warning: {warning}", file=sys.stderr)
@@ -136,6 +142,16 @@ class Session:
         if self.log:
             self.log.write(self.step - 1, values | self.read_clock())
         self.unwritten = None
+
+    @contextmanager
+    def rolling_out(self):
+        """Time of a roll-out, and of the grading in it."""
+        before = getattr(self.source, "grading_seconds", 0.0)
+        with timer(self.clock, "rollout_s"):
+            yield
+        graded = getattr(self.source, "grading_seconds", 0.0) - before
+        self.clock["rollout_s"] -= graded
+        self.clock["grade_s"] = self.clock.get("grade_s", 0.0) + graded
 
     def write_samples(self, groups) -> None:
         """A response of each of these groups, whole, with the gap between policy and sampler at

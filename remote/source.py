@@ -412,7 +412,7 @@ class RemoteSource:
         """The account so far, in a few words."""
         return ", ".join(f"{n} {fate}" for fate, n in self.counts.items() if n) or "none came"
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, summed=None) -> dict[str, float]:
         """The account and the traffic, summed over ranks; collective."""
         local = {fate: self.counts[fate] for fate in FATES}
         local |= {kind: self.hub.counts[kind] for kind in TRAFFIC}

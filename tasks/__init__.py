@@ -20,6 +20,7 @@ from pathlib import Path
 
 from config import Config, PromptFlags, SampleFlags, TaskFlags
 from machinery.flags import from_environment, need, read_json
+from sampling import COLDEST
 from tasks import arith, builtin, prompts, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
 from tasks.data import (
@@ -114,7 +115,7 @@ SETTINGS = {
     "temperature": float,
     "max_tokens": int,
 }
-SMALLEST = {"samples": 1, "temperature": 0.01, "max_tokens": 1}
+SMALLEST = {"samples": 1, "temperature": 0, "max_tokens": 1}  # temperature 0: greedy
 
 
 def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
@@ -130,7 +131,14 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
         replace(eval_set, label=label_of(eval_set.task.name, whole=seen[eval_set.label] > 1))
         for eval_set in sets
     ]
+    # greedy responses to a problem are all the same
+    sets = [one if one.temperature else replace(one, samples=1) for one in sets]
     labels = [eval_set.label for eval_set in sets]
+    for one in sets:
+        need(
+            one.temperature == 0 or one.temperature >= COLDEST,
+            f"--{flag}={getattr(cfg, flag)}: temperature={one.temperature} must be 0, or at least {COLDEST}",
+        )
     need(
         len(set(labels)) == len(labels),
         f"--{flag}={getattr(cfg, flag)}: two sets of one name; rename a file",

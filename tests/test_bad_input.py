@@ -71,7 +71,7 @@ ROWS = [
 --clip_low=inf | --clip_low=inf: must be finite
 --clip_low=-0.1 | --clip_low=-0.1 --clip_high=0.28: must not be negative
 --clip_high=-1 | --clip_low=0.2 --clip_high=-1.0: must not be negative
---temperature=0 | --temperature=0.0: must be at least 0.01
+--temperature=1e-3 | --temperature=0.001: must be at least 0.01
 --temperature=inf | --temperature=inf: must be finite
 --top_p=0 | --top_p=0.0: a probability mass in (0, 1]; 1 keeps all tokens
 --top_p=1.1 | --top_p=1.1: a probability mass in (0, 1]; 1 keeps all tokens
@@ -636,7 +636,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --out=file/x.json | --out=file/x.json: ... is a file, not a folder; name another place
 --out=read_only/x.json | --out=read_only/x.json: ... cannot be written; name another place
 --out=/proc/x.json | --out=/proc/x.json: /proc cannot be written; name another place
---temperature=0 | --temperature=0.0: must be at least 0.01
+--temperature=1e-3 | --temperature=0.001: must be at least 0.01
 --top_p=2 | --top_p=2.0: a probability mass in (0, 1]; 1 keeps all tokens
 --top_k=300 | --top_k=300: larger than the vocabulary ... 256 tokens; 0 keeps all
 --stop=zzz | --stop=zzz: not one token of the model's ... give tokens, such as <|im_end|>, separated by commas

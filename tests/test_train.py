@@ -981,13 +981,13 @@ def test_every_checkpoint_of_a_run_is_evaluated_beside_it(solvers, tmp_path, tra
 def test_the_report_ends_with_the_last_evaluation_of_each_model_and_times_every_stage():
     """A follower may find the policy of the last checkpoint, and its actor gone."""
     first = {"eval/policy_pass@1": 0.25, "eval/policy_se": 0.5, "eval/actor_pass@1": 0.75, "eval/actor_se": 0.125}
-    rows = [{"update_s": 2.0}, first, {"auto_s": 4.5, "save_s": 1.0}, {**first, "eval/policy_pass@1": 0.5}]
+    rows = [{"update_s": 2.0}, first, {"grade_s": 4.5, "save_s": 1.0}, {**first, "eval/policy_pass@1": 0.5}]
     del rows[-1]["eval/actor_pass@1"]
     policy, actor = (line.split() for line in plot.evaluation_lines(rows))
     assert policy[-8:] == ["25.0", "+-", "50.0", "%", "50.0", "+-", "50.0", "%"]
     assert actor[-8:] == ["75.0", "+-", "12.5", "%", "75.0", "+-", "12.5", "%"]
     times = dict(line.split() for line in plot.time_lines(rows)[1:])
-    assert times == {"auto": "4.5", "update": "2.0", "save": "1.0", "total": "7.5"}
+    assert times == {"grade": "4.5", "update": "2.0", "save": "1.0", "total": "7.5"}
 
 
 def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
