@@ -210,6 +210,9 @@ Quant = Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
 LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
 
 
+COLDEST = 0.01  # lowest temperature above 0: vLLM takes a lower one for this one, and is silent
+
+
 @dataclass(frozen=True)
 class SamplingFlags:
     """Sampling"""
@@ -360,8 +363,8 @@ class OptimizerFlags:
     """Updates of linear warm-up; below 1 a share of --steps (0.03: 3 %, rounded up)."""
     weight_decay: float = 0.0
     """Decoupled weight decay, of AdamW and Muon."""
-    grad_clip: float = 0.3
-    """Largest gradient norm, each model on its own."""
+    grad_clip: float | None = None
+    """Largest gradient norm, each model on its own (default 1; embedded models 0.3)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Learner's compute type (embedded models float32); the 16-bit ones are autocast over float32
     weights, float16 with a loss scaler."""
@@ -555,7 +558,7 @@ HARMLESS = {
 
 # defaults of the embedded models, and the values that an error proposes for other models
 EMBEDDED = {"task": "arith", "max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
-EMBEDDED["rollout_dtype"] = "float32"
+EMBEDDED |= {"rollout_dtype": "float32", "grad_clip": 0.3}
 PROPOSED = {
     "task": "hf:openai/gsm8k@main/train",
     "max_tokens": 4096,

@@ -141,7 +141,8 @@ def icepop(log_r, rs_low=0.5, rs_high=5.0, clamp=CLAMP):
 
 
 def areal_drop(log_r, is_cap=5.0, clamp=CLAMP):
-    """weight r, tokens with r > C dropped. TIS text on AReaL; TRL's token_mask."""
+    """weight r, tokens with r > C dropped. TRL's token_mask. TIS says that AReaL drops the whole
+    sample: --objective=is --reject=seq_max:0:5."""
     r = token_ratio(log_r, clamp)
     return r, (r <= is_cap).to(r.dtype)
 
@@ -217,13 +218,13 @@ def soft_kernel(seq_log_r, k, lam):
     return (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()
 
 
-def geo_rs(log_r, mask, rs_low=0.9, rs_high=1.1, clamp=CLAMP):
+def geo_rs(log_r, mask, rs_low=0.999, rs_high=1.001, clamp=CLAMP):
     """weight 1, responses outside low <= exp(mean log r) <= high dropped. Praxis; verl, SkyRL."""
     keep = inside(geo_ratio(log_r, mask, clamp), rs_low, rs_high)
     return torch.ones_like(keep), keep
 
 
-def geo_rs_seq_tis(log_r, mask, is_cap=4.0, rs_low=0.9, rs_high=1.1, is_floor=0.0, clamp=CLAMP):
+def geo_rs_seq_tis(log_r, mask, is_cap=4.0, rs_low=0.999, rs_high=1.001, is_floor=0.0, clamp=CLAMP):
     """weight min(R, C) on the responses that geo_rs keeps. Praxis; verl."""
     weight, _ = seq_tis(log_r, mask, is_cap, is_floor, clamp)
     _, keep = geo_rs(log_r, mask, rs_low, rs_high, clamp)

@@ -119,6 +119,18 @@ MISMATCH = [
         lambda v: v.gap.amax(1),
         "|p_inf - p_ref|: maximum over a response, mean over responses (TIS)",
     ),
+    Max(
+        "rollout_corr/largest_mismatch",
+        responses,
+        lambda v: v.gap.amax(1),
+        "|p_inf - p_ref|: maximum over the batch (TIS Figures 1 to 3)",
+    ),
+    Mean(
+        "rollout_corr/mismatch_above_half",
+        responses,
+        lambda v: v.gap.amax(1) > 0.5,
+        "share of responses with a token of |p_inf - p_ref| > 0.5 (TIS Figures 7 and 8)",
+    ),
     Mean(
         "rollout_corr/ppl_ratio",
         responses,

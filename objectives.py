@@ -430,7 +430,8 @@ def loss(new, batch, stats: StepStats, cfg: Config):
         unreduced = unreduced - cfg.entropy_coef * new.entropy
     if cfg.cppo_beta:
         sampler_kl = corrections.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
-        scale = 1.0 if cfg.cppo_kl == "k2" else per_response_scale(batch.mask, stats, cfg)
+        k2 = cfg.cppo_kl == "k2"
+        scale = 1.0 if k2 else per_response_scale(batch.mask, stats, cfg, sampler_kl.dtype)
         unreduced = unreduced + cfg.cppo_beta * sampler_kl * scale
         logs = {**logs, "cppo_kl": sampler_kl.detach()}
     if cfg.ratio_base in ("inf", "group"):  # the ratio itself is the weight: say so in the metrics
@@ -525,10 +526,10 @@ def reduce(unreduced, mask, stats: StepStats, cfg: Config):
     return (unreduced / per_token).sum() / stats.sequences
 
 
-def per_response_scale(mask, stats: StepStats, cfg: Config):
+def per_response_scale(mask, stats: StepStats, cfg: Config, dtype):
     """(B, 1): factor that turns the chosen reduction into the mean over responses of their token
     means."""
-    share = mask.sum(1, keepdim=True).clamp_min(1)
+    share = mask.sum(1, keepdim=True).clamp_min(1).to(dtype)
     if cfg.reduction == "token-mean":
         return stats.tokens / (stats.sequences * share)
     return 1.0 if cfg.reduction == "seq-mean-token-mean" else cfg.max_tokens / share

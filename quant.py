@@ -60,7 +60,7 @@ class Format:
         return quantize(weight, self.qmax, self.dtype, self.group, self.scales)
 
 
-def format_of(name: str, group: int = 128) -> Format | None:
+def format_of(name: str, group: int = 64) -> Format | None:
     """The format of a value of --rollout_quant or --learner_quant; None for "none"."""
     if name == "none":
         return None

@@ -26,12 +26,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from config import Config, RolloutFlags, SamplingFlags
+from config import COLDEST, Config, RolloutFlags, SamplingFlags
 from machinery.flags import UserError, need
 
-COLDEST = (
-    0.01  # vLLM samples at this temperature when it is asked for a lower one, and does not say so
-)
 KEPT_MAX = 256  # largest set of allowed tokens that is recorded where top_p or min_p alone truncate
 
 

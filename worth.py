@@ -64,8 +64,9 @@ from source import LocalSource
 
 ROWS = (
     "none; is; tis is_cap=2; tis is_cap=3; tis is_cap=8; icepop; seq_is; seq_tis is_cap=1; seq_tis is_cap=2; "
-    "seq_tis is_cap=4; seq_mis; geo_rs; prefix_tis is_cap=1; prefix_tis is_cap=2; prefix_tis is_cap=4; retrace; "
-    "retrace_seq; spare; z_tis; jackpot obrs_mode=mask; jackpot; jackpot obrs_mask=expected"
+    "seq_tis is_cap=4; seq_mis; geo_rs rs_low=0.9 rs_high=1.1; prefix_tis is_cap=1; prefix_tis is_cap=2; "
+    "prefix_tis is_cap=4; retrace; retrace_seq; spare; z_tis; jackpot obrs_mode=mask; jackpot; "
+    "jackpot obrs_mask=expected"
 )
 OF_ROWS = {f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)}
 STEP = 0.005  # root mean square change of log-probabilities by a shift of the weights, nats

@@ -360,7 +360,11 @@ def check_folder(cfg: RunFlags) -> None:
         f"--out={cfg.out}: a file, not a folder; name another one",
     )
     encodable = cfg.out.encode("utf-8", "surrogateescape").decode("utf-8", "replace") == cfg.out
-    need(encodable, f"--out={ascii(cfg.out)}: not a name in UTF-8; name another folder")
+    need(
+        encodable,
+        f"--out={ascii(cfg.out)}: not a name in UTF-8, or a locale without UTF-8 (set LC_ALL=C.UTF-8); name another "
+        "folder",
+    )
     for part in ("checkpoints", "versions"):
         in_the_way = (folder / part).exists() and not (folder / part).is_dir()
         need(

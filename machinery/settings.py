@@ -133,7 +133,7 @@ def resolve_open(cfg: Config) -> Config:
     checks."""
     if cfg.model.startswith("base:"):
         cfg = fill(cfg, EMBEDDED)
-    cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
+    cfg = fill(cfg, {"rollout_dtype": cfg.dtype, "grad_clip": 1.0})
     cfg = fill(cfg, corrections.still_read(presets.OBJECTIVES.get(cfg.objective, {}), cfg))
     cfg = fill(cfg, presets.DEFAULTS)
     cfg = fill(cfg, objectives.default_bounds(cfg))

@@ -8,7 +8,7 @@ import numpy as np
 
 from model import FLOOR
 
-PIECES = 4  # the control: pieces into which a long response is divided
+PIECES = 5  # the control: pieces into which a long response is divided
 EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]  # tokens
 
 

@@ -291,7 +291,12 @@ praxis = Study(
     groups={
         "T 1": rows_of(FIRST, "long", THREE)
         | rows_of(
-            (0,), "long", {"Seq-MIS": dict(objective="seq_mis"), "Geo-RS": dict(objective="geo_rs")}
+            (0,),
+            "long",
+            {
+                "Seq-MIS": dict(objective="seq_mis"),
+                "Geo-RS": dict(objective="geo_rs", rs_low=0.9, rs_high=1.1),
+            },
         ),
         "T 0.4": rows_of((0,), "long", THREE, temperature=0.4),
         "T 0.7, top-p 0.8, top-k 20": rows_of(

@@ -18,9 +18,8 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from config import Config, PromptFlags, SampleFlags, TaskFlags
+from config import COLDEST, Config, PromptFlags, SampleFlags, TaskFlags
 from machinery.flags import from_environment, need, read_json
-from sampling import COLDEST
 from tasks import arith, builtin, prompts, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
 from tasks.data import (

@@ -72,8 +72,8 @@ USUAL = {
     "seq_tis": Bounds(cap=4.0),
     "prefix_tis": Bounds(cap=1.0),
     "seq_mis": Bounds(high=4.0),
-    "geo_rs": Bounds(low=0.9, high=1.1),
-    "geo_rs_seq_tis": Bounds(cap=4.0, low=0.9, high=1.1),
+    "geo_rs": Bounds(low=0.999, high=1.001),
+    "geo_rs_seq_tis": Bounds(cap=4.0, low=0.999, high=1.001),
     "tbpo_mismatch": Bounds(cap=2.0),
 }
 

@@ -96,7 +96,7 @@ def corrected(new, batch, **flags):
         ("icepop", {"rs_low": 0.1, "rs_high": 3.0, "veto": 0.6}, [[2, 0.5, 1], [4, 4, 4]], 0),
         ("is", {"log_ratio_clamp": LN(3)}, [[2, 0.5, 1], [3, 3, 3]], 1),
         ("seq_is", {"log_ratio_clamp": LN(9)}, [[1, 1, 1], [9, 9, 9]], 1),
-        ("geo_rs", {"log_ratio_clamp": LN(1.05)}, 1, 1),
+        ("geo_rs", {"log_ratio_clamp": LN(1.05), "rs_high": 1.1}, 1, 1),
     ],
 )
 def test_corrections_by_hand(name, flags, weight, keep):

@@ -124,6 +124,10 @@ def test_numbers_by_hand():
     gaps = [abs(p / x - p) for x in r]
     assert m["rollout_corr/mean_mismatch"] == pytest.approx(sum(gaps) / 6)
     assert m["rollout_corr/max_mismatch"] == pytest.approx((max(gaps[:3]) + max(gaps[3:])) / 2)
+    assert m["rollout_corr/largest_mismatch"] == pytest.approx(max(gaps))
+    assert m["rollout_corr/mismatch_above_half"] == 0.0
+    far = measured([[-LN(4)] * 3, [0.0] * 3])  # gaps of 3 e^-1 and of 0
+    assert far["rollout_corr/mismatch_above_half"] == 0.5
     assert m["rollout_corr/ppl_ratio"] == pytest.approx((1 + 1 / 4) / 2)
     assert m["rollout_corr/t_max"] == math.inf
     assert m["rollout_corr/seq_weight/16"] == pytest.approx(32.5)
@@ -577,6 +581,8 @@ def mismatch(trained, cfg) -> dict:
         perplexity.append(exp_clamped(-mean(log_r(t) for t in r.trained), cfg))
     out["rollout_corr/mean_mismatch"] = mean(means)
     out["rollout_corr/max_mismatch"] = mean(largest)
+    out["rollout_corr/largest_mismatch"] = max(largest)
+    out["rollout_corr/mismatch_above_half"] = mean(float(gap > 0.5) for gap in largest)
     out["rollout_corr/ppl_ratio"] = mean(perplexity)
     out["rollout_corr/t_max"] = math.inf
     if out["rollout_corr/kl"] > 0:

@@ -115,30 +115,31 @@ def test_the_floor_of_an_engine(folders):
 
 
 def test_the_control_by_hand():
-    """Two prompts with full responses and one without: pieces of 2, long ones of 8."""
-    long, short = np.zeros((3, 8)), np.zeros((12, 2))
+    """Two prompts with full responses and one without: pieces of 2, long ones of 10."""
+    long, short = np.zeros((3, 10)), np.zeros((15, 2))
     long[:, 1] = 0.1
-    long[:, 7] = [0.4, 0.6, 0.9]
+    long[:, 9] = [0.4, 0.6, 0.9]
     short[0, 1] = 0.2
     short[3, 0] = 0.3
-    short[4:8, 0] = 0.05
-    lengths = np.full(12, 2)
-    lengths[11] = 1  # the third prompt has a short one that ended early
-    c = gaps.control(long, np.array([8, 8, 8]), short, lengths, 2)
+    short[5:10, 0] = 0.05
+    lengths = np.full(15, 2)
+    lengths[14] = 1  # the third prompt has a short one that ended early
+    c = gaps.control(long, np.array([10, 10, 10]), short, lengths, 2)
     assert c["prompts"] == 2
-    assert c["one_short"][0] == pytest.approx(0.125) and c["4_short"][0] == pytest.approx(0.175)
+    assert c["one_short"][0] == pytest.approx(0.125) and c["5_short"][0] == pytest.approx(0.175)
     assert c["long_beginning"][0] == pytest.approx(0.1) and c["long"] == pytest.approx([0.5, 0.1])
-    assert gaps.control(long, np.array([8, 7, 7]), short, lengths, 2) is None
+    assert gaps.control(long, np.array([10, 9, 9]), short, lengths, 2) is None
 
 
 def test_verdicts_where_the_answer_is_known():
     rng = np.random.default_rng(0)
     assert all(viable(judged(np.zeros((50, 10)))).values())
-    assert all(viable(judged(0.02 * rng.standard_normal((400, 20)) - 0.0002, kl=2e-4)).values())
+    close = viable(judged(0.02 * rng.standard_normal((400, 20)) - 0.0002, kl=2e-4))
+    assert [name for name, holds in close.items() if not holds] == ["geo_rs"]  # means of 20 tokens: +- 0.0045
 
     s = 0.3  # log-normal: chi2 = e^(s^2) - 1 a token, KL = s^2 / 2
     long = judged(s * rng.standard_normal((400, 200)) - s * s / 2, kl=s * s / 2)
-    token_level = {"none": False, "tis": True, "jackpot": True, "geo_rs": True}
+    token_level = {"none": False, "tis": True, "jackpot": True, "geo_rs": False}
     response_level = ["seq_is", "seq_tis", "seq_tis, C = 1", "prefix_tis", "retrace_seq", "seq_mis"]
     assert viable(long) == {**token_level, **dict.fromkeys(response_level, False)}
     assert "200 x 0.045 = 9 of the clamp's 20" in long["seq_is"]["why"]
@@ -273,7 +274,7 @@ def test_the_probe_asks_for_the_precision_and_its_engine_has_it(folders, tmp_pat
         return SimpleNamespace(as_dict=dict)
 
     monkeypatch.setattr(probe_command, "probe", watched)
-    monkeypatch.setattr(warmstart, "base_model", lambda name, cfg: str(folders / "policy"))
+    monkeypatch.setattr(warmstart, "base_model", lambda flag, name, cfg: str(folders / "policy"))
     common = ["--rollout=hf", "--max_tokens=8"]
     own = [*common, f"--model={folders / 'policy'}"]
     with pytest.raises(

@@ -39,6 +39,8 @@ class Host:
         self.current = None  # the device of this process; None: nobody has set one
         patch.setattr(learner_module, "LOCAL_RANK", rank)
         patch.setattr(learner_module, "WORLD_SIZE", 8)
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "0")
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: gpus)
         patch.setattr(torch.cuda, "set_device", self.set_device)

@@ -566,14 +566,25 @@ def test_a_checkpoint_that_cannot_be_written_is_said_at_the_next_boundary(
 
 
 @SEVERAL_PROCESSES
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
-def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path, number):
+def test_a_closed_terminal_saves_too(solvers, tmp_path):
+    out = tmp_path / "run"
+    process = start(flags(solvers, out, save_every=0, steps=500))
+    wait_for(out, 1, process)
+    process.send_signal(signal.SIGHUP)
+    code, text, err = finish(process)
+    assert code == 128 + signal.SIGHUP, err[-3000:]
+    done = len(read_metrics(out)) - 1
+    assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:06d}"] and done < 500
+
+
+@SEVERAL_PROCESSES
+def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
     out = tmp_path / "run"
     process = start(flags(solvers, out, save_every=0))
     wait_for(out, 1, process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     code, text, err = finish(process)
-    assert code == 128 + number, err[-3000:]
+    assert code == 128 + signal.SIGTERM, err[-3000:]
     assert "saved: go on with --resume" in text
     done = len(read_metrics(out)) - 1
     assert 2 <= done < 6

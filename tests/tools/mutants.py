@@ -202,7 +202,7 @@ MUTANTS = {
     "objectives.py": [
         ('{"tbpo_neg_high": math.inf}', "{}"),
         ('several = updates > 1 and cfg.ref_from == "pass"', "several = updates > 1"),
-        ('scale = 1.0 if cfg.cppo_kl == "k2" else', "scale ="),
+        ("scale = 1.0 if k2 else", "scale ="),
         ("    return x * x / 2 if", "    return x.abs() if"),
         ("x = logp_start - logp\n", "x = logp - logp_start\n"),
         ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
@@ -413,8 +413,8 @@ MUTANTS = {
         ),
         ("age = [[version - g.version,", "age = [[g.version,"),
         (
-            "mask=pad([r.loss_mask for r in responses], T, fill=False)",
-            "mask=pad([r.loss_mask | True for r in responses], T, fill=False)",
+            "return np.zeros_like(r.loss_mask) if masked else r.loss_mask",
+            "return np.zeros_like(r.loss_mask) if masked else r.loss_mask | True",
         ),
         ("np.where(listed, -np.inf, r.logp_inf)", "r.logp_inf"),
         ("kth = [\n        np.exp(r.topk_logp[:, -1])", "kth = [np.exp(r.topk_logp[:, 0])"),
