@@ -440,6 +440,9 @@ class PromptFlags:
     """auto: the tokenizer's, where it has one; off: none; or a file of Jinja."""
     chat_kwargs: str = ""
     """Arguments of the chat template, NAME=VALUE with commas, such as enable_thinking=false."""
+    chat_date: str = ""
+    """Date that a chat template writes (YYYY-MM-DD), the same after a resume and on every sampler;
+    default: the day on which the run began, in UTC."""
     max_prompt_tokens: int = 0
     """Drop, and count, problems with a longer prompt; 0: keep all."""
 

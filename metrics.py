@@ -581,6 +581,8 @@ ELSEWHERE = {
     "grade/timeouts": "answers that could not be graded within --grade_seconds (they earn 0)",
     "grade/failures": "answers on which a reward function raised an exception (they earn 0 for it)",
     "grade/unboxed": "share of responses without a \\boxed{}, or with one that is cut short",
+    "grade/exact": "share of responses whose last number is the gold answer, where this is a plain number",
+    "grade/inexact": "share of them that `math` accepts though their last number is another; a warning above 0.2",
     "poisoned": "responses left out of the loss: the engine gave a log-probability that is not finite or above 0",
     "reward/NAME": "mean of each part of --reward, weights aside, where there are several (tasks/rewards.py)",
     "dynamic_sampling/dropped": "groups with equal rewards, replaced by other prompts",

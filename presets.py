@@ -195,6 +195,11 @@ FRAMEWORKS |= {"OpenRLHF, NeMo-RL": OTHERS}
 OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
 
 
+# configs/papers: the complete settings of the paper that an objective is named after
+RECIPES = {"jackpot": "jackpot", "tis": "tis_dapo", "gepo": "heterorl", "tbpo": "qarl"}
+RECIPES |= {"seq_tis": "praxis", "geo_rs": "praxis", "seq_mis": "praxis", "grpo": "heterorl"}
+
+
 def called(cfg: dict) -> str:
     """Name of a run: its preset, and the axes that differ from the preset. cfg: all flags, by
     name."""

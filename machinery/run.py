@@ -37,7 +37,7 @@ from delay import DelaySource
 from learner import LOCAL_RANK
 from machinery import checkpoint, warmstart
 from machinery.flags import UserError, is_hub_id, need
-from machinery.settings import digest_of_flags
+from machinery.settings import digest_of_flags, unlike_paper
 from model import exact, lora, memory
 from model.engines import make_engine, sleep_level
 from model.memory import unread
@@ -181,6 +181,8 @@ def open_run(cfg: config.Config, comm) -> Run:
         cfg = dataclasses.replace(
             cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)
         )
+    if comm.rank == 0:
+        print(unlike_paper(cfg), end="")
     chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
     return Run(
         cfg,
@@ -535,8 +537,13 @@ def common_tokenizer(cfg: RunFlags, policy: str, actor: str | None):
 # metrics.jsonl
 # ---------------------------------------------------------------------------------------------------------------------
 
-# printed once a run, when the metric is above 0
+ABOVE = {"grade/inexact": 0.2}  # limits of WARNINGS other than 0
+# printed once a run, when the metric is above its limit
 WARNINGS = {
+    "grade/inexact": (
+        "a fifth of the responses are graded right though their last number is not the gold answer: the policy may "
+        "learn the grader and not the task; read them (python -m machinery.plot --samples=RUN), and use --answer=boxed"
+    ),
     "rollout_corr/seq_false_ess": (
         "more than half of the responses stand at the clamp of --log_ratio_clamp: their weights are equal because they "
         "are cut, and an effective sample size near 1 is false; sequence weights correct nothing at this length "
@@ -594,7 +601,7 @@ class Log:
         )
         self.file.flush()
         for name in WARNINGS.keys() - self.said:
-            if values.get(name, 0) > 0:
+            if values.get(name, 0) > ABOVE.get(name, 0):
                 self.said.add(name)
                 tqdm.write(f"warning: update {step + 1}: {WARNINGS[name]}", file=sys.stderr)
         if self.wandb:

@@ -11,7 +11,8 @@ import hashlib
 import importlib.util
 import json
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -23,7 +24,17 @@ import presets
 import quant
 import sampling
 import tasks
-from config import EMBEDDED, FIELDS, HARMLESS, PROPOSED, Config, EngineFlags
+from config import (
+    EMBEDDED,
+    FIELDS,
+    HARMLESS,
+    PROPOSED,
+    Config,
+    DelayFlags,
+    EngineFlags,
+    LossFlags,
+    StalenessFlags,
+)
 from machinery import flags
 from machinery.flags import UserError, choice, need
 from model import exact, lora
@@ -137,6 +148,8 @@ def resolve_open(cfg: Config) -> Config:
     cfg = fill(cfg, corrections.still_read(presets.OBJECTIVES.get(cfg.objective, {}), cfg))
     cfg = fill(cfg, presets.DEFAULTS)
     cfg = fill(cfg, objectives.default_bounds(cfg))
+    if not cfg.chat_date:
+        cfg = replace(cfg, chat_date=str(datetime.now(UTC).date()))
     if cfg.actor == "auto":
         cfg = replace(cfg, actor="base:actor" if cfg.model.startswith("base:policy") else "none")
     if cfg.obrs_z == "auto":
@@ -147,6 +160,31 @@ def resolve_open(cfg: Config) -> Config:
         clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo") and cfg.clip_high < float("inf")
         cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else 3.0)
     return cfg
+
+
+def unlike_paper(cfg: Config) -> str:
+    """A line with the flags of the loss and of delays in which a run differs from the paper that
+    its objective is named after; "" without such a paper or difference.
+
+    For delays only where samplers are delayed: GRPO is HeteroRL's baseline there alone."""
+    delayed = cfg.delay != "none" or cfg.samplers != "local"
+    name = presets.RECIPES.get(cfg.objective)
+    if name is None or (name == "heterorl" and not delayed):
+        return ""
+    path = Path(__file__).resolve().parent.parent / "configs" / "papers" / f"{name}.toml"
+    paper = flags.read_toml(Config, str(path))
+    if cfg.objective == "grpo":  # another row of the same table
+        paper |= {"ratio_base": "inf"}
+    groups = (LossFlags, DelayFlags, StalenessFlags) if delayed else (LossFlags,)
+    compared = {f.name for group in groups for f in fields(group)} - {"kappa"}
+    differs = [
+        f"--{key}={getattr(cfg, key)} ({value})"
+        for key, value in paper.items()
+        if key in compared and getattr(cfg, key) != value
+    ]
+    if not differs:
+        return ""
+    return f"{cfg.objective}, with the paper's values in brackets (configs/papers/{name}.toml): {' '.join(differs)}\n"
 
 
 def fill(cfg: Config, values: dict) -> Config:

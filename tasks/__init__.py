@@ -316,7 +316,8 @@ def as_trained(cfg: Config, given: set[str]):
         }
     asked = {name: value for name, value in of_run.items() if value != getattr(cfg, name)}
     if asked:
-        print(f"as in {cfg.model}: {' '.join(f'--{k}={v}' for k, v in asked.items())}")
+        told = [f"--{k}={v}" for k, v in asked.items() if k != "chat_date"]
+        print(f"as in {cfg.model}: {' '.join(told)}" if told else "", end="\n" if told else "")
     return replace(cfg, **asked)
 
 
@@ -397,5 +398,8 @@ def grading_metrics(counts: Counter) -> dict[str, float]:
     }
     if "unboxed" in counts:  # where `math` grades
         values["grade/unboxed"] = counts["unboxed"] / n
+    if counts["plain"]:
+        values["grade/exact"] = counts["exact"] / counts["plain"]
+        values["grade/inexact"] = counts["right_inexact"] / counts["plain"]
     parts = {name: total / n for name, total in counts.items() if name.startswith("reward/")}
     return values | (parts if len(parts) > 1 else {})

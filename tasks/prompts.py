@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from config import PromptFlags
@@ -42,6 +43,7 @@ class Chat:
 
     template: str | None = None  # Jinja; None: the tokenizer's own, where it has one; "": none
     kwargs: tuple[tuple[str, object], ...] = ()  # of the template, such as enable_thinking
+    date: str = ""  # that the template writes; "": today's
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,12 @@ class Style:
             not re.fullmatch(r"\S+\.(txt|md)", system),
             f"--system_prompt={system}: no such file; give one, or a text",
         )
-        return cls(system, template, bool(named), Chat(chat_template_of(cfg), chat_kwargs_of(cfg)))
+        return cls(
+            system,
+            template,
+            bool(named),
+            Chat(chat_template_of(cfg), chat_kwargs_of(cfg), date_of(cfg)),
+        )
 
     def ask(self, prompt: str | list[dict]) -> str | list[dict]:
         """A row's problem, or messages, as it is asked."""
@@ -147,6 +154,14 @@ def chat_template_of(cfg: PromptFlags) -> str | None:
         f"--chat_template={cfg.chat_template}: no such file; give auto, off, or a file of Jinja",
     )
     return text
+
+
+def date_of(cfg: PromptFlags) -> str:
+    """--chat_date. UserError: it is no date."""
+    try:
+        return cfg.chat_date and datetime.fromisoformat(cfg.chat_date).date().isoformat()
+    except ValueError:
+        raise UserError(f"--chat_date={cfg.chat_date}: no date; write YYYY-MM-DD") from None
 
 
 def chat_kwargs_of(cfg: PromptFlags) -> tuple[tuple[str, object], ...]:
@@ -203,6 +218,8 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
         return "\n\n".join(parts), False
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     options = dict(chat.kwargs) | {"add_generation_prompt": True, "tokenize": False}
+    if chat.date:  # else the clock and the time zone of this host would be part of the prompt
+        options["strftime_now"] = datetime.fromisoformat(chat.date).strftime
     try:
         return tokenizer.apply_chat_template(messages, chat_template=chat.template, **options), True
     except Exception as e:  # Jinja raises all kinds

@@ -18,12 +18,13 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 from tqdm import tqdm
 
 from machinery.flags import UserError, choice, need
-from tasks.builtin import BUILT_IN, FORMATS, NUMBER, last_box
+from tasks.builtin import BUILT_IN, FORMATS, NUMBER, last_box, plain_number
 from tasks.grading import Failure, graders
 from tasks.prompts import Answer
 
@@ -80,8 +81,10 @@ class Reward:
         grades; and `reward/NAME`, the unweighted sum of each part."""
         total = [0.0] * len(answers)
         counts = Counter(answers=len(answers))
+        first_values = []
         for part in self.parts:
             values = self.values(part, answers)
+            first_values = values if part is self.parts[0] else first_values
             for i, value in enumerate(values):
                 counts["timeouts"] += value is None
                 if isinstance(value, Failure):
@@ -96,6 +99,15 @@ class Reward:
             counts["reward/overlong"] -= penalty
         if any(part.name == "math" for part in self.parts):
             counts["unboxed"] = sum(last_box(a.text) is None for a in answers)
+        if self.parts[0].name == "math":
+            plain = [i for i, a in enumerate(answers) if is_plain(a.problem.answer)]
+            exact = {
+                i for i in plain if ends_with_number(answers[i].text, answers[i].problem.answer)
+            }
+            right = {i for i in plain if first_values[i] == 1}
+            counts["plain"] = len(plain)
+            counts["exact"] = len(exact)
+            counts["right_inexact"] = len(right - exact)
         return total, counts
 
     def values(self, part: Part, answers: list[Answer]) -> list:
@@ -142,6 +154,19 @@ class Reward:
                 ("praxis_bonus", min(tokens, self.max_tokens) / self.max_tokens),
             ]
         return [(part.label, value)]
+
+
+def is_plain(answer: str) -> bool:
+    """Whether a gold answer is a number in digits."""
+    return re.fullmatch(NUMBER, answer.strip()) is not None and isinstance(
+        plain_number(answer), Decimal
+    )
+
+
+def ends_with_number(text: str, answer: str) -> bool:
+    """Whether the last number of a response, or of its last box, is the gold one."""
+    numbers = re.findall(NUMBER, last_box(text) or text)
+    return bool(numbers) and plain_number(numbers[-1]) == plain_number(answer)
 
 
 def overlong_penalty(tokens: int, buffer: int, longest: int) -> float:

@@ -392,7 +392,7 @@ def test_a_slip_of_the_finger_gets_a_guess(typed, meant):
         "num_steps",
         "lerning_rate",
         "batch_size",
-        "tensor_parallel_size",
+        "pipeline_parallel_size",
         "value_head",
         "x",
     ],

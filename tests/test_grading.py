@@ -156,7 +156,7 @@ def test_an_answer_without_end_costs_itself_alone(tmp_path):
     assert time.monotonic() - start < 60
     assert rewards[:6] == [1, 0, 1, 0, 0, 0]
     assert rewards[6:] == [float(i == 5) for i in range(40)]
-    assert counts == Counter({"answers": 46, "timeouts": 2, "unboxed": 1, "reward/math": 3})
+    assert counts == Counter({"answers": 46, "timeouts": 2, "unboxed": 1, "reward/math": 3, "plain": 46, "exact": 4})
 
 
 def test_equal_answers_are_graded_once(tmp_path, monkeypatch):
@@ -176,7 +176,7 @@ def test_equal_answers_are_graded_once(tmp_path, monkeypatch):
     try:
         assert task.rewards(answers) == (
             [1, 1, 0, 0, 0, 0, 0, 1],
-            Counter({"answers": 8, "unboxed": 2, "reward/math": 3}),
+            Counter({"answers": 8, "unboxed": 2, "reward/math": 3, "plain": 8, "exact": 3}),
         )
     finally:
         pool.close()
@@ -212,7 +212,7 @@ def test_what_counts_as_the_answer(tmp_path):
     boxed, last = (math_task(tmp_path, "5", answer=answer) for answer in ("boxed", "last"))
     assert boxed.rewards(said(boxed, *texts)) == (
         [1, 0, 1, 0, 0, 0],
-        Counter({"answers": 6, "unboxed": 3, "reward/math": 2}),
+        Counter({"answers": 6, "unboxed": 3, "reward/math": 2, "plain": 6, "exact": 4}),
     )
     rewards, counts = last.rewards(said(last, *texts))
     assert rewards[:2] == [1, 1] and rewards[5] == 0
@@ -504,7 +504,8 @@ def test_a_sum_with_weights_and_a_penalty_of_length():
     answers.append(Answer(problem("7"), "\\boxed{8}", False, 60))
     earned, counts = Reward(parts_of("math, boxed*0.5"), max_tokens=100, overlong=20).of(answers)
     assert earned == [1.5, 1.25, 0.5, 0.0]
-    assert counts == Counter({"answers": 4, "reward/math": 3, "reward/boxed": 3, "reward/overlong": -1.25})
+    parts = {"reward/math": 3, "reward/boxed": 3, "reward/overlong": -1.25}
+    assert counts == Counter({"answers": 4, "plain": 4, "exact": 3, **parts})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -641,6 +642,8 @@ def test_parts_that_earn_nothing_are_logged_too():
         "grade/timeouts": 0,
         "grade/failures": 0,
         "grade/unboxed": 0,
+        "grade/exact": 0,
+        "grade/inexact": 0,
         "reward/math": 0,
         "reward/boxed": 0,
         "reward/overlong": -0.75,

@@ -5,12 +5,15 @@ import json
 from dataclasses import replace
 
 import pytest
-from conftest import make_cfg
+from conftest import ROOT, make_cfg
 
-from machinery.flags import UserError
-from tasks import Answer, arithmetic_tokenizer, digest_of, make_task
+from config import Config
+from machinery.flags import UserError, read_toml
+from machinery.settings import resolve_open, unlike_paper
+from presets import RECIPES
+from tasks import Answer, arithmetic_tokenizer, digest_of, grading_metrics, make_task
 from tasks.preflight import warnings_of
-from tasks.prompts import Chat
+from tasks.prompts import Chat, render
 
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
 
@@ -125,3 +128,56 @@ def test_a_mix_of_files_and_packed_ones(tmp_path):
     (tmp_path / "d.jsonl.zst").write_bytes(b"x")
     with pytest.raises(UserError, match="compressed otherwise than by gzip; unpack it first"):
         make_task(replace(cfg, task=str(tmp_path / "d.jsonl.zst")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings and clocks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"objective": "gepo", "delay": "lognormal"}, ["--cppo_beta=0.0 (0.005)", "--max_staleness=None (64)"]),
+        ({"objective": "grpo", "delay": "constant"}, ["--ratio_base=ref (inf)", "--window_seconds=inf (1800.0)"]),
+        ({"objective": "jackpot"}, ["configs/papers/jackpot.toml"]),
+        ({"objective": "grpo"}, []),
+        ({"objective": "vespo"}, []),
+    ],
+)
+def test_an_objective_of_a_paper_names_the_settings_that_differ(changes, told):
+    line = unlike_paper(make_cfg(actor="none", **changes))
+    assert all(word in line for word in told) and bool(line) == bool(told) and line.count("\n") == bool(told)
+
+
+@pytest.mark.parametrize("name", ["gepo", "jackpot", "tis", "tbpo"])
+def test_a_recipe_differs_from_its_paper_in_nothing(name):
+    path = ROOT / "configs" / "papers" / f"{RECIPES[name]}.toml"
+    cfg = resolve_open(Config(**read_toml(Config, str(path))))
+    assert cfg.objective == name and unlike_paper(cfg) == ""
+
+
+def test_a_date_in_a_chat_template_is_the_runs(tmp_path, monkeypatch):
+    """Not that of the host's clock: a run over midnight, or a sampler elsewhere, has the same prompts."""
+    today = "{% for m in messages %}{{ m.content }}{% endfor %} on {{ strftime_now('%d %b %Y') }}"
+    task = table(tmp_path, [("2 + 3", "5")], chat_date="2026-03-01")
+    task.style = replace(task.style, chat=replace(task.style.chat, template=today))
+    tokenizer = arithmetic_tokenizer()
+    assert render(tokenizer, task.problem("test", 0))[0].endswith(" on 01 Mar 2026")
+    cfg = make_cfg()
+    assert cfg.chat_date and make_cfg(chat_date="2026-03-01").chat_date == "2026-03-01"
+    with pytest.raises(UserError, match="--chat_date=soon: no date; write YYYY-MM-DD"):
+        table(tmp_path, [("2 + 3", "5")], chat_date="soon")
+
+
+def test_a_grader_that_is_learned_is_noticed(tmp_path):
+    """Right for math, and another number at the end: counted, where the gold answer is a plain number."""
+    task = table(tmp_path, [("p", "12"), ("q", "x+1")], reward="math", answer="last")
+    plain, formula = task.problem("test", 0), task.problem("test", 1)
+    texts = ["12", "so 12", "10 + 2", "7", "\\boxed{12} or 5"]
+    earned, counts = task.rewards([Answer(plain, text, True) for text in texts] + [Answer(formula, "x+1", True)])
+    assert (counts["plain"], counts["exact"]) == (5, 3)
+    exact = [True, True, False, False, True]
+    assert counts["right_inexact"] == sum(r == 1 and not e for r, e in zip(earned[:5], exact, strict=True)) > 0
+    values = grading_metrics(counts)
+    assert values["grade/exact"] == 3 / 5 and values["grade/inexact"] == counts["right_inexact"] / 5

@@ -215,7 +215,7 @@ def test_jsonl_epochs_shuffle_and_prompts_ask_for_a_box(tmp_path):
     assert p.prompt.startswith("p3\n")
     assert "\\boxed{}" in p.prompt
     answers = [Answer(p, "\\boxed{3}", False), Answer(p, "\\boxed{4}", True)]
-    assert task.rewards(answers) == ([1.0, 0.0], Counter({"answers": 2, "reward/math": 1}))
+    assert task.rewards(answers) == ([1.0, 0.0], Counter({"answers": 2, "reward/math": 1, "plain": 2, "exact": 1}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,7 +297,9 @@ def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
     responses = [r for g in groups for r in g.responses]
     assert all(r.tokens[-1] < 100 for r in responses if r.finish_reason == "stop")
     assert all((r.tokens[:-1] >= 100).all() for r in responses)
-    assert source.metrics() == {"grade/timeouts": 0.0, "grade/failures": 0.0, "grade/unboxed": 1.0}
+    logged = source.metrics()
+    assert [logged.pop(f"grade/{x}") for x in ("timeouts", "failures", "unboxed", "inexact")] == [0.0, 0.0, 1.0, 0.0]
+    assert list(logged) == ["grade/exact"]
     assert source.metrics() == {}
     plain = LocalSource(engine, Arithmetic(), tokenizer, Sampling(max_tokens=2), **how)
     assert plain.stop_ids == [1]
