@@ -248,8 +248,8 @@ class EngineFlags:
     rollout: Literal["vllm", "hf"] = "vllm"
     """Rollout engine: vLLM in process, or a sampler in plain torch."""
     rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Engine's precision; default: the learner's --dtype, float32 for embedded models and where
-    nothing learns."""
+    """Engine's precision; default: the learner's --dtype, float32 for embedded models; eval.py: the
+    checkpoint's own."""
     rollout_memory: float = 0.0
     """Engine's memory: GiB of KV cache on CPU, share of the GPU on CUDA; 0: enough for a rollout
     batch, or 0.25."""

@@ -602,6 +602,22 @@ def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
     return {name: value for name, value in axes.items() if name not in gone}
 
 
+def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
+    """A warning where the weights of whole responses leave less than a quarter of the responses, and
+    the corrections that still work at this distance; "" elsewhere. logged: metrics of an update."""
+    clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5  # then an ESS near 1 is false
+    share = 0.0 if clamped else logged["rollout_corr/seq_eff_sample_size"]
+    of_prefixes = cfg.correction in ("prefix_tis", "retrace_seq")
+    by_response = of_prefixes or CORRECTIONS[cfg.correction].level == "sequence"
+    if not by_response or share >= 0.25:
+        return ""
+    return (
+        f"--correction={cfg.correction}: the weights of whole responses have an effective sample size of {share:.2g} "
+        f"of 1 (KL {logged['rollout_corr/kl']:.2g} a token over {logged['response_length']:.0f} tokens): few responses "
+        "carry the update; weights of tokens (--objective=tis) and OBRS (--objective=jackpot) work at this distance"
+    )
+
+
 def check(cfg: Config) -> None:
     """UserError, one sentence: flags of corrections that contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))

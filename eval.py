@@ -386,6 +386,7 @@ def evaluate(cfg: EvalFlags) -> dict:
     check(cfg, greedy=True)
     check_only_samples(cfg)
     setup = open_setup(cfg, PROBLEMS)
+    cfg = fill(cfg, {"rollout_dtype": checkpoint.own_dtype(setup.folder)})
     ks = {eval_set.label: ks_of(cfg.k, eval_set.samples) for eval_set in setup.sets}
     written = Responses.open(cfg, setup) if cfg.out else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -656,7 +657,8 @@ def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
         for flag in required
         if is_custom and getattr(cfg, flag) is None
     ]
-    cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in {"max_tokens", "rollout_dtype", *required}})
+    flags_of_ours = {"max_tokens", *required} | (set() if is_custom else {"rollout_dtype"})
+    cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in flags_of_ours})
     if missing:
         find_model(cfg, "model", cfg.which)  # raises for a wrong name
     check_named(cfg.model, missing)

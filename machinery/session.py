@@ -12,6 +12,7 @@ from dataclasses import replace
 from tqdm import tqdm
 
 import batching
+import corrections
 from config import Config, RunFlags
 from eval import held_out
 from learner import Comm, Learner, check_agreement, expects_agreement
@@ -92,6 +93,9 @@ class Session:
         # a signal to one rank stops all of them, at the same update
         stops = self.comm.any(self.signals) or bool(self.learner.error)
         self.write(values)
+        warning = corrections.dead_weights(cfg, values) if self.step == 1 else ""
+        if warning and self.log:
+            tqdm.write(f"warning: {warning}", file=sys.stderr)
         self.bar.update(1)
         self.bar.set_postfix(progress(values))
         self.look_after_save()

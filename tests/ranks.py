@@ -120,6 +120,8 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
     probed = {name: torch.from_numpy(learner.logprobs(name, PROBE)) for name in learner.names}
     groups = rank_groups(odd)[2 * comm.rank : 2 * comm.rank + 2]
     grads, logged, controllers = one_update(cfg, learner, groups)
+    shards_of_gradient = [local(p.grad) for p in learner.models.parameters() if p.requires_grad]
+    square = learner.dot(shards_of_gradient, shards_of_gradient)
     shared = {share for *_, share in learner._micro(batching.collate(groups, cfg))}
     said = [None] * comm.size
     dist.all_gather_object(said, (logged, controllers))
@@ -127,6 +129,7 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
         step(0.0)
     return {
         "grads": grads,
+        "square": square,
         "probed": probed,
         "logged": said,
         "shared": shared,

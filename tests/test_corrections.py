@@ -757,3 +757,24 @@ def test_obrs_against_a_loop(name, mask, mode, target, z):
 @pytest.mark.parametrize("z", ["exact", "bracket", "approx"])
 def test_z_tis_against_a_loop(z):
     compare(loop_cfg("z_tis", obrs_target="ref", obrs_z=z))
+
+
+@pytest.mark.parametrize(
+    "name, ess, clamped, dead",
+    [
+        ("seq_tis", 0.06, 0.0, True),
+        ("seq_tis", 0.3, 0.0, False),
+        ("seq_tis", 1.0, 0.9, True),  # all responses at the clamp
+        ("retrace_seq", 0.06, 0.0, True),
+        ("prefix_tis", 0.06, 0.0, True),
+        ("tis", 0.06, 0.0, False),
+        ("jackpot", 0.06, 0.0, False),
+    ],
+)
+def test_dead_weights_are_said_with_what_still_works(name, ess, clamped, dead):
+    logged = {"rollout_corr/seq_eff_sample_size": ess, "rollout_corr/seq_clamped_fraction": clamped}
+    logged |= {"rollout_corr/kl": 0.25, "response_length": 160.0}
+    sentence = corrections.dead_weights(make_cfg(objective=name), logged)
+    assert bool(sentence) == dead
+    if dead:
+        assert "KL 0.25 a token over 160 tokens" in sentence and "--objective=tis" in sentence

@@ -21,8 +21,8 @@ import tasks
 import train
 from eval import mean_se, pass_at_k
 from learner import Comm
-from machinery import session, settings, warmstart
-from machinery.checkpoint import save_model
+from machinery import checkpoint, session, settings, warmstart
+from machinery.checkpoint import load_model, save_model
 from machinery.flags import UserError, parse_flags
 from machinery.run import held_out_sets, open_run
 from model.engines import HFEngine
@@ -689,3 +689,16 @@ def test_a_follower_rounds_the_model_that_samples_alone(tmp_path, monkeypatch):
         ):
             evaluation.evaluated(tmp_path, ("policy", "actor")[len(rounded) - 1], saved | changes, [])
         assert ["--rollout_quant=w2a16" in command for command in seen] == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_evaluation_samples_in_the_checkpoints_own_type(solvers, tmp_path, monkeypatch, dtype):
+    load_model(str(solvers / "policy")).to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
+    checkpoint.read_tokenizer(solvers / "policy").save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1 :", "answer": "2"}\n')
+    used, make_engine = [], evaluation.make_engine
+    monkeypatch.setattr(evaluation, "make_engine", lambda cfg, *more: used.append(cfg) or make_engine(cfg, *more))
+    common = [f"--model={tmp_path}/model", "--rollout=hf", "--max_tokens=8", f"--task={tmp_path}/rows.jsonl"]
+    evaluation.main(common)
+    evaluation.main([*common, "--rollout_dtype=float32"])
+    assert [cfg.rollout_dtype for cfg in used] == [dtype, "float32"]

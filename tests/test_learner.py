@@ -733,6 +733,9 @@ def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
             rounding = 1e-10 if dtype == f64 else 1e-5
             rounding = 1e-2 if cfg.dtype == "float16" else rounding
             assert relative(want, found) < rounding, (case, odd)
+        assert ranks[i]["square"] == pytest.approx(
+            sum(float((g.double() ** 2).sum()) for g in found.values()), rel=1e-9
+        )
         for said, left in ranks[i]["logged"]:
             assert said.keys() == logged.keys()
             if cfg.dtype == "float16":  # other rows in a product, other roundings

@@ -331,5 +331,8 @@ def test_a_sampled_token_outside_of_its_set_is_seen():
     logp = np.log(np.array([[0.7, 0.2, 0.09, 0.00999]])).astype(np.float32)
     offsets, allowed = sampling.allowed_sets(ids, logp, np.array([7]), 4)
     assert allowed.tolist() == [5, 6, 7, 8]
+    part = np.log(np.array([[0.6, 0.2, 0.1, 0.05]])).astype(np.float32)  # 0.05 on tokens that are not listed
+    with pytest.raises(UserError, match="allows more than 4 tokens"):
+        sampling.allowed_sets(ids, part, np.array([7]), 4)
     with pytest.raises(UserError, match="allows more than 4 tokens"):
         sampling.allowed_sets(ids, logp, np.array([500]), 4)

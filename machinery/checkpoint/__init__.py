@@ -45,6 +45,7 @@ from machinery.checkpoint.models import (
     from_hub,
     load_model,
     one_sentence,
+    own_dtype,
     read_config,
     read_tokenizer,
     save_model,
@@ -81,6 +82,7 @@ __all__ = [
     "one_sentence",
     "read_config",
     "read_tensors",
+    "own_dtype",
     "read_tokenizer",
 ]
 __all__ += ["save_model", "stamps", "text_folder", "vocabulary_size", "write_zeros"]

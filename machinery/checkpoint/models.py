@@ -282,6 +282,12 @@ def check_angles(folder: str, context: int) -> None:
         )
 
 
+def own_dtype(folder: Path | str) -> str:
+    """The type in which a checkpoint holds its weights, by its config.json; float32 without one."""
+    named = str(getattr(read_config(folder), "dtype", "")).removeprefix("torch.")
+    return named if named in ("float32", "bfloat16", "float16") else "float32"
+
+
 def read_tokenizer(folder: Path | str):
     """The tokenizer of a model folder. UserError, one sentence: missing or damaged."""
     from transformers import AutoTokenizer

@@ -203,6 +203,7 @@ MUTANTS = {
         ('{"tbpo_neg_high": math.inf}', "{}"),
         ('several = updates > 1 and cfg.ref_from == "pass"', "several = updates > 1"),
         ("scale = 1.0 if k2 else", "scale ="),
+        ("share = mask.sum(1, keepdim=True).clamp_min(1).to(dtype)", "share = mask.sum(1, keepdim=True).to(dtype)"),
         ("    return x * x / 2 if", "    return x.abs() if"),
         ("x = logp_start - logp\n", "x = logp - logp_start\n"),
         ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
