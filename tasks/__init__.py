@@ -5,6 +5,7 @@
     prompts.py   system prompt, template, chat template, tokens, ends
     rewards.py   rewards: built-in parts, and functions of the user
     grading.py   the processes in which rewards are computed
+    preflight.py warnings where prompts, gold answers and rewards do not fit together
 
 A task has `problem(split, index)`, `find(id)`, `rewards(answers)`, `size` (None: endless) and
 `fit(tokenizer, limit)`. The rest of the repository is independent of the kind of problems."""
