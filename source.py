@@ -44,8 +44,7 @@ def set_aside_if_poisoned(r: Response) -> bool:
     if (
         np.isfinite(r.logp_inf).all()
         and (r.logp_inf <= POSITIVE).all()
-        and not np.isnan(listed).any()
-        and (listed <= POSITIVE).all()
+        and (listed <= POSITIVE).all()  # false for NaN too
     ):
         return False
     r.loss_mask = np.zeros_like(r.loss_mask)

@@ -1035,7 +1035,9 @@ def test_closed_streams():
 
 def test_ctrl_c_while_modules_load():
     """No traceback; the shell sees a process that SIGINT ended."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     process = subprocess.Popen([*HERE, "--help"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, inherited)
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text():
         time.sleep(0.01)

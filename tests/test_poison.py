@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torchrun
-from conftest import make_cfg, make_groups
+from conftest import make_cfg, make_groups, tiny_model
 from test_train import flags, train_here  # noqa: F401  a fixture
 
 import batching
@@ -167,13 +167,13 @@ def test_failures_of_every_rank_are_counted(solvers, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_temperature_0_takes_the_most_likely_token(solvers):
+def test_temperature_0_takes_the_most_likely_token():
     """Compared with an argmax over the logits, token by token."""
     one = EvalSet(task=None, label="x", samples=1, temperature=0.0, max_tokens=6)
     sampling = evaluation.drawn_as(one, Sampling(top_p=0.9, max_tokens=99))
-    model = load_model(str(solvers / "policy"))
-    prompts = [np.arange(5, 5 + n, dtype=np.int32) for n in (3, 6)]
-    groups = HFEngine(model).generate(prompts, [[1], [2]], sampling, 0, [10**6])
+    model = tiny_model(1)
+    prompts = [np.arange(5, 5 + n, dtype=np.int32) for n in (3, 6, 4, 8)]
+    groups = HFEngine(model).generate(prompts, [[1], [2], [3], [4]], sampling, 0, [10**6])
     for prompt, (r,) in zip(prompts, groups, strict=True):
         ids = torch.tensor(prompt.tolist())
         for _ in range(6):

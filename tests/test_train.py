@@ -568,7 +568,9 @@ def test_a_checkpoint_that_cannot_be_written_is_said_at_the_next_boundary(
 @SEVERAL_PROCESSES
 def test_a_closed_terminal_saves_too(solvers, tmp_path):
     out = tmp_path / "run"
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and children inherit that
     process = start(flags(solvers, out, save_every=0, steps=500))
+    signal.signal(signal.SIGHUP, inherited)
     wait_for(out, 1, process)
     process.send_signal(signal.SIGHUP)
     code, text, err = finish(process)
