@@ -132,12 +132,12 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
         for eval_set in sets
     ]
     # greedy responses to a problem are all the same
-    sets = [one if one.temperature else replace(one, samples=1) for one in sets]
+    sets = [eval_set if eval_set.temperature else replace(eval_set, samples=1) for eval_set in sets]
     labels = [eval_set.label for eval_set in sets]
-    for one in sets:
+    for eval_set in sets:
         need(
-            one.temperature == 0 or one.temperature >= COLDEST,
-            f"--{flag}={getattr(cfg, flag)}: temperature={one.temperature} must be 0, or at least {COLDEST}",
+            eval_set.temperature == 0 or eval_set.temperature >= COLDEST,
+            f"--{flag}={getattr(cfg, flag)}: temperature={eval_set.temperature} must be 0, or at least {COLDEST}",
         )
     need(
         len(set(labels)) == len(labels),

@@ -21,8 +21,8 @@ def math_answer(row, text, finish_reason) -> bool:
     answer = row["answer"]
     if re.search(ELLIPSIS, answer):  # math-verify ignores them
         box = last_box(text)
-        said = box[len("\\boxed{") : -1] if box else text
-        return without_dress(said) == without_dress(answer)
+        response = box[len("\\boxed{") : -1] if box else text
+        return without_dress(response) == without_dress(answer)
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
     gold = parse(f"\\boxed{{{as_sums(answer)}}}", extraction_config=configs, parsing_timeout=None)
     parsed = parse(as_sums(text), extraction_config=configs, parsing_timeout=None)
