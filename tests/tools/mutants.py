@@ -38,10 +38,11 @@ MATHS = ["test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives
 
 # where the tests of a file are, most telling first
 TESTS = {
+    "tasks/preflight.py": ["test_preflight.py"],
     "objectives.py": ["test_objectives.py", "test_regularisers.py", "test_corrections.py", "test_gepo.py", *LEARNER],
     "corrections.py": ["test_config.py", *MATHS, "test_metrics.py"],
     "obrs.py": MATHS,
-    "batching.py": ["test_objectives.py", "test_regularisers.py", "test_rollout.py", *LEARNER],
+    "batching.py": ["test_poison.py", "test_objectives.py", "test_regularisers.py", "test_rollout.py", *LEARNER],
     "model/head.py": ["test_head.py", "test_models.py"],
     "model/__init__.py": [
         "test_head.py",
@@ -55,7 +56,13 @@ TESTS = {
     "model/in_vllm.py": ["test_placement.py", "-k", "travel or own_process or read_where or two_ranks"],
     "bench/gpu.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
     "bench/gpu_parts.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
-    "machinery/optim.py": ["test_memory.py", "test_learner.py", "test_regularisers.py", "test_moe.py"],
+    "machinery/optim.py": [
+        "test_poison.py",
+        "test_memory.py",
+        "test_learner.py",
+        "test_regularisers.py",
+        "test_moe.py",
+    ],
     "learner.py": [
         "test_learner.py",
         "test_placement.py",
@@ -92,16 +99,16 @@ TESTS = {
         "-k",
         "not killed",
     ],
-    "source.py": ["test_rollout.py", "test_delay.py", "test_placement.py", "-k", "not killed"],
+    "source.py": ["test_poison.py", "test_rollout.py", "test_delay.py", "test_placement.py", "-k", "not killed"],
     "delay.py": ["test_delay.py", "test_train.py::test_counters_that_are_not_0_go_on"],
     "tasks/__init__.py": ["test_data.py", "test_grading.py", "test_rollout.py", "test_eval.py", "-k", "not vllm"],
     "tasks/arith.py": ["test_tasks.py", "-k", "not vllm"],
-    "tasks/data.py": ["test_data.py", "test_tasks.py", "test_eval.py", "-k", "not vllm"],
-    "tasks/prompts.py": ["test_data.py", "test_tasks.py", "-k", "not vllm"],
-    "tasks/rewards.py": ["test_grading.py"],
+    "tasks/data.py": ["test_preflight.py", "test_data.py", "test_tasks.py", "test_eval.py", "-k", "not vllm"],
+    "tasks/prompts.py": ["test_preflight.py", "test_data.py", "test_tasks.py", "-k", "not vllm"],
+    "tasks/rewards.py": ["test_preflight.py", "test_grading.py"],
     "tasks/builtin.py": ["test_grading.py"],
     "tasks/grading.py": ["test_grading.py"],
-    "eval.py": ["test_eval.py"],
+    "eval.py": ["test_poison.py", "test_eval.py"],
     "probe/gaps.py": ["test_mismatch.py", "-k", "not vllm"],
     "probe/floor.py": ["test_mismatch.py", "-k", "not vllm"],
     "probe/page.py": ["test_mismatch.py", "test_ladder.py", "-k", "(test_the_command and hf) or intervals"],
@@ -136,11 +143,13 @@ TESTS = {
     ],
     "machinery/session.py": ["test_train.py", "-k", "counters or too_many or signals or in_order or saved"],
     "machinery/settings.py": [
+        "test_preflight.py",
+        "test_run.py::test_an_edited_configuration_is_refused",
         "test_config.py",
         "test_placement.py::test_ranks_that_cannot_be_one_engine_are_refused",
         "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten",
     ],
-    "machinery/flags.py": ["test_config.py", "test_flags.py"],
+    "machinery/flags.py": ["test_run.py", "test_config.py", "test_flags.py"],
     "remote/keys.py": ["test_guard.py"],
     "remote/wire.py": ["test_wire.py", "test_door.py"],
     "remote/hub.py": ["test_hub.py", "test_guard.py", "test_door.py"],
@@ -161,7 +170,14 @@ TESTS = {
 }
 
 MUTANTS = {
+    "tasks/preflight.py": [
+        ("n += any(x in text for x in specials", "n = any(x in text for x in specials"),
+        ("if value != 1]", "if value == 0]"),
+        ("if mark is None or mark in prompt:", "if mark is None or mark not in prompt:"),
+    ],
     "machinery/settings.py": [
+        ('paper |= {"ratio_base": "inf"}', "pass"),
+        ('made.get("config_digest") in (None, digest_of_flags(saved))', "True"),
         ("need(\n        not unequal,", "need(True,"),
         (
             "    changed = [\n        k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)\n    ]",  # noqa: E501
@@ -170,6 +186,8 @@ MUTANTS = {
         ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
     ],
     "tasks/builtin.py": [
+        ("(?![ ]?[/^:][ ]?[0-9])", ""),
+        ("return equal and not far_apart(gold, parsed)", "return equal"),
         (
             'starts = [match.end() for match in re.finditer(r"\\\\boxed\\s*\\{", text)]',
             'starts = [match.end() for match in re.finditer(r"\\\\boxed\\s*\\{", text)][:1]',
@@ -179,6 +197,10 @@ MUTANTS = {
         ('return text.count("####") == 1 and gsm8k', "return gsm8k"),
     ],
     "source.py": [
+        ("counts = summed({**self.counts, ", "counts = Counter({**self.counts, "),
+        ("r.logp_inf = np.zeros_like(r.logp_inf)", "pass"),
+        ("r.loss_mask = np.zeros_like(r.loss_mask)", "pass"),
+        ("and (r.logp_inf <= POSITIVE).all()", ""),
         ("if not self.engine.any_rank(len(groups) < n_groups):", "if len(groups) == n_groups:"),
         ("n = i * self.n_ranks + self.rank", "n = i + self.rank"),
         (
@@ -402,6 +424,10 @@ MUTANTS = {
         ),
     ],
     "batching.py": [
+        (
+            'masked = cfg.mask_cut and r.finish_reason == "length"',
+            'masked = cfg.mask_cut and r.finish_reason == "stop"',
+        ),
         ("(reward.std() + 1e-6)", "(reward.std(correction=0) + 1e-6)"),
         ("return reward - reward.mean()", "return reward - reward.median()"),
         ("(len(reward) / max(1, len(reward) - 1))", "(len(reward) / max(1, len(reward) + 1))"),
@@ -488,6 +514,7 @@ MUTANTS = {
         ),
     ],
     "machinery/optim.py": [
+        ("wrong = (~largest.isfinite()).nonzero()", "wrong = largest.isfinite().nonzero()"),
         (
             "[getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]",
             "[p for p in model.base_model.layers.parameters() if p.ndim == 3]",
@@ -762,6 +789,8 @@ MUTANTS = {
     ],
     "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
     "tasks/data.py": [
+        ("control = re.search(CONTROL, answer) if needed else None", "control = re.search(CONTROL, answer)"),
+        ('not needed or braces.count("{") == braces.count("}")', "True"),
         ('if flag == "eval_task" and raw', "if False and raw"),
         ("*self.keys, needed=self.needed", "needed=self.needed"),
         ("        random.Random(prompt).shuffle(listed)", "        pass"),
@@ -777,6 +806,7 @@ MUTANTS = {
         ("Path(file).read_bytes() if file else name.encode()", "name.encode()"),
     ],
     "tasks/prompts.py": [
+        ("if chat.date:", "if False:"),
         ("if mark in self.template]", "]"),
         ("            ids += listed_ends(path)", "            pass"),
         ("add_special_tokens=not templated", "add_special_tokens=True"),
@@ -786,6 +816,8 @@ MUTANTS = {
         ("[dict(m) for m in prompt]", "list(prompt)"),
     ],
     "tasks/rewards.py": [
+        ('counts["right_inexact"] = len(right - exact)', 'counts["right_inexact"] = len(right)'),
+        ('part.name == "think" and self.opened', 'part.name == "think"'),
         ("total[i] += part.weight * x", "total[i] += x"),
         ("total[i] -= penalty", "total[i] += penalty"),
         ("return max(0.0, tokens - (longest - buffer)) / buffer", "return (tokens - (longest - buffer)) / buffer"),
@@ -794,6 +826,7 @@ MUTANTS = {
         ('finish_reason = "stop" if answer.finished else "length"', 'finish_reason = "stop"'),
     ],
     "tasks/grading.py": [
+        ("p.process.returncode not in OUT_OF_TIME", "True"),
         ("todo.extend(list(p.given)[1 if p.ready else 0 :])", "todo.extend(list(p.given))"),
         ("signal.setitimer(signal.ITIMER_PROF, seconds)", "pass"),
         ("signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)", "pass"),
@@ -803,6 +836,7 @@ MUTANTS = {
         ("    if os.getpid() != pid:", "    if False:"),
     ],
     "eval.py": [
+        ("temperature=1.0, top_k=1,", "temperature=1.0, top_k=2,"),
         ('"files": checkpoint.stamps(setup.folder)', '"files": 0'),
         ("checkpoint.check_angles(eval_set, context)", "pass"),
         ("engine.any_rank(\n        start < len(indices)\n    )", "start < len(indices)"),
@@ -1016,6 +1050,9 @@ MUTANTS = {
         ("        max_allowed=sampling.max_allowed(", "        max_allowed=0 * sampling.max_allowed("),
     ],
     "machinery/flags.py": [
+        ("or not text.isascii()", ""),
+        ('r"(^|,)~(?=/|$)"', 'r"(^)~(?=/|$)"'),
+        ('replaceable = "command" in before and "config" not in before', 'replaceable = "command" in before'),
         ("        sys.stdout.flush()\n", ""),
         ("if not reader_has_gone()", "if False"),
         ("if not reader_has_gone()", "if True"),
