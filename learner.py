@@ -399,12 +399,9 @@ class Learner:
             return f"the weight {name} is not finite; start from a whole checkpoint"
         return "weights and rollouts are finite; lower --lr, or look at --is_cap and --grad_clip"
 
-    @torch.no_grad()
     def is_finite(self) -> bool:
         """Whether all weights are numbers, on every rank. Collective."""
-        shards = [getattr(p, "_local_tensor", p) for p in self.models.parameters()]
-        largest = torch.stack(torch._foreach_norm([x for x in shards if x.numel()], math.inf))
-        return not self.comm.any(not largest.isfinite().all())
+        return not self.comm.any(optim.not_finite(self.models))
 
     def _clip(self, name: str) -> float:
         """Clip one model's gradient; its norm before."""

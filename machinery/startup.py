@@ -51,11 +51,10 @@ def is_command() -> bool:
     return sys.argv[0] == "-m" or script.resolve().parent == Path(__file__).resolve().parent.parent
 
 
+if "--verbose" not in sys.argv:
+    silence()
 if is_command():
     open_closed_streams()
-    if "--verbose" in sys.argv:
-        sys.argv.remove("--verbose")
-    else:
-        silence()
+    sys.argv = [word for word in sys.argv if word != "--verbose"]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

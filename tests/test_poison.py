@@ -56,7 +56,15 @@ def test_a_number_that_no_engine_may_give(logp, topk, poisoned):
 
 @pytest.mark.parametrize("value", [NAN, -INF, INF, 0.5])
 @pytest.mark.parametrize("objective", ["jackpot", "seq_mis"])
-def test_one_poisoned_token_costs_one_response(solvers, tmp_path, train_here, monkeypatch, capsys, objective, value):  # noqa: F811
+def test_one_poisoned_token_costs_one_response(
+    solvers,
+    tmp_path,
+    train_here,  # noqa: F811
+    monkeypatch,
+    capsys,
+    objective,
+    value,  # noqa: F811
+):
     """The first update is that of the same batch without this response, and the user is told at once."""
     generate = HFEngine.generate
     poison = [True]
