@@ -558,7 +558,7 @@ MUTANTS = {
         ("    if not found.gap <= limit:", "    if found.gap > limit:"),
         ("limit = max(AGREES, LIMIT * found.floor)", "limit = AGREES"),
         ("padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])", "padded = x[:n]"),
-        ("largest.isfinite().all()", "True"),
+        ("not self.comm.any(optim.not_finite(self.models))", "True"),
         ("        torch.cuda.set_device(LOCAL_RANK)", "        pass"),
     ],
     "model/memory.py": [
