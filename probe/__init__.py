@@ -183,8 +183,8 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
         explain(cfg, setup, learner, engine, scored, actor, floor, start) if cfg.explain else None
     )
     engine.close()
-    report = summarize(cfg, setup, scored)
-    report.floor, report.ladder = floor, ladder
+    report = summarize(cfg, setup, scored, floor)
+    report.ladder = ladder
     report.control = control(scored.gap[:: cfg.samples], first, short.gap, short.length, piece)
     print(text(report))
     picture = Path(cfg.out).with_suffix(".png") if cfg.out else Path("out/mismatch.png")
@@ -276,8 +276,8 @@ def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def summarize(cfg: Config, setup, scored: ScoredTokens) -> Report:
-    """The report but for the control."""
+def summarize(cfg: Config, setup, scored: ScoredTokens, floor: list[dict]) -> Report:
+    """The report but for the control and the ladder."""
     m = {name.removeprefix("rollout_corr/"): value for name, value in scored.metrics.items()}
     length = scored.length
     # where tokens were cut k3 is too small; k1 alone can be negative
@@ -318,8 +318,8 @@ def summarize(cfg: Config, setup, scored: ScoredTokens) -> Report:
         t_half=math.log(2) / math.log1p(m["chi2_token"]) if m["chi2_token"] > 0 else math.inf,
         by_length=by_length(scored.gap, length, scored.log_r),
         by_prefix=by_prefix(scored.log_r, length, cfg.log_ratio_clamp),
-        floor=[],
+        floor=floor,
         control=None,
-        verdicts=judged(evidence),
+        verdicts=judged(evidence, floor),
         ladder=None,
     )

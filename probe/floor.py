@@ -7,7 +7,8 @@ sums differs.
     engine, in other batches    the same draws in smaller batches; up to the first token that differs
 
 A gap that is no larger than its floor is rounding, and says nothing of weights, formats or
-settings."""
+settings. A correction whose weights are uneven on the floor's own log-ratios is noise in every
+run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import torch
 
 from batching import pad
 from model import Needs
-from probe.gaps import distances
+from probe.gaps import distances, exists
+from probe.verdicts import uneven
 from rollout import request_seed
 from sampling import Sampling
 
@@ -25,25 +27,37 @@ LOGITS = 1 << 26  # that an engine's prefill holds at once: 256 MiB
 
 
 def floors(learner, batch, engine, sampling: Sampling, setup) -> list[dict]:
-    """One row a comparison: its name and `gaps.distances`; for the learner also the error of the
-    reward estimate. batch: scored by the learner (logp_ref). setup: eval.Setup."""
-    rows = [learner_row(f"learner, {ROWS} rows at once", batch, in_pieces(learner, batch))]
+    """One row a comparison: see `compare`; for the learner also the error of the reward estimate.
+    batch: scored by the learner (logp_ref). setup: eval.Setup."""
+    clamp = learner.cfg.log_ratio_clamp
+    rows = [learner_row(f"learner, {ROWS} rows at once", batch, in_pieces(learner, batch), clamp)]
     if torch.device(learner.device).type == "cpu":
         threads = torch.get_num_threads()
         other = 1 if threads > 1 else 2
         torch.set_num_threads(other)
         again = learner.score(batch, Needs()).logp
         torch.set_num_threads(threads)
-        rows.append(learner_row(f"learner, {other} thread{'s' if other > 1 else ''}", batch, again))
-    return rows + engine_rows(engine, prompts_of(batch), sampling, setup)
+        name = f"learner, {other} thread{'s' if other > 1 else ''}"
+        rows.append(learner_row(name, batch, again, clamp))
+    return rows + engine_rows(engine, prompts_of(batch), sampling, setup, clamp)
 
 
-def learner_row(name: str, batch, again) -> dict:
+def compare(name: str, logp, other, length, clamp: float) -> dict:
+    """A row: its name, `gaps.distances` of two log-probabilities (B, T) of the same tokens, and
+    "uneven": the corrections whose weights are uneven by this rounding alone."""
+    log_r = np.where(exists(logp, length), other - logp, 0.0)
+    row = {"name": name} | distances(logp, other, length)
+    some = length > 0
+    row["uneven"] = uneven(log_r[some], length[some], max(row["k1"], row["kl"]), clamp)
+    return row
+
+
+def learner_row(name: str, batch, again, clamp: float) -> dict:
     """The learner's log-probabilities (B, T) against those of its second pass."""
     logp, other = (x.double().numpy() for x in (batch.logp_ref, again))
     R, reward = np.exp(((other - logp) * batch.mask.numpy()).sum(1)), batch.reward.double().numpy()
     moved = float(abs((R * reward).sum() / R.sum() - reward.mean()))
-    return {"name": name, "reward": moved} | distances(logp, other, batch.length.numpy())
+    return {"reward": moved} | compare(name, logp, other, batch.length.numpy(), clamp)
 
 
 def in_pieces(learner, batch) -> torch.Tensor:
@@ -56,7 +70,7 @@ def in_pieces(learner, batch) -> torch.Tensor:
     return out
 
 
-def engine_rows(engine, prompts, sampling: Sampling, setup) -> list[dict]:
+def engine_rows(engine, prompts, sampling: Sampling, setup, clamp: float) -> list[dict]:
     """The engine against itself, on one response to each prompt at temperature 1 without
     truncation, as scored by `engine.logprobs`."""
     plain = Sampling(max_tokens=max(1, sampling.max_tokens - 1), seed=sampling.seed)
@@ -76,8 +90,8 @@ def engine_rows(engine, prompts, sampling: Sampling, setup) -> list[dict]:
     alike = np.array([common(a.tokens, b.tokens) for a, b in zip(first, again, strict=True)])
     second = pad([r.logp_inf for r in again], decoded.shape[1]).double().numpy()
     return [
-        {"name": "engine, decode / prefill"} | distances(decoded, at_once, length),
-        {"name": "engine, in other batches"} | distances(decoded, second, alike),
+        compare("engine, decode / prefill", decoded, at_once, length, clamp),
+        compare("engine, in other batches", decoded, second, alike, clamp),
     ]
 
 
@@ -111,5 +125,5 @@ def common(a, b) -> int:
 
 def largest(rows: list[dict]) -> dict[str, float]:
     """The floor under the report: of each distance the largest of all rows that have it."""
-    keys = {key for row in rows for key in row} - {"name", "tokens"}
+    keys = {key for row in rows for key in row} - {"name", "tokens", "uneven"}
     return {key: max(row[key] for row in rows if key in row) for key in keys}

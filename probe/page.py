@@ -53,8 +53,8 @@ def distances_text(o) -> list[str]:
         ratio += f" (floor {100 * floor['cut']:.2f} %)"
     chi2 = f"{o.chi2_token:.3g} a token (floor {floor['chi2']:.1g}), "
     chi2 += f"{o.chi2_seq:.3g} a response (floor {floor['chi2_seq']:.1g})"
-    effective = f"{o.token_ess:.3f} of the tokens (floor 1 - {lost(floor['chi2']):.1g}), "
-    effective += f"{o.seq_ess:.3f} of the responses (floor 1 - {lost(floor['chi2_seq']):.1g})"
+    effective = f"{o.token_ess:.3f} of the tokens (floor {ess_floor(floor['chi2'])}), "
+    effective += f"{o.seq_ess:.3f} of the responses (floor {ess_floor(floor['chi2_seq'])})"
     if o.seq_clamped > 0.5:
         effective += " (false: they are clamped)"
     kl_floor = max(floor["k1"], floor["kl"])
@@ -76,9 +76,9 @@ def distances_text(o) -> list[str]:
     ]
 
 
-def lost(chi2: float) -> float:
-    """The share of its samples that a weight of mean 1 loses: its ESS is 1 / (1 + chi2) of them."""
-    return chi2 / (1 + chi2)
+def ess_floor(chi2: float) -> str:
+    """ESS of a weight of mean 1: 1 / (1 + chi2) of its samples. Near 1 the share that is lost."""
+    return f"1 - {chi2 / (1 + chi2):.1g}" if chi2 < 0.05 else f"{1 / (1 + chi2):.2g}"
 
 
 def floor_text(o) -> list[str]:
@@ -114,10 +114,10 @@ def prefixes_text(o) -> list[str]:
             f"{100 * row['low_weight']:8.1f} % {100 * row['clamped']:8.1f} %"
         )
     floor = largest(o.floor)
-    ess = f"1 - {lost(floor['chi2_seq']):.1g}"
     return [
         *lines,
-        f"the floor, whole responses {ess:>9s}   log R at most {floor['log_R']:.1g} (log 4 is 1.4)",
+        f"the floor, whole responses {ess_floor(floor['chi2_seq']):>9s}   "
+        f"log R at most {floor['log_R']:.1g} (log 4 is 1.4)",
     ]
 
 

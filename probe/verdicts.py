@@ -200,11 +200,24 @@ VERDICTS = {
 }
 
 
-def judged(x: Evidence) -> list[dict]:
-    """One row a correction: its name, whether its noise stays small at these lengths, and why."""
+def uneven(log_r, length, kl: float, clamp: float) -> list[str]:
+    """Names of the corrections whose weights are uneven on these log-ratios (B, T)."""
+    if not len(length):
+        return []
+    x = Evidence.of(log_r, length, kl, clamp)
+    return [name for name, judge in VERDICTS.items() if not judge(x)[0]]
+
+
+def judged(x: Evidence, floor: list[dict]) -> list[dict]:
+    """One row a correction: its name, whether its noise stays small at these lengths, and why.
+    floor: rows of `floor.floors`; weights that rounding alone makes uneven are not viable."""
     rows = []
     for name, judge in VERDICTS.items():
         viable, why = judge(x)
+        rounding = [row["name"] for row in floor if name in row["uneven"]]
+        if rounding:
+            viable = False
+            why += f"; rounding alone makes them uneven ({'; '.join(rounding)})"
         if x.biased and name != "none":
             why += f"; but the mean of r is {x.token_ratio.mean():.3f}, not 1: the learner scores another distribution "
             why += "than was sampled (--keep_sampling_mask, --logprobs_mode, --temperature)"

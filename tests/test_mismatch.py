@@ -15,16 +15,16 @@ import probe.__main__ as probe_command
 from machinery import warmstart
 from model import FLOOR
 from model.engines import HFEngine
-from probe import floor, gaps, verdicts
+from probe import floor, gaps, page, verdicts
 from sampling import Sampling
 
 
-def judged(log_r, kl=0.0) -> dict:
+def judged(log_r, kl=0.0, floor=()) -> dict:
     """The verdicts, by correction. log_r (B, T): every response has T tokens."""
     log_r = np.asarray(log_r, float)
     length = np.full(len(log_r), log_r.shape[1])
     evidence = verdicts.Evidence.of(log_r, length, kl, make_cfg().log_ratio_clamp)
-    return {row["correction"]: row for row in verdicts.judged(evidence)}
+    return {row["correction"]: row for row in verdicts.judged(evidence, floor)}
 
 
 def viable(rows: dict) -> dict:
@@ -86,7 +86,7 @@ def test_the_floor_of_the_estimated_reward():
         length=torch.tensor([2, 2, 1]),
     )
     again = torch.log(torch.tensor([[0.25, 0.4], [0.6, 0.1], [0.6, 0.1]]))  # R = 1/4, 3/2 and 3
-    row = floor.learner_row("learner", batch, again)
+    row = floor.learner_row("learner", batch, again, 20.0)
     assert row["ratio"] == pytest.approx((0.5 + 0.5 + 1.5 + 0.2 + 3 - 5) / 5)
     assert row["reward"] == pytest.approx(1.3 / 3 - (0.25 + 0.9) / 4.75) and row["name"] == "learner"
 
@@ -102,7 +102,7 @@ def test_the_floor_of_an_engine(folders):
             engine.model.train()
         setup = SimpleNamespace(stop_ids=[1], vocabulary=256)
         prompts = [np.array(ids, np.int32) for ids in ([5, 7, 4, 11], [9, 6, 3], [12, 3], [7, 7, 8, 3, 5])]
-        measured = floor.engine_rows(engine, prompts, Sampling(max_tokens=12, temperature=0.5, seed=2), setup)
+        measured = floor.engine_rows(engine, prompts, Sampling(max_tokens=12, temperature=0.5, seed=2), setup, 20.0)
         rows[kind] = {row["name"]: row for row in measured}
     decode = {kind: row["engine, decode / prefill"] for kind, row in rows.items()}
     again = {kind: row["engine, in other batches"] for kind, row in rows.items()}
@@ -166,12 +166,32 @@ def test_verdicts_where_the_answer_is_known():
     assert judged(np.zeros((50, 10)), kl=0.05)["none"]["viable"] is False
 
 
+def test_rounding_alone_can_rule_out_a_correction():
+    """The learner is off itself by the engine's log-ratios: 200 tokens of +-0.3. An empty response does not count."""
+    rng = np.random.default_rng(1)
+    s = 0.3
+    noise = s * rng.standard_normal((300, 200)) - s * s / 2
+    logp = np.full((300, 200), -1.0)
+    length = np.full(300, 200)
+    length[7] = 0
+    row = floor.compare("learner, 3 rows at once", logp, logp + noise, length, 20.0)
+    assert {"seq_is", "prefix_tis", "retrace_seq", "seq_mis", "geo_rs", "none"} <= set(row["uneven"])
+    assert not {"tis", "jackpot"} & set(row["uneven"])
+    near = floor.compare("engine", logp, logp, length, 20.0)
+    assert near["uneven"] == [] and near["kl"] == 0
+    assert floor.compare("engine", logp, logp, 0 * length, 20.0)["uneven"] == []
+    rows = judged(np.zeros((50, 10)), floor=[near, row])
+    assert not rows["seq_is"]["viable"] and rows["tis"]["viable"] and "rounding" not in rows["tis"]["why"]
+    assert rows["seq_is"]["why"].endswith("; rounding alone makes them uneven (learner, 3 rows at once)")
+    assert page.ess_floor(3.0) == "0.25" and page.ess_floor(0.01) == "1 - 0.01"
+
+
 def test_the_verdicts_on_capped_weights_by_hand():
     """Two responses of 3 and 1 tokens, r = 1/2, 2, 1/4 and 3."""
     log_r = np.log([[0.5, 2.0, 0.25], [3.0, 1.0, 1.0]])
     evidence = verdicts.Evidence.of(log_r, np.array([3, 1]), 0.1, 20.0)
     assert evidence.states.endswith("(88 % would be the learner's)")  # states 1, 1/2, 1; and 1: 3.5 of 4
-    rows = {row["correction"]: row["why"] for row in verdicts.judged(evidence)}
+    rows = {row["correction"]: row["why"] for row in verdicts.judged(evidence, [])}
     assert "min(R, 1) is 0.74" in rows["seq_tis, C = 1"]  # 1/4, 1
     assert "min(R_t, 1) is 0.82" in rows["prefix_tis"]  # 1/2, 1, 1/4; 1
     assert "min(r_s, 1) min(R, 1) is 0.40" in rows["retrace_seq"]  # 1/8, 1/8, 1/32; 1
@@ -201,16 +221,16 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     assert same["mean_mismatch"] < 1e-5 and same["max_mismatch"] < 1e-4
     assert same["token_ess"] > 0.999
     assert all(row["viable"] for row in same["verdicts"])
-    page = capsys.readouterr().out
-    assert "do its weights stay even at these lengths?" in page and "engine, decode / prefill" in page
-    lines = {line.split()[0]: line for line in page.splitlines() if line}
+    report = capsys.readouterr().out
+    assert "do its weights stay even at these lengths?" in report and "engine, decode / prefill" in report
+    lines = {line.split()[0]: line for line in report.splitlines() if line}
     for name, floors in {"|p_inf": 2, "KL(inf": 2, "r": 1, "chi2": 2, "ESS": 2, "T_max": 1, "reward": 1}.items():
         assert lines[name].count("(floor ") == floors, lines[name]
     assert f"(floor {20 / max(row[k] for row in same['floor'] for k in ('k1', 'kl')):,.0f})" in lines["T_max"]
     worst = max(row["chi2_seq"] for row in same["floor"])
     assert f"a response (floor {worst:.1g})" in lines["chi2"]
     assert f"of the responses (floor 1 - {worst:.1g})" in lines["ESS"]
-    under_prefixes = page.split("after tokens ")[1].split("\n\n")[0].splitlines()[-1]
+    under_prefixes = report.split("after tokens ")[1].split("\n\n")[0].splitlines()[-1]
     assert under_prefixes.startswith(f"the floor, whole responses {f'1 - {worst:.1g}':>9s}   log R at most ")
     assert f"{max(row['log_R'] for row in same['floor']):.1g} (" in under_prefixes
     assert len(same["floor"]) == 4 and {row["tokens"] for row in same["floor"][:2]} == {same["tokens"]}
