@@ -43,6 +43,27 @@ RANDOM = 0.1  # share of noise in the remainder above which an engine counts as 
 RESAMPLED = 200  # bootstrap samples
 
 
+def within(
+    groups: list[Rollout], batch: batching.Batch, tokens: float
+) -> tuple[list[Rollout], batching.Batch, list[int]]:
+    """(groups, their batch, its rows in `batch`) with at most this number of tokens, prompts
+    included: first fewer responses to each prompt, then fewer prompts, but two."""
+
+    def size(g, n: int) -> int:
+        return sum(len(g.prompt_ids) + len(r.tokens) for r in g.responses[:n])
+
+    n = max(len(g.responses) for g in groups)
+    while n > 1 and sum(size(g, n) for g in groups) > tokens:
+        n -= 1
+    total = np.cumsum([size(g, n) for g in groups])
+    count = max(2, int((total <= tokens).sum()))
+    first = np.cumsum([0, *(len(g.responses) for g in groups)])
+    rows = []
+    for g, start in zip(groups[:count], first, strict=False):
+        rows += range(start, start + min(n, len(g.responses)))
+    return [replace(g, responses=g.responses[:n]) for g in groups[:count]], batch.select(rows), rows
+
+
 @dataclass
 class Finding:
     """The remainder if the engine had one variant of a fault."""
@@ -66,6 +87,7 @@ class Case:
     batch: batching.Batch  # of these groups
     expected: np.ndarray  # (B, T) the last rung
     budget: int  # tokens of one forward
+    only: frozenset[str] = frozenset()  # layers to try; empty: all
 
     def __post_init__(self):
         for scorer in filter(None, (self.scorer, self.old)):
@@ -75,6 +97,23 @@ class Case:
     @property
     def model(self):
         return self.scorer.model
+
+    def shortest(self) -> Case:
+        """The same of one response, that with the fewest tokens, prompt included."""
+        told = [(g, r) for g in self.groups for r in g.responses]
+        row = int((self.batch.prompt_len + self.batch.length).argmin())
+        group, response = told[row]
+        batch = self.batch.select([row])
+        return replace(
+            self,
+            groups=[replace(group, responses=[response])],
+            batch=batch,
+            expected=self.expected[[row], : batch.tokens.shape[1]],
+        )
+
+    def tries(self, layer: str) -> bool:
+        """Whether a fault is tried on this layer."""
+        return not self.only or layer in self.only
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -174,7 +213,8 @@ def stale_layer(case: Case) -> Iterator[Finding]:
     """One layer, the embedding or the last norm stayed old."""
     if case.old is not None:
         for place, names in places(case.model).items():
-            yield stale(case, place, names)
+            if case.tries(place):
+                yield stale(case, place, names)
 
 
 def stale_prefix(case: Case) -> Iterator[Finding]:
@@ -196,6 +236,8 @@ def scale_of_one(case: Case) -> Iterator[Finding]:
     """The scales of one linear layer are 1: they were never loaded."""
     fmt = case.scorer.fmt
     for name, layer in quant.quantized_linears(case.model).items() if fmt is not None else ():
+        if not case.tries(name):
+            continue
         if isinstance(layer, quant.LowBitLinear):
             q, s = layer.quantized_weight()
             layer.loaded = q, torch.ones_like(s)
@@ -218,7 +260,7 @@ def truncated_head(case: Case) -> Iterator[Finding]:
     tried = {rows // n * n for n in (16, 32, 64, 128, 256)} | {
         1 << k for k in range(rows.bit_length())
     }
-    tried |= set(np.linspace(first, rows, 17).astype(int).tolist())
+    tried |= set(np.linspace(first, rows, 9).astype(int).tolist())
     for n in sorted(n for n in tried - {case.setup.vocabulary} if first <= n <= rows):
         yield case.finding(f"{n} rows", case.logp(vocabulary=n))
 
@@ -305,7 +347,7 @@ def wrong_temperature(case: Case) -> Iterator[Finding]:
     golden = (math.sqrt(5) - 1) / 2
     inner = [high - golden * (high - low), low + golden * (high - low)]
     tried = [at(math.exp(x)) for x in inner]
-    for _ in range(14):  # golden section: the sum of squares has one minimum
+    for _ in range(11):  # golden section: the sum of squares has one minimum
         if tried[0].left.sum() < tried[1].left.sum():
             high = inner[1]
             inner = [high - golden * (high - low), inner[0]]
@@ -404,13 +446,26 @@ FAULTS = {
 }
 
 
+BY_LAYER = (stale_layer, scale_of_one)
+FINAL = 4  # layers of such a fault that are tried on all responses
+
+
+def best_finding(fault, case: Case) -> Finding | None:
+    """The variant of a fault that explains most. All layers are tried on one response, the FINAL
+    best on all."""
+    if fault in BY_LAYER:
+        tried = sorted(fault(case.shortest()), key=lambda finding: finding.left.sum())
+        case = replace(case, only=frozenset(finding.where for finding in tried[:FINAL]))
+    return min(fault(case), key=lambda finding: finding.left.sum(), default=None)
+
+
 def suspects(case: Case) -> list[dict]:
     """The faults that were tried, "certain" ones first, then by explained share: "fault", "where",
     "explained" (at most 1) and its error."""
     before = case.left(case.expected)
     rows = []
     for name, fault in FAULTS.items():
-        best = min(fault(case), key=lambda finding: finding.left.sum(), default=None)
+        best = best_finding(fault, case)
         if best is not None:
             explained = 1 - best.left.sum() / before.sum()
             se = error(before.sum(1), best.left.sum(1), case.batch.group.numpy())

@@ -75,7 +75,7 @@ def engine_rows(engine, prompts, sampling: Sampling, setup, clamp: float) -> lis
     truncation, as scored by `engine.logprobs`."""
     plain = Sampling(max_tokens=max(1, sampling.max_tokens - 1), seed=sampling.seed)
     seeds = [[request_seed("floor", plain.seed, i)] for i in range(len(prompts))]
-    piece = len(prompts) // 4 + 1
+    piece = len(prompts) // 2 + 1
     first = [group[0] for group in engine.generate(prompts, seeds, plain, 1, setup.stop_ids)]
     again = []
     for start in range(0, len(prompts), piece):

@@ -39,18 +39,22 @@ import numpy as np
 import torch
 
 import quant
-from batching import pad
+from batching import Batch, pad
 from config import Config, RolloutFlags
 from model import FLOOR
 from model.engines import HFEngine
 from model.head import Head
-from probe.faults import Case, suspects
+from probe.faults import Case, suspects, within
 from probe.floor import in_pieces, largest
 from probe.gaps import k3
+from rollout import Rollout
 from sampling import Sampling, truncate
 
 RESAMPLED = 400  # bootstrap samples
-TRIED = 16  # groups on which faults are tried
+# Work of one rung, and of one fault: multiplications of a forward pass, by device
+RUNG = {"cpu": 5e11, "cuda": 5e13}
+FAULT = {"cpu": 6e10, "cuda": 6e12}
+TRIED = 16  # groups at most on which faults are tried
 LEAST = 1e-5  # root mean square of the remainder, nats, below which no fault is searched
 MEASURES = ("kl", "dp", "var")
 
@@ -291,10 +295,13 @@ def explain(
     cfg: ProbeFlags. setup: eval.Setup. scored: probe.ScoredTokens. actor: folder of the model that
     samples, if it is another. floor: probe.floor.floors. start: folder of the older weights that
     the engine started from."""
-    names, logp, scorer = rungs(cfg, learner, scored, actor)
-    shares_of = shares(names, logp, scored.batch, floor, cfg.log_ratio_clamp)
-    shares_of["suspects"] = []
-    if remains(logp, scored.batch) > max(10 * floor[0]["rms"], LEAST):
+    device = torch.device(learner.device).type
+    size = sum(p.numel() for p in learner.models.parameters())
+    groups, batch, _ = within(scored.groups, scored.batch, RUNG[device] / size)
+    names, logp, scorer = rungs(cfg, learner, groups, batch, actor)
+    shares_of = shares(names, logp, batch, floor, cfg.log_ratio_clamp)
+    shares_of |= {"responses": len(batch), "suspects": []}
+    if remains(logp, batch) > max(10 * floor[0]["rms"], LEAST):
         old = None
         if start:
             old = Scorer(
@@ -303,10 +310,9 @@ def explain(
                 scorer.device,
                 setup.vocabulary,
             )
-        groups = scored.groups[:TRIED]
-        batch = scored.batch.select(list(range(sum(len(g.responses) for g in groups))))
-        B, T = batch.tokens.shape
-        case = Case(scorer, old, engine, setup, groups, batch, logp[-2, :B, :T], cfg.micro_tokens)
+        groups, batch, rows = within(groups[:TRIED], batch, FAULT[device] / size)
+        expected = logp[-2][rows, : batch.tokens.shape[1]]
+        case = Case(scorer, old, engine, setup, groups, batch, expected, cfg.micro_tokens)
         shares_of["suspects"] = suspects(case)
     return shares_of
 
@@ -318,7 +324,7 @@ def remains(logp, batch) -> float:
 
 
 def rungs(
-    cfg: RolloutFlags, learner, scored, actor: str | None
+    cfg: RolloutFlags, learner, groups: list[Rollout], batch: Batch, actor: str | None
 ) -> tuple[list[str], np.ndarray, Scorer]:
     """The rungs' names (K), their log-probabilities (K, B, T), and the scorer of the last but one,
     which computes the expected values of the engine."""
@@ -327,14 +333,14 @@ def rungs(
     place = (sampling, learner.device, learner.models.vocabulary)
     scorer = Scorer(start, *place)
     logps = {
-        "the learner": scored.batch.logp_ref.double().numpy(),
-        "batch shape": in_pieces(learner, scored.batch).double().numpy(),
-        "decode path": scorer.score(scored.groups),
+        "the learner": batch.logp_ref.double().numpy(),
+        "batch shape": in_pieces(learner, batch).double().numpy(),
+        "decode path": scorer.score(groups),
     }
     for source, recipe in steps(start, end):
         scorer = Scorer(recipe, *place)
-        logps[source] = scorer.score(scored.groups)
-    logps["remainder"] = scored.batch.logp_inf.double().numpy()
+        logps[source] = scorer.score(groups)
+    logps["remainder"] = batch.logp_inf.double().numpy()
     return list(logps), np.stack(list(logps.values())), scorer
 
 

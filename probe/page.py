@@ -153,6 +153,8 @@ def ladder_text(o) -> list[str]:
     heads = "".join(
         f"{head:^34s}" for head in ("KL a token", "|dp| a token", "var(R) of responses")
     )
+    if o.ladder["responses"] < o.responses:
+        heads += f"  ({o.ladder['responses']} of {o.responses} responses)"
     lines = [f"where it comes from{heads}"]
     total = o.ladder["total"]
     for row in o.ladder["rows"]:

@@ -193,6 +193,7 @@ jackpot = Study(
 
 OWN_WEIGHTS = dict(eval_engine="torch")  # held-out problems are solved by the learner's weights
 VLLM = dict(rollout="vllm", **OWN_WEIGHTS)
+FP8_CACHE = {**ON_POLICY, **VLLM, "kv_cache_dtype": "fp8"}
 TWO_BITS = dict(rollout_quant="w2a16")
 tis = Study(
     groups={
@@ -202,7 +203,9 @@ tis = Study(
             "bfloat16": Row(dict(ON_POLICY, rollout_dtype="bfloat16", **OWN_WEIGHTS), (14, 16, 17)),
             "float16": Row(dict(ON_POLICY, rollout_dtype="float16", **OWN_WEIGHTS), (14, 16, 17)),
             "vLLM, bfloat16": Row({**ON_POLICY, **VLLM, "rollout_dtype": "bfloat16"}, (14, 16, 17)),
-            "vLLM, fp8 cache": Row({**ON_POLICY, **VLLM, "kv_cache_dtype": "fp8"}, (15, 16, 17)),
+            "vLLM, fp8 cache": Row(FP8_CACHE, (15, 16, 17)),
+            "vLLM, fp8 cache: TIS": Row({**FP8_CACHE, "objective": "tis"}, (15,)),
+            "vLLM, fp8 cache: Jackpot": Row({**FP8_CACHE, "objective": "jackpot"}, (15,)),
             "int8 cache": Row(dict(ON_POLICY, kv_cache_dtype="int8", **OWN_WEIGHTS), (17, 18, 19)),
         },
         "rollouts in two bits": {
@@ -418,6 +421,41 @@ qarl = Study(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Low-bit rollouts of a real model
+# ---------------------------------------------------------------------------------------------------------------------
+
+CORRECTED = {
+    "no correction": GRPO,
+    "TIS": dict(objective="tis"),
+    "Jackpot, expected mask": EXPECTED,
+    "`retrace_seq`": dict(objective="retrace_seq"),
+    "TBPO, the paper's band": dict(objective="tbpo"),
+    "aligned GRPO": {**GRPO, **ALIGNED},
+}
+real = Study(
+    groups={
+        "full precision": {"bfloat16 engine": Row(GRPO, FIRST, "smollm")},
+        "int8": rows_of(FIRST, "smollm", CORRECTED, rollout_quant="int8"),
+        "w4a16": rows_of(FIRST, "smollm", CORRECTED, rollout_quant="w4a16", quant_group=64),
+    },
+    columns={
+        "seeds": "seeds",
+        "pass@1, %": "pass",
+        "reward of the engine": "reward",
+        "KL(inf, ref)": "rollout_corr/k3_kl",
+        "ESS of responses": "rollout_corr/seq_eff_sample_size",
+        "entropy": "entropy",
+    },
+    panels=(
+        Panel("int8: reward of the engine", "reward", "int8", tuple(CORRECTED)),
+        Panel("w4a16: reward of the engine", "reward", "w4a16", tuple(CORRECTED)),
+        Panel("int8: KL(inf, ref), k3", "rollout_corr/k3_kl", "int8", tuple(CORRECTED)),
+        Panel("w4a16: KL(inf, ref), k3", "rollout_corr/k3_kl", "w4a16", tuple(CORRECTED)),
+    ),
+    share=0.2,
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
 # HeteroRL: late samplers
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -610,6 +648,7 @@ STUDIES = {
     "tis": tis,
     "praxis": praxis,
     "qarl": qarl,
+    "real": real,
     "heterorl": heterorl,
     "worth": worth,
 }

@@ -10,7 +10,7 @@ from tools.ladder_faults import PLANTED, make_models, named
 
 import batching
 import probe.__main__ as probe_command
-from probe import ladder, page
+from probe import faults, ladder, page
 from results import sweep
 from rollout import Response, Rollout
 from sampling import Sampling
@@ -102,10 +102,26 @@ def test_errors_are_over_prompts():
     assert row["high"] - row["low"] == pytest.approx(4 * row["se"], rel=0.15)
 
 
+@pytest.mark.parametrize(
+    "tokens, rows", [(23, [0, 1, 2, 3, 4, 5]), (22, [0, 2, 4]), (12, [0, 2, 4]), (11, [0, 2]), (1, [0, 2])]
+)
+def test_fewer_responses_before_fewer_prompts(tokens, rows):
+    """Six responses of 4, 6, 3, 3, 5 and 2 tokens, a prompt of one token included, two to a prompt."""
+    batch = made_up_batch([3, 5, 2, 2, 4, 1], 2)
+    groups = []
+    for g, lengths in enumerate([(3, 5), (2, 2), (4, 1)]):
+        responses = [SimpleNamespace(tokens=np.zeros(n)) for n in lengths]
+        groups.append(Rollout(("", 0, g), "", np.array([3], np.int32), Sampling(), "", "", 0, "", 0.0, 0.0, responses))
+    chosen, part, of_rows = faults.within(groups, batch, tokens)
+    assert of_rows == rows and part.length.tolist() == batch.length[rows].tolist()
+    assert [len(r.tokens) for g in chosen for r in g.responses] == part.length.tolist()
+    assert part.group.tolist() == batch.group[rows].tolist()
+
+
 def test_the_table_has_intervals():
     logp = np.stack([np.full((4, 1), -3.0), np.array([[-3.1], [-2.9], [-3.2], [-2.8]])])
     found = ladder.shares(["zero", "a"], logp, made_up_batch([1] * 4, 2), FLOOR, 20.0)
-    _, line, *_ = page.ladder_text(SimpleNamespace(ladder=found))
+    _, line, *_ = page.ladder_text(SimpleNamespace(ladder=found | {"responses": 4}, responses=4))
     cells = [found["rows"][0][name] for name in ("kl", "dp", "var")]
     said = [f"{x['share']:.2g} [{x['low']:.1e}, {x['high']:.1e}]" for x in cells]
     assert [line.count(text) for text in said] == [1, 1, 1] and line.count("100 %") == 3

@@ -746,7 +746,8 @@ def assert_alike(rows, others) -> None:
     assert [row.keys() for row in rows] == [row.keys() for row in others]
     for row, other in zip(rows, others, strict=True):
         for name, value in row.items():
-            assert value == pytest.approx(other[name], rel=1e-6, abs=1e-6), (row["step"], name)
+            rounding = 1e-5 if "largest_" in name else 1e-6  # the largest of many roundings
+            assert value == pytest.approx(other[name], rel=1e-6, abs=rounding), (row["step"], name)
 
 
 def assert_same_tensors(folder, other) -> None:

