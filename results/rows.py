@@ -434,9 +434,9 @@ CORRECTED = {
 }
 real = Study(
     groups={
-        "full precision": {"bfloat16 engine": Row(GRPO, FIRST, "smollm")},
-        "int8": rows_of(FIRST, "smollm", CORRECTED, rollout_quant="int8"),
-        "w4a16": rows_of(FIRST, "smollm", CORRECTED, rollout_quant="w4a16", quant_group=64),
+        "full precision": {"bfloat16 engine": Row(GRPO, (0,), "smollm")},
+        "w4a16": rows_of((0,), "smollm", CORRECTED, rollout_quant="w4a16", quant_group=64),
+        "int8": rows_of((0,), "smollm", CORRECTED, rollout_quant="int8"),
     },
     columns={
         "seeds": "seeds",
