@@ -234,14 +234,15 @@ class Learner:
         """TokenStats of a whole batch with the weights as they are, micro-batch by micro-batch,
         without gradient."""
         out: dict[str, torch.Tensor] = {}
-        for rows, micro, share in self._micro(batch):
-            statistics = self.wrapped(micro, needs, share)
-            if rows is None:  # filler: another rank has more micro-batches
-                continue
-            for name, x in statistics.items():
-                if name not in out:
-                    out[name] = x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:])
-                out[name][rows, : x.shape[1]] = x
+        with self._casts_kept():
+            for rows, micro, share in self._micro(batch):
+                statistics = self.wrapped(micro, needs, share)
+                if rows is None:  # filler: another rank has more micro-batches
+                    continue
+                for name, x in statistics.items():
+                    if name not in out:
+                        out[name] = x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:])
+                    out[name][rows, : x.shape[1]] = x
         self.models.end_replay()
         if self.sharded:
             self.wrapped.reshard()  # no backward will do it: leave the shards as the owners
@@ -310,24 +311,23 @@ class Learner:
         needs = needs_of_update(cfg, self.has_actor, stats.lam, batch.logp_ref is not None)
         sums, total = Sums(), torch.zeros((), dtype=torch.float64, device=self.device)
         micros = list(self._micro(batch))
-        for i, (rows, micro, share) in enumerate(micros):
-            with self._gradient_sync(last=i == len(micros) - 1):
-                new = TokenStats(**self.wrapped(micro, needs, share))
-                unreduced, logs = objectives.joint_loss(
-                    new, micro, stats.select([0] if rows is None else rows), cfg
-                )
-                loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
+        with self._casts_kept():
+            for i, (rows, micro, share) in enumerate(micros):
+                with self._gradient_sync(last=i == len(micros) - 1):
+                    new = TokenStats(**self.wrapped(micro, needs, share))
+                    part = stats.select([0] if rows is None else rows)
+                    unreduced, logs = objectives.joint_loss(new, micro, part, cfg)
+                    loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
+                    if rows is None:
+                        loss = loss * 0.0
+                    # both wrappers average over ranks; we sum
+                    self.scaler.scale(loss * self.comm.size).backward()
                 if rows is None:
-                    loss = loss * 0.0
-                self.scaler.scale(
-                    loss * self.comm.size
-                ).backward()  # both wrappers average over ranks; we sum
-            if rows is not None:
+                    continue
                 total += loss.detach().double()
+                new, batch_ref = new.detach(), objectives.with_ref(new, micro, cfg)
                 with torch.no_grad():
-                    observe(
-                        sums, new.detach(), objectives.with_ref(new, micro, cfg), stats, logs, cfg
-                    )
+                    observe(sums, new, batch_ref, stats, logs, cfg)
         self.models.end_replay()
         self._unscale()
         logged = derive(sums.reduce(self.comm))
@@ -349,6 +349,10 @@ class Learner:
         partial_sum = sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
         total = self.comm.sum([partial_sum])[0]
         return total if self.sharded else total / self.comm.size
+
+    def _casts_kept(self):
+        """A context in which weights are cast once for all micro-batches. FSDP casts its shards."""
+        return contextlib.nullcontext() if self.sharded else self.models.casts_kept()
 
     def _gradient_sync(self, last: bool):
         """A context in which DDP reduces gradients over ranks in the last micro-batch's backward

@@ -307,7 +307,7 @@ def head_once(which: str, N=2048, V=151_936, H=1024, seed=0):
                 Scored(target, None, None, None), needs, support_ids, support_ids >= 0, p_kth
             )
             # of rows.outputs
-            logp = ChunkedHead.apply(rows, chunk_rows(V), [Head()], hidden, weight, None)[0]
+            logp = ChunkedHead.apply(rows, chunk_rows(V), [Head()], [None], hidden, weight, None)[0]
         logp.sum().backward()
 
     return run, 4 * (N * H + V * H)

@@ -302,10 +302,10 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
 
     def ours(chunk):
         rows = OneModelRows(Scored(target, None, None, None), Needs())
-        return -ChunkedHead.apply(rows, chunk, [Head()], hidden, weight, None)[0].sum()
+        return -ChunkedHead.apply(rows, chunk, [Head()], [None], hidden, weight, None)[0].sum()
 
     ways = {
-        "chunked, as the learner runs it": partial(ours, chunk_rows(V)),
+        "chunked, as the learner runs it": partial(ours, chunk_rows(V, device)),
         "chunked, 1,024 tokens at a time": partial(ours, 1024),
         "whole logits": lambda: F.cross_entropy(
             (hidden @ weight.t()).float(), target, reduction="sum"

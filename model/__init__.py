@@ -124,6 +124,8 @@ class PolicyAndActor(nn.Module):
         self.start = start
         self.autocast, self.head_fp32 = autocast, head_fp32
         self.vocabulary = vocabulary
+        self.casts: dict | None = None  # head weights in 16 bits, while `casts_kept`
+        self.chunks_on = ""  # device type whose chunks of logits are made; "": that of the weights
         self.routing = Routing(policy if actor is None else actor).__enter__() if replay else None
 
     @property
@@ -180,15 +182,36 @@ class PolicyAndActor(nn.Module):
             Head.of(lm.config, width, exact.product_of(layer))
             for lm, layer in zip(models, layers, strict=True)
         ]
-        tensors = []
+        tensors, casts = [], []
         for lm, layer in zip(models, layers, strict=True):
-            tensors += [
-                self._hidden(lm, batch, at, share),
-                layer.weight,
-                getattr(layer, "bias", None),
-            ]
-        outs = ChunkedHead.apply(rows, chunk_rows(width), heads, *tensors)
+            hidden = self._hidden(lm, batch, at, share)
+            tensors += [hidden, layer.weight, getattr(layer, "bias", None)]
+            casts.append(self._cast(layer.weight, hidden.dtype))
+        chunk = chunk_rows(width, self.chunks_on or layers[0].weight.device.type)
+        outs = ChunkedHead.apply(rows, chunk, heads, casts, *tensors)
         return dict(zip(rows.outputs, outs, strict=True))
+
+    @contextlib.contextmanager
+    def casts_kept(self):
+        """Inside, weights are cast to the compute type once, not in every forward; they must not
+        change meanwhile."""
+        if self.autocast is None:
+            yield
+            return
+        self.casts = {}
+        try:  # autocast empties its cache where its outermost scope ends
+            with torch.autocast(next(self.parameters()).device.type, enabled=False):
+                yield
+        finally:
+            self.casts = None
+
+    def _cast(self, weight, dtype: torch.dtype):
+        """A head's weight in this type; None: ChunkedHead casts it."""
+        if self.casts is None or weight.dtype == dtype:
+            return None
+        if weight not in self.casts:
+            self.casts[weight] = weight.detach().to(dtype)
+        return self.casts[weight]
 
     def _hidden(self, lm, batch, at, share):
         """Hidden states (N, H) that predict the tokens at the places `at` in (B, T)."""

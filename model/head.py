@@ -20,7 +20,10 @@ from dataclasses import dataclass
 
 import torch
 
-CHUNK_ELEMENTS = 1 << 25  # logits in flight: 128 MiB in float32
+# Logits in flight: 128 MiB in float32, and 512 MiB where a few large products beat many small ones
+CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
+# torch adds a product of 16-bit matrices to a float32 one in place (2.8 and later, on a GPU)
+MIXED_ADDMM = hasattr(torch.ops.aten.addmm, "dtype_out")
 CUT = -1e30  # logit of a token that cannot be sampled: finite, so that 0 log 0 stays 0
 
 
@@ -99,9 +102,9 @@ class ChunkedHead(torch.autograd.Function):
     """The outputs of `rows` on the logits of all N tokens, as a tuple in the order of
     `rows.outputs`.
 
-    Arguments: rows, chunk (tokens per chunk), heads (a Head for each model), hidden_1 (N, H1),
-    weight_1 (V, H1), bias_1 (V,) or None, and hidden_2, weight_2, bias_2 of a second model. `rows`
-    has
+    Arguments: rows, chunk (tokens per chunk), heads (a Head for each model), casts (each model's
+    weight in the type of its hidden states, or None: cast here), hidden_1 (N, H1), weight_1
+    (V, H1), bias_1 (V,) or None, and hidden_2, weight_2, bias_2 of a second model. `rows` has
 
         outputs, differentiable        names of its outputs; the first `differentiable` of them carry gradient
         rows(logits, at)               [logits (n, V) of each model], slice of tokens -> {name: (n, ...)}
@@ -112,8 +115,8 @@ class ChunkedHead(torch.autograd.Function):
     are used."""
 
     @staticmethod
-    def forward(ctx, rows, chunk, heads, *tensors):
-        models = in_threes(tensors)
+    def forward(ctx, rows, chunk, heads, casts, *tensors):
+        models = in_threes(tensors, casts)
         N = len(tensors[0])
         outs = None
         for at in chunks(max(N, 1), chunk, N):  # no token at all: empty outputs
@@ -127,7 +130,7 @@ class ChunkedHead(torch.autograd.Function):
                 }
             for name in rows.outputs:
                 outs[name][at] = got[name]
-        ctx.rows, ctx.chunk, ctx.heads = rows, chunk, heads
+        ctx.rows, ctx.chunk, ctx.heads, ctx.casts = rows, chunk, heads, casts
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         outs = tuple(outs.values())
@@ -137,11 +140,11 @@ class ChunkedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         tensors, rows, heads = ctx.saved_tensors, ctx.rows, ctx.heads
-        models = in_threes(tensors)
+        models = in_threes(tensors, ctx.casts)
         grads = grads[: rows.differentiable]
         d_tensors = [
             torch.zeros_like(x) if n else None
-            for x, n in zip(tensors, ctx.needs_input_grad[3:], strict=True)
+            for x, n in zip(tensors, ctx.needs_input_grad[4:], strict=True)
         ]
         N = len(tensors[0])
         for at in chunks(N, ctx.chunk, N):
@@ -159,7 +162,7 @@ class ChunkedHead(torch.autograd.Function):
                     dz = dz.to(hidden.dtype)
                     accumulate(d_tensors[3 * m : 3 * m + 3], dz, hidden, weight, at)
                 d_logits[m] = slopes[m] = dz = None  # freed before the next chunk's logits are made
-        return None, None, None, *d_tensors
+        return None, None, None, None, *d_tensors
 
 
 def score(head: Head, layer, hidden, ids):
@@ -189,18 +192,19 @@ def accumulate(d_model, dz, hidden, weight, at) -> None:
         d_hidden[at] = dz @ weight[read]
     if d_weight is not None and d_weight.dtype == dz.dtype:
         d_weight[read].addmm_(dz.t(), hidden[at])  # in place: no second (V, H) tensor
+    elif d_weight is not None and dz.is_cuda and MIXED_ADDMM:
+        into = d_weight[read]
+        torch.addmm(into, dz.t(), hidden[at], out_dtype=d_weight.dtype, out=into)
     elif d_weight is not None:
         d_weight[read] += dz.t() @ hidden[at]
     if d_bias is not None:
         d_bias[read] += dz.sum(0)
 
 
-def in_threes(tensors) -> list[tuple]:
+def in_threes(tensors, casts) -> list[tuple]:
     """(hidden, weight, bias) of each model, its weight in the type of its hidden states."""
-    return [
-        (h, w.to(h.dtype), b)
-        for h, w, b in zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
-    ]
+    threes = zip(tensors[::3], tensors[1::3], tensors[2::3], casts, strict=True)
+    return [(h, w.to(h.dtype) if cast is None else cast, b) for h, w, b, cast in threes]
 
 
 def chunks(total: int, size: int, end: int) -> list[slice]:
@@ -208,9 +212,9 @@ def chunks(total: int, size: int, end: int) -> list[slice]:
     return [slice(start, min(start + size, end)) for start in range(0, total, size)]
 
 
-def chunk_rows(V: int) -> int:
-    """Tokens per chunk for a vocabulary of V."""
-    return max(16, CHUNK_ELEMENTS // V)
+def chunk_rows(V: int, device: str = "cpu") -> int:
+    """Tokens per chunk for a vocabulary of V on a type of device."""
+    return max(16, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"]) // V)
 
 
 def rows_at_once(config, length: int) -> int:

@@ -37,6 +37,8 @@ from model import (
 )
 from model.streamed import StreamedModel, drop_weights, empty_model
 
+DEVICE = "cuda"  # type of device that is planned for
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Forward and backward
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,9 +189,11 @@ def of_scoring(cfg: Config, configs: dict, rows: int, length: int) -> int:
 def pair_of(cfg: Config, configs: dict) -> PolicyAndActor:
     """The models of the learner, two layers deep."""
     models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
-    return PolicyAndActor(
+    pair = PolicyAndActor(
         *models, *[None] * (2 - len(models)), memory.compute_type(cfg), cfg.lm_head_fp32
     )
+    pair.chunks_on = DEVICE
+    return pair
 
 
 def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:

@@ -9,7 +9,7 @@ import re
 class Sums:
     """`What is a + b?` with a, b from 1 to 20; 80 of the 400 problems are held out."""
 
-    size = 320
+    size = 320  # in training; the held-out ones repeat
 
     def __init__(self):
         pairs = [(a, b) for a in range(1, 21) for b in range(1, 21)]

@@ -101,7 +101,7 @@ def test_ten_thousand_tokens_are_equal_however_they_are_read(dtype, fmt, distrib
     assert {share for *_, share in learner._micro(batching.collate(groups, learner.cfg))} == {True}
     assert gap(learner, groups) == 0
     monkeypatch.setattr(PolicyAndActor, "can_share", False)
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", {"cpu": 1})
     learner.cfg = make_cfg(**{**vars(learner.cfg), "micro_tokens": 190})
     parts = [*learner._micro(batching.collate(groups, learner.cfg))]
     assert len(parts) > 100 and {share for *_, share in parts} == {False}

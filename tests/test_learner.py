@@ -1,6 +1,8 @@
 """The learner: whatever the split into micro-batches or ranks, one gradient; and it is the derivative of the loss."""
 
+import contextlib
 import math
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import torch
 from conftest import make_cfg, make_groups, take_over, tiny_model
 from ranks import PROBE, RANK_CASES, UNEVEN_CASES, hold_back_the_step, make_learner, move, rank_groups
 from ranks import one_update as update_of_one
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrun import torchrun
 
 import batching
@@ -20,7 +23,7 @@ import obrs
 from learner import Agreement, Comm, Learner, check_agreement
 from machinery.flags import UserError
 from machinery.optim import make_optimizers, schedule
-from model import Needs, needs_of_exact_kappa, needs_of_ref_pass, needs_of_update
+from model import Needs, PolicyAndActor, needs_of_exact_kappa, needs_of_ref_pass, needs_of_update
 
 f64 = torch.float64
 
@@ -649,6 +652,44 @@ def test_bfloat16_runs_close_to_float32():
     half, _ = gradients(make_cfg(objective="grpo", dtype="bfloat16"), groups, torch.float32, ref=False)
     assert 0 < relative(full, half) < 0.2
     assert {g.dtype for g in half.values()} == {torch.float32}
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts to bfloat16, by shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
+            self.counts[tuple(out.shape)] += 1
+        return out
+
+
+@pytest.mark.parametrize("objective", ["grpo", "jackpot"])
+def test_weights_are_cast_once_for_all_micro_batches(objective, monkeypatch):
+    """Of bodies and heads, in the ref pass (Jackpot's) and in the update; the gradient keeps every bit."""
+    passes = 2 if objective == "jackpot" else 1
+    cfg = make_cfg(objective=objective, dtype="bfloat16", micro_tokens=24)
+    groups = make_groups(4, seed=9)
+    learner = make_learner(cfg, torch.float32)
+    assert len(list(learner._micro(batching.collate(groups, cfg)))) > 2
+    shapes = Counter()
+    for model in (learner.models.policy, learner.models.actor):
+        if model is not None:
+            shapes += Counter(tuple(p.shape) for name, p in model.named_parameters() if "_proj" in name)
+            shapes[tuple(model.get_output_embeddings().weight.shape)] += 1
+    with Casts() as casts:
+        once, _ = gradients(cfg, groups, torch.float32, ref=passes == 2)
+    assert {shape: casts.counts[shape] for shape in shapes} == {shape: passes * n for shape, n in shapes.items()}
+    monkeypatch.setattr(PolicyAndActor, "casts_kept", contextlib.nullcontext)
+    with Casts() as casts:
+        again, _ = gradients(cfg, groups, torch.float32, ref=passes == 2)
+    assert all(casts.counts[shape] >= 3 * passes * n for shape, n in shapes.items())
+    for name, g in once.items():
+        assert torch.equal(g, again[name]), name
 
 
 def test_what_is_compared_with_the_published_weights_is_not_rounded():
