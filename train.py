@@ -83,6 +83,7 @@ class Training(Session):
         if self.comm.any(not groups):  # a rank waited in vain for remote samplers
             source.give_back()
             return False
+        self.speed.count_sampled(groups)
         self.values |= source.metrics(self.comm.sum_counts)
         # 3. the ref pass, where the objective must know p_ref before the first update
         if "ref" in objectives.passes_needed(
@@ -115,6 +116,7 @@ class Training(Session):
                 self.check_agreement(batch)
             # 6. forward, objectives.joint_loss, backward for each micro-batch; clip; step
             logged = learner.update(batch, stats)
+            self.speed.count_trained(batch)
             objectives.update_controllers(self.controllers, logged, learner.cfg)
         if cfg.exact:
             exact.check_zero(cfg, logged)

@@ -32,6 +32,7 @@ import plan
 import quant
 from config import Config
 from learner import Comm, Learner
+from machinery.speed import operations, peak_of
 from model import Needs, OneModelRows, Scored
 from model.engines import HFEngine, VLLMEngine
 from model.head import ChunkedHead, Head, chunk_rows
@@ -41,14 +42,6 @@ from sync import WeightCheck
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-# operations a second
-PEAK = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-}
 PROMPT = 32  # tokens of the prompts of `bench.random_groups`
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,8 +132,7 @@ class Setting:
         return torch.cuda.memory_allocated() / GIB
 
     def flops_of_device(self) -> float:
-        name = torch.cuda.get_device_name() if self.cuda else ""
-        return next((flops for key, flops in PEAK.items() if key in name), math.nan)
+        return peak_of(self.device)
 
 
 def row(
@@ -410,15 +402,6 @@ def obrs(s: Setting) -> Iterator[dict]:
     pairs = bench.alternate(*runs, s.pick(10, 2), "obrs")
     yield ratio_row("time, Jackpot over PPO", pairs, "<= 1.01", lambda r: r <= 1.01)
     yield row("tokens of a step", 2 * rows * length)
-
-
-def operations(model, length: int) -> float:
-    """Operations a token of forward and backward on rows of `length` tokens (see above)."""
-    c = model.config
-    P = sum(p.numel() for p in model.parameters())
-    if not c.tie_word_embeddings:
-        P -= model.get_input_embeddings().weight.numel()  # is looked up
-    return 6 * P + 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * length
 
 
 @functools.cache

@@ -227,7 +227,10 @@ def time_lines(rows: list[dict]) -> list[str]:
         spent = sum(row.get(stage, 0.0) for row in rows)
         total += spent
         if spent:
-            lines.append(f"   {stage[:-2]:10s}{spent:9.1f}")
+            rate = f"speed/{stage[:-2]}_tokens"
+            tokens = sum(row[rate] * row[stage] for row in rows if rate in row)
+            per_second = f"{tokens / spent:11,.0f} tokens/s of a rank" if tokens else ""
+            lines.append(f"   {stage[:-2]:10s}{spent:9.1f}{per_second}")
     return [*lines, f"   {'total':10s}{total:9.1f}"]
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 import batching
 import corrections
+import quant
 from config import Config, RunFlags
 from eval import held_out
 from learner import Comm, Learner, check_agreement, expects_agreement
@@ -26,6 +27,7 @@ from machinery.run import (
     prepare_folder,
     samples_of,
 )
+from machinery.speed import Speed
 from model import Needs
 from model.engines import evaluated_by
 from presets import called
@@ -54,6 +56,9 @@ class Session:
         self.controllers = {}  # carried from update to update: kappa, lambda_distill
         self.values = {}  # metrics of the last roll-out, until an update reports them
         self.clock: dict[str, float] = {}  # seconds by stage
+        models = [getattr(self.learner.models, name) for name in self.learner.names]
+        dense = not cfg.lora_rank and not any(map(quant.expert_parameters, models))
+        self.speed = Speed(models, self.learner.device, dense)
         if self.run.checkpoint:
             saved = checkpoint.load(self.run.checkpoint, self.learner, self.source)
             self.step, self.pending, self.controllers = saved
@@ -144,7 +149,9 @@ class Session:
     def write(self, values: dict[str, float]) -> None:
         """A line of metrics: of the update that was done last."""
         if self.log:
-            self.log.write(self.step - 1, values | self.read_clock())
+            seconds = self.read_clock()
+            values = values | self.speed.read(seconds) | seconds | {"time_s": time.time()}
+            self.log.write(self.step - 1, values)
         self.unwritten = None
 
     @contextmanager

@@ -40,7 +40,12 @@ from source import LocalSource
 from sync import SAMPLED, SyncError, WeightCheck
 from tasks import arithmetic_tokenizer
 
-TIMES = ("_s", "_seconds")
+
+def is_time(name: str) -> bool:
+    """Whether a metric differs from run to run."""
+    return name.endswith(("_s", "_seconds")) or name.startswith("speed/")
+
+
 # a test that starts several processes needs longer than others; each process has a limit of its own
 SEVERAL_PROCESSES = pytest.mark.timeout(900)
 
@@ -157,7 +162,7 @@ def train_here(monkeypatch):
 
 def timeless(out) -> list[dict]:
     """Every metric but times, and those of weight syncs: the engine of a resumed run is checked from the start."""
-    rows = [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in read_metrics(out)]
+    rows = [{k: v for k, v in row.items() if not is_time(k)} for row in read_metrics(out)]
     return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in rows]
 
 
