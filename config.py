@@ -377,12 +377,14 @@ class OptimizerFlags:
 
 @dataclass(frozen=True)
 class MemoryFlags:
-    """Memory of the learner (model/memory.py)"""
+    """Memory and kernels of the learner (model/memory.py, model/kernels.py)"""
 
     gradient_checkpointing: bool = False
     """Keep only the input of each layer and recompute its activations in the backward pass: a third
     more time, a tenth of the memory. A response is never split over ranks: the longest one must fit
     on one rank."""
+    kernels: Literal["auto", "plain", "liger", "compile"] = "auto"
+    """Of decoder layers: transformers' own (plain, auto), liger-kernel's, or torch.compile's."""
     offload: bool = False
     """The optimizer's states wait in the host's memory between two updates."""
     rollout_sleep: bool = True
@@ -556,7 +558,7 @@ HARMLESS = {
         "micro_tokens",
         "rollout_memory",
     ),
-    *("gradient_checkpointing", "offload", "rollout_sleep", "eval_every"),
+    *("gradient_checkpointing", "kernels", "offload", "rollout_sleep", "eval_every"),
 }
 
 # defaults of the embedded models, and the values that an error proposes for other models

@@ -42,6 +42,7 @@ from model import (
     TokenStats,
     check_replay,
     exact,
+    kernels,
     lora,
     memory,
     needs_of_ref_pass,
@@ -183,8 +184,9 @@ class Learner:
             exact.apply(sampler)
         if cfg.router_replay:
             check_replay(sampler)
-        for model in (policy, actor):
-            if model is not None and cfg.gradient_checkpointing:
+        for model in filter(None, (policy, actor)):
+            kernels.apply(model, cfg.kernels)
+            if cfg.gradient_checkpointing:
                 memory.recompute(model)
         autocast = memory.compute_type(cfg)
         options = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)

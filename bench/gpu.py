@@ -9,6 +9,7 @@ vllm         vLLM: tokens per second, publication and its proof, sleep and wake
 linears      aligned linear layers over bfloat16's, on the shapes of Qwen3-0.6B, 1.7B and 8B
 head         the chunked head beside whole logits, torch's own and Liger's, 151,936 words
 obrs         a Jackpot update over a plain PPO one
+kernels      the same with each choice of --kernels
 learner      tokens per second, share of the device's peak, and the plan's memory, by model and length
 memory       checkpointing, two models, FSDP2 on one rank, aligned learners: time, and memory beside the plan
 rollouts     the plain engine: tokens per second, publication and its proof

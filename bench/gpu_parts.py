@@ -479,6 +479,16 @@ def learner(s: Setting) -> Iterator[dict]:
             yield from softly(what, case(s, what, cfg, (name,), n=2 if length > 8192 else 3))
 
 
+def kernels(s: Setting) -> Iterator[dict]:
+    """The same updates with each choice of --kernels, rows of 4,096 tokens."""
+    for name in s.pick(("0.6B", "1.7B"), ("0.6B",)):
+        length = s.pick(4096, 40)
+        for kind in ("plain", "compile", "liger"):
+            what = f"{name}, {length:,} tokens, --kernels={kind}"
+            cfg = configured(s, 8, length, kernels=kind)
+            yield from softly(what, case(s, what, cfg, (name,)))
+
+
 def memory(s: Setting) -> Iterator[dict]:
     """Ways to run, each beside the plan: rows of 2,048 tokens."""
     rows, length = s.pick((16, 2048), (8, 40))
@@ -675,6 +685,7 @@ PARTS = {
     "linears": (linears, 110),
     "head": (head, 100),
     "obrs": (obrs, 100),
+    "kernels": (kernels, 150),
     "learner": (learner, 230),
     "memory": (memory, 210),
     "rollouts": (rollouts, 100),

@@ -37,7 +37,7 @@ from config import (
 )
 from machinery import flags
 from machinery.flags import UserError, choice, need
-from model import exact, lora
+from model import exact, kernels, lora
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From a command line to a configuration
@@ -217,6 +217,7 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     check_models(cfg)
     lora.check(cfg)
     exact.check(cfg)
+    kernels.check(cfg)
     check_named(cfg.model, missing)
     tasks.check(cfg)
     if installed:

@@ -350,7 +350,7 @@ def recompute(model) -> None:
     In the place of transformers' own, which asks for a model in training mode and drops the keys
     and values of a prompt that several responses share."""
     for i, layer in enumerate(model.base_model.layers):
-        if not isinstance(layer.forward, functools.partial):  # of another learner with this model
+        if getattr(layer.forward, "func", None) is not forward_again:  # of another learner
             layer.forward = functools.partial(forward_again, layer.forward, i)
 
 

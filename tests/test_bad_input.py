@@ -123,6 +123,10 @@ ROWS = [
 --model=base:policy@1.5 | --model=base:policy@1.5: the accuracy after @ must be a share between 0 and 1
 --actor=base:actor@x | --actor=base:actor@x: the accuracy after @ must be a share
 --weight_decay=-1 | --weight_decay=-1.0: must not be negative
+--kernels=liger | --kernels=liger: its kernels run on a GPU; use --kernels=plain
+--kernels=compile --rollout=vllm | --kernels=compile: vLLM's CPU engine switches torch.compile off in this process
+--kernels=compile --rollout=hf --exact | --kernels=compile: --exact and --router_replay replace the modules themselves
+--kernels=compile --rollout_quant=int8 --learner_quant=int8 | --kernels=compile: the low-bit layers
 --grad_clip=0 | --grad_clip=0.0: must be above 0
 --warmup_steps=-3 | --warmup_steps=-3.0: must not be negative
 --warmup_steps=2.5 | --warmup_steps=2.5: a whole number of updates, or a share of --steps below 1
@@ -848,8 +852,8 @@ WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... in
     *rows(
         "results/sweep.py",
         r"""
-| no study: no such study; name one of jackpot, tis, praxis, qarl, heterorl, worth
---draw | --draw: no such study; name one of jackpot, tis, praxis, qarl, heterorl, worth
+| no study: no such study; name one of jackpot, tis, praxis, qarl, real, heterorl, worth
+--draw | --draw: no such study; name one of jackpot, tis, praxis, qarl, real, heterorl, worth
 jackpots | jackpots: no such study; name one of jackpot
 jackpot --jobs=0 | --jobs=0: must be at least 1; name the number of runs at a time
 jackpot --jobs=x | --jobs=x: must be a whole number

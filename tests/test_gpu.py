@@ -63,6 +63,21 @@ def prompts_and_seeds() -> tuple[list, list]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kernels", ["compile", "liger"])
+@pytest.mark.parametrize("objective", ["grpo", "jackpot"])
+def test_kernels_give_the_gradient_up_to_rounding(kernels, objective):
+    """No further from float32's than the plain layers' in bfloat16, with room."""
+    if kernels == "liger" and (DEVICE == "cpu" or not importlib.util.find_spec("liger_kernel")):
+        pytest.skip("liger-kernel is not installed, or there is no GPU")
+    case = dict(objective=objective, rollout="hf")
+    groups = make_groups(4, seed=3, prompt=(6, 12))
+    exact = gradient(case, torch.float32, DEVICE, groups)
+    half = {**case, "dtype": "bfloat16"}
+    plain, other = (gradient(half, torch.float32, DEVICE, groups, kernels=k) for k in ("plain", kernels))
+    assert relative(exact, other) < 1.5 * relative(exact, plain)
+    assert relative(exact, gradient(case, torch.float32, DEVICE, groups, kernels=kernels)) < 1e-5
+
+
 def test_the_plain_engine_samples_what_it_samples_on_a_cpu():
     """The same tokens but where a draw falls between two roundings, and the log-probabilities of the model."""
     how = (*prompts_and_seeds(), Sampling(max_tokens=12, temperature=0.8), 5, [1])

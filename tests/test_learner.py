@@ -23,7 +23,7 @@ import obrs
 from learner import Agreement, Comm, Learner, check_agreement
 from machinery.flags import UserError
 from machinery.optim import make_optimizers, schedule
-from model import Needs, PolicyAndActor, needs_of_exact_kappa, needs_of_ref_pass, needs_of_update
+from model import Needs, PolicyAndActor, kernels, needs_of_exact_kappa, needs_of_ref_pass, needs_of_update
 
 f64 = torch.float64
 
@@ -690,6 +690,33 @@ def test_weights_are_cast_once_for_all_micro_batches(objective, monkeypatch):
     assert all(casts.counts[shape] >= 3 * passes * n for shape, n in shapes.items())
     for name, g in once.items():
         assert torch.equal(g, again[name]), name
+
+
+CASES_OF_KERNELS = {
+    "rows": dict(prompt=(2, 3)),
+    "shared prompts": dict(prompt=(30, 34)),
+    "checkpointing": dict(prompt=(2, 3), gradient_checkpointing=True),
+    "two models": dict(prompt=(2, 3), objective="jackpot", actor="base:actor", kl_coef=0.1),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CASES_OF_KERNELS)
+def test_compiled_layers_give_the_same_gradient(name, backend, monkeypatch):
+    """One graph serves all layers and lengths, or one for each type of them."""
+    flags = dict(CASES_OF_KERNELS[name])
+    groups = make_groups(3, seed=4, prompt=flags.pop("prompt"))
+    cfg = make_cfg(**{"objective": "grpo", "rollout": "hf", "micro_tokens": 64, **flags})
+    monkeypatch.setattr(kernels, "BACKEND", backend)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    two = cfg.actor != "none"
+    compiled, _ = gradients(replace(cfg, kernels="compile"), groups, torch.float32, ref=two)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    plain, _ = gradients(cfg, groups, torch.float32, ref=two)
+    assert 0 < graphs <= 4
+    assert relative(plain, compiled) < 2e-6
 
 
 def test_what_is_compared_with_the_published_weights_is_not_rounded():
