@@ -70,7 +70,8 @@ class VLLMEngine:
     max_len        tokens of prompt and response together
     max_logprobs   largest `topk` or `max_allowed` that will be asked for
     seed           of vLLM itself; each response brings one of its own
-    memory_gib     CPU: GiB of key-value cache; CUDA: share of the GPU that vLLM may take; 0: `cache_size`, or 0.25
+    memory_gib     CPU: GiB of key-value cache; CUDA: share of the GPU that vLLM may take, at most of what is free;
+                   0: `cache_size`, or 0.25
     rows           responses that are sampled at once, for `cache_size`. kv_cache: the cache's type
     logprobs_mode  "processed": of the distribution sampled from; "raw": of the model's own softmax
     head_fp32      compute logits in float32 whatever the dtype
@@ -130,7 +131,8 @@ class VLLMEngine:
             disable_log_stats=True,
         )
         if cuda:
-            memory = {"gpu_memory_utilization": memory_gib or 0.25}
+            memory = {"gpu_memory_utilization": share_of_gpu(memory_gib or 0.25)}
+            memory["max_num_seqs"] = min(max(rows, 16), 1024)
         else:
             of_a_token = cache_of_a_token(shell.config, getattr(torch, dtype).itemsize)
             most = int(memory_gib * 2**30) or psutil.virtual_memory().available // (
@@ -389,13 +391,29 @@ def cache_of_a_token(config, number: int) -> int:
 
 
 BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
-MOST_ROWS = 256  # responses that vLLM samples at once
+MOST_ROWS = 256  # responses that vLLM samples at once on a CPU
 
 
 def cache_size(of_a_token: int, max_len: int, rows: int) -> int:
     """Bytes of KV cache for `rows` responses of max_len tokens, prompt included, in whole
     blocks."""
     return of_a_token * (-(-max_len // BLOCK) + 1) * BLOCK * min(rows, MOST_ROWS)
+
+
+def share_of_gpu(share: float) -> float:
+    """The share of the GPU's memory that vLLM may take: at most nine tenths of what is free, said
+    where that is less than asked for."""
+    free, total = torch.cuda.mem_get_info()
+    most = int(90 * free / total) / 100
+    if share <= most:
+        return share
+    gib = 2**30
+    print(
+        f"vLLM gets {most:.0%} of the GPU's {total / gib:.0f} GiB: only {free / gib:.1f} GiB are free, less than "
+        f"--rollout_memory={share:g}; end what else runs there, or lower it",
+        file=sys.stderr,
+    )
+    return most
 
 
 def has_other_caches(config) -> bool:
@@ -713,9 +731,8 @@ def make_engine(
         seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp
     )
     common["routing"] = cfg.router_replay
-    common["rows"] = getattr(cfg, "rollout_batch", MOST_ROWS) // (
-        dist.get_world_size() if dist.is_initialized() else 1
-    )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    common["rows"] = getattr(cfg, "rollout_batch", 1024) * cfg.rollout_tp // ranks
     return VLLMEngine(
         folder, max_len=max_len, max_logprobs=topk, sleep_level=sleep_level, **common, **shared
     )

@@ -21,6 +21,7 @@ import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,6 +36,7 @@ BUCKET = 1 << 28  # bytes of tensors that are handed over at a time, or one tens
 # ---------------------------------------------------------------------------------------------------------------------
 
 VLLM_VERSION = "0.32.0"  # the patches below were written for its code
+VLLM_VERSIONS = ("0.24.0", VLLM_VERSION)  # that have all of the functions they replace
 
 
 def change_vllm(low_bits_on_cpu: bool) -> None:
@@ -58,6 +60,10 @@ def _change_vllm(low_bits_on_cpu: bool) -> None:
     change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
     change(VocabParallelEmbedding, "weight_loader", without_padding)
     change(Base, "_decorate_for_torch_compile", class_stays_the_learners)
+    if torch.cuda.is_available():
+        from vllm.v1.sample.ops import topk_topp_sampler
+
+        change(topk_topp_sampler, "random_sample", all_rows_at_once)
     if not torch.cuda.is_available():
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
             UnquantizedFusedMoEMethod,
@@ -108,6 +114,39 @@ def class_stays_the_learners(decorate_for_torch_compile):
     this process the learner's model is of the same class. The engine's model is not compiled
     then."""
     return lambda self, **more: None
+
+
+def all_rows_at_once(random_sample):
+    """Replacement for topk_topp_sampler.random_sample: invert each row's cumulative distribution at
+    one uniform number.
+
+    Reason: with a seed for each request vLLM fills each row of its noise in a launch of its own,
+    hundreds for a token. The uniform is a hash of the request's seed and of its number of draws, so
+    that a response still depends on nothing but its seed."""
+
+    def sample(probs, generators, *more):
+        n = len(probs)
+        if len(generators) < n:  # requests without a seed
+            return random_sample(probs, generators, *more)
+        u = torch.from_numpy(next_uniforms([generators[i] for i in range(n)]))
+        cdf = probs.cumsum(-1, dtype=torch.float64)
+        token = torch.searchsorted(cdf, u.to(probs.device)[:, None] * cdf[:, -1:], right=True)
+        return token.clamp_(max=probs.shape[1] - 1)[:, 0]
+
+    return sample
+
+
+def next_uniforms(generators) -> np.ndarray:
+    """The next uniform number in [0, 1) of each generator, float64 (n,): SplitMix64 of its seed and
+    of its offset, which goes on by 4 (vLLM takes a draw back by 4)."""
+    offsets = np.array([g.get_offset() for g in generators], np.uint64)
+    seeds = np.array([g.initial_seed() % 2**64 for g in generators], np.uint64)
+    for g, offset in zip(generators, offsets.tolist(), strict=True):
+        g.set_offset(offset + 4)
+    x = seeds + (offsets // 4 + 1) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) / 2.0**53
 
 
 def pack_experts_anew(process_weights_after_loading):
@@ -166,7 +205,7 @@ def change(owner, name: str, replacement) -> None:
         )
     if getattr(original, "changed_here", False):
         return
-    if vllm.__version__.split("+")[0] != VLLM_VERSION:
+    if vllm.__version__.split("+")[0] not in VLLM_VERSIONS:
         print(
             f"vLLM {vllm.__version__}: model/in_vllm.py replaces {owner.__name__}.{name} as it is in {VLLM_VERSION}",
             file=sys.stderr,

@@ -551,3 +551,64 @@ def test_collate_knows_what_was_cut_and_which_groups_differ():
         response.finish_reason, response.reward = reason, reward
     batch = batching.collate(groups, make_cfg(group_size=2))
     assert batch.cut.tolist() == [False, True, True, False] and batch.spread.tolist() == [True, True, False, False]
+
+
+class CountingGenerator:
+    """A CUDA generator's seed and offset."""
+
+    def __init__(self, seed: int):
+        self.seed, self.offset = seed, 0
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        assert offset >= 0 and offset % 4 == 0
+        self.offset = offset
+
+
+def splitmix64(seed: int, draw: int) -> float:
+    """Written out with Python's numbers."""
+    mask = 2**64 - 1
+    x = (seed + (draw + 1) * 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return ((x ^ (x >> 31)) >> 11) / 2**53
+
+
+def test_the_uniforms_of_requests_depend_on_seed_and_draw_alone():
+    seeds = [5, 2**63 - 1, -3 % 2**64]
+    generators = [CountingGenerator(seed) for seed in seeds]
+    for draw in range(3):
+        expected = [splitmix64(seed, draw) for seed in seeds]
+        assert in_vllm.next_uniforms(generators[:2]).tolist() == expected[:2]
+        assert in_vllm.next_uniforms(generators[2:]).tolist() == expected[2:]  # in another batch
+    generators[0].set_offset(generators[0].get_offset() - 4)  # vLLM takes a draw back
+    assert in_vllm.next_uniforms(generators[:1]).tolist() == [splitmix64(5, 2)]
+
+
+def test_all_rows_of_vllm_are_drawn_at_once():
+    """In proportion to the probabilities, never what has none; requests without a seed stay vLLM's."""
+    probs = torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]])
+    sample = in_vllm.all_rows_at_once(lambda *given: given)
+    n = 4000
+    rows = probs[:1].expand(n, -1)
+    drawn = sample(rows, {i: CountingGenerator(7919 * i) for i in range(n)}).bincount(minlength=5).double() / n
+    assert drawn[[1, 4]].sum() == 0
+    assert ((drawn - probs[0]).abs() < 4 * (probs[0] * (1 - probs[0]) / n).sqrt() + 1e-12).all()
+    both = {i: CountingGenerator(i) for i in range(2)}
+    assert sample(probs, both)[1] == 1 and [g.offset for g in both.values()] == [4, 4]
+    some = {1: CountingGenerator(1)}
+    assert sample(probs, some, "more") == (probs, some, "more")
+
+
+@pytest.mark.parametrize("free, share, given", [(80, 0.5, 0.5), (40, 0.5, 0.45), (8, 0.25, 0.09)])
+def test_vllm_takes_at_most_what_is_free(free, share, given, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 80 * 2**30))
+    assert engines.share_of_gpu(share) == given
+    assert (f"only {free}.0 GiB are free, less than --rollout_memory={share}" in capsys.readouterr().err) == (
+        given < share
+    )
