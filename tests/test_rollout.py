@@ -190,7 +190,7 @@ def test_flags_reach_the_engines(folders, monkeypatch):
         dtype="bfloat16",
         seed=9,
         memory_gib=0.5,
-        rows=cfg.rollout_batch,
+        rows=2 * cfg.rollout_batch,  # of two ranks
         kv_cache="fp8",
         logprobs_mode="raw",
         head_fp32=True,
