@@ -69,6 +69,7 @@ ROWS = (
     "jackpot obrs_mask=expected"
 )
 OF_ROWS = {f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)}
+PRECISE = 0.25  # error of a worth, of itself, above which more batches are proposed
 STEP = 0.005  # root mean square change of log-probabilities by a shift of the weights, nats
 EVERYTHING = (0, 2**31)  # lengths of responses
 
@@ -615,6 +616,7 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config)
     results["parts"] = {f"{low} to {high - 1} tokens": x for (low, high), x in by_part.items()}
     if own.cost:
         results["about"] |= cost(m)
+    results["about"] |= {"batches": own.batches, "reference": own.reference}
     results["about"]["seconds"] = time.perf_counter() - start
     m.sampler.close()
     if m.comm.rank == 0:
@@ -627,6 +629,20 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config)
         print(f"figure: {plot.draw_worth(results['rows'], path.with_suffix('.png'))}")
     m.comm.end()
     return results
+
+
+def more_batches(x: dict, about: dict) -> list[str]:
+    """A sentence on the number of batches for an error of PRECISE of the worth, if it is larger.
+    The error shrinks with their square root."""
+    error = x["worth_se"] / max(abs(x["worth"]), 1e-9)
+    if not error > PRECISE:
+        return []
+    factor = (error / PRECISE) ** 2
+    batches, reference = (math.ceil(factor * about[name]) for name in ("batches", "reference"))
+    return [
+        f"the best row's error is {error:.0%} of its worth; for {PRECISE:.0%} it takes about --batches={batches:,} "
+        f"--reference={reference:,}, {factor:.1f} times as long"
+    ]
 
 
 def table(results: dict) -> str:
@@ -646,8 +662,9 @@ def table(results: dict) -> str:
             numbers = " ".join(f"{x[k]:7.3f}" for k in ("kappa", "cosine", "scale"))
             worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
             lines.append(f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}")
+    best = max(results["rows"], key=lambda name: results["rows"][name]["worth"])
+    lines += more_batches(results["rows"][best], about)
     if "price" in about:
-        best = max(results["rows"], key=lambda name: results["rows"][name]["worth"])
         among = f"{best}, chosen as the best of {len(results['rows'])} rows by these same numbers"
         lines.append(
             f"a response of the sampler costs {about['price']:.2f} of an on-policy one; under {among}:"

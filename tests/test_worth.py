@@ -593,3 +593,12 @@ def test_a_verdict():
         "this sampler does not pay, by a factor of 0.50"
     )
     assert worth.verdict({"worth": 0.5, "worth_se": 0.1}, about)[-1].startswith("open: within two errors of its price")
+
+
+def test_the_number_of_batches_for_a_precise_worth_by_hand():
+    """An error of 60 % is 2.4 times too large: 5.76 times as many batches."""
+    about = {"batches": 24, "reference": 50}
+    (sentence,) = worth.more_batches({"worth": 2.0, "worth_se": 1.2}, about)
+    assert "60% of its worth" in sentence and "--batches=139 --reference=288, 5.8 times as long" in sentence
+    assert worth.more_batches({"worth": -2.0, "worth_se": 0.49}, about) == []
+    assert len(worth.more_batches({"worth": -2.0, "worth_se": 0.51}, about)) == 1
