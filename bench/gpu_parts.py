@@ -686,8 +686,8 @@ PARTS = {
     "head": (head, 100),
     "obrs": (obrs, 100),
     "kernels": (kernels, 150),
-    "learner": (learner, 230),
-    "memory": (memory, 210),
+    "learner": (learner, 160),
+    "memory": (memory, 130),
     "rollouts": (rollouts, 100),
     "exact": (exact, 150),
 }

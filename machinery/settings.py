@@ -316,13 +316,6 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
     check_tensor_parallel(cfg, n_ranks)
     check_kv_cache(cfg)
     if cfg.rollout != "vllm":
-        responses = getattr(cfg, "rollout_batch", 0)
-        slow = responses * (cfg.max_tokens or 0) > PLAIN_TOKENS and torch.cuda.is_available()
-        need(
-            not slow or cfg.exact,
-            f"--rollout=hf: {responses} responses of up to {cfg.max_tokens} tokens take minutes in the plain engine "
-            "on a GPU; use --rollout=vllm",
-        )
         return
     need(
         importlib.util.find_spec("vllm") is not None,
@@ -336,6 +329,16 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
             cfg.rollout_memory < host_gib,
             f"{memory}: GiB on a CPU, and this host has {host_gib:.0f}; name fewer",
         )
+
+
+def check_plain_engine(cfg: Config) -> None:
+    """UserError: a rollout of the plain engine would take minutes on this GPU."""
+    plain = cfg.rollout == "hf" and not cfg.exact and torch.cuda.is_available()
+    need(
+        not plain or cfg.rollout_batch * cfg.max_tokens <= PLAIN_TOKENS,
+        f"--rollout=hf: {cfg.rollout_batch} responses of up to {cfg.max_tokens} tokens take minutes in the plain "
+        "engine on a GPU; use --rollout=vllm",
+    )
 
 
 def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
@@ -382,6 +385,7 @@ def check_packages(cfg: Config, n_ranks: int) -> None:
     """Check that packages which the flags need are installed."""
     if cfg.samplers == "local":
         check_engine(cfg, n_ranks)
+        check_plain_engine(cfg)
         quant.check_routing(cfg)
     has_wandb = not cfg.wandb or importlib.util.find_spec("wandb") is not None
     need(

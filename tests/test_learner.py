@@ -708,6 +708,8 @@ def test_compiled_layers_give_the_same_gradient(name, backend, monkeypatch):
     groups = make_groups(3, seed=4, prompt=flags.pop("prompt"))
     cfg = make_cfg(**{"objective": "grpo", "rollout": "hf", "micro_tokens": 64, **flags})
     monkeypatch.setattr(kernels, "BACKEND", backend)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # of a vLLM engine in this process
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     two = cfg.actor != "none"

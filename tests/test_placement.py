@@ -44,6 +44,7 @@ class Host:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: gpus)
         patch.setattr(torch.cuda, "set_device", self.set_device)
+        patch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
         patch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": self.note("random state", device))
         patch.setattr(dist, "init_process_group", lambda backend, **how: self.note("group", backend, how["device_id"]))
         patch.setattr(dist, "is_initialized", lambda: "group" in [name for name, *_ in self.asked])
@@ -411,6 +412,7 @@ def one_gpu(monkeypatch):
         monkeypatch.setattr(envs, "__getattr__", envs.__getattr__.__wrapped__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
     in_memory = lambda x: tuple(x.as_strided((x.numel(),), (1,)).tolist())  # noqa: E731
     monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda x: (None, in_memory(x)))
