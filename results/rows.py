@@ -193,7 +193,6 @@ jackpot = Study(
 
 OWN_WEIGHTS = dict(eval_engine="torch")  # held-out problems are solved by the learner's weights
 VLLM = dict(rollout="vllm", **OWN_WEIGHTS)
-FP8_CACHE = {**ON_POLICY, **VLLM, "kv_cache_dtype": "fp8"}
 TWO_BITS = dict(rollout_quant="w2a16")
 tis = Study(
     groups={
@@ -203,9 +202,7 @@ tis = Study(
             "bfloat16": Row(dict(ON_POLICY, rollout_dtype="bfloat16", **OWN_WEIGHTS), (14, 16, 17)),
             "float16": Row(dict(ON_POLICY, rollout_dtype="float16", **OWN_WEIGHTS), (14, 16, 17)),
             "vLLM, bfloat16": Row({**ON_POLICY, **VLLM, "rollout_dtype": "bfloat16"}, (14, 16, 17)),
-            "vLLM, fp8 cache": Row(FP8_CACHE, (15, 16, 17)),
-            "vLLM, fp8 cache: TIS": Row({**FP8_CACHE, "objective": "tis"}, (15,)),
-            "vLLM, fp8 cache: Jackpot": Row({**FP8_CACHE, "objective": "jackpot"}, (15,)),
+            "vLLM, fp8 cache": Row({**ON_POLICY, **VLLM, "kv_cache_dtype": "fp8"}, (15, 16, 17)),
             "int8 cache": Row(dict(ON_POLICY, kv_cache_dtype="int8", **OWN_WEIGHTS), (17, 18, 19)),
         },
         "rollouts in two bits": {

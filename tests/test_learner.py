@@ -709,11 +709,11 @@ def test_compiled_layers_give_the_same_gradient(name, backend, monkeypatch):
     cfg = make_cfg(**{"objective": "grpo", "rollout": "hf", "micro_tokens": 64, **flags})
     monkeypatch.setattr(kernels, "BACKEND", backend)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # of a vLLM engine in this process
-    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     two = cfg.actor != "none"
-    compiled, _ = gradients(replace(cfg, kernels="compile"), groups, torch.float32, ref=two)
+    with torch._dynamo.config.patch(disable=False):
+        compiled, _ = gradients(replace(cfg, kernels="compile"), groups, torch.float32, ref=two)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     plain, _ = gradients(cfg, groups, torch.float32, ref=two)
