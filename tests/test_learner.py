@@ -721,6 +721,15 @@ def test_compiled_layers_give_the_same_gradient(name, backend, monkeypatch):
     assert relative(plain, compiled) < 2e-6
 
 
+def test_a_second_learner_does_not_compile_a_model_again():
+    model = tiny_model(0, layers=2)
+    plain = [layer.forward for layer in model.base_model.layers]
+    for _ in range(2):
+        kernels.apply(model, "compile")
+    for layer, forward in zip(model.base_model.layers, plain, strict=True):
+        assert layer.forward.func is kernels.without_cache and layer.forward.args[1] == forward
+
+
 def test_what_is_compared_with_the_published_weights_is_not_rounded():
     """The proof that they are the learner's: in 16 bits a small update would be lost in the rounding."""
     ids = np.random.default_rng(0).integers(0, 200, (3, 20))

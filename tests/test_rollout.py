@@ -590,7 +590,7 @@ def test_the_uniforms_of_requests_depend_on_seed_and_draw_alone():
     assert in_vllm.next_uniforms(generators[:1]).tolist() == [splitmix64(5, 2)]
 
 
-def test_all_rows_of_vllm_are_drawn_at_once():
+def test_all_rows_of_vllm_are_drawn_at_once(monkeypatch):
     """In proportion to the probabilities, never what has none; requests without a seed stay vLLM's."""
     probs = torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]])
     sample = in_vllm.all_rows_at_once(lambda *given: given)
@@ -601,6 +601,9 @@ def test_all_rows_of_vllm_are_drawn_at_once():
     assert ((drawn - probs[0]).abs() < 4 * (probs[0] * (1 - probs[0]) / n).sqrt() + 1e-12).all()
     both = {i: CountingGenerator(i) for i in range(2)}
     assert sample(probs, both)[1] == 1 and [g.offset for g in both.values()] == [4, 4]
+    zero = torch.tensor([[0.0, 0.0, 1.0]])
+    monkeypatch.setattr(in_vllm, "next_uniforms", lambda generators: np.zeros(1))
+    assert sample(zero, {0: CountingGenerator(0)}).tolist() == [2]
     some = {1: CountingGenerator(1)}
     assert sample(probs, some, "more") == (probs, some, "more")
 

@@ -59,7 +59,7 @@ TESTS = {
         "-k",
         "uniforms or drawn_at_once or travel or own_process or read_where or two_ranks",
     ],
-    "model/kernels.py": ["test_learner.py", "-k", "compiled_layers and aot_eager"],
+    "model/kernels.py": ["test_learner.py", "-k", "(compiled_layers and aot_eager) or second_learner"],
     "machinery/speed.py": ["test_speed.py"],
     "bench/gpu.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
     "bench/gpu_parts.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
