@@ -421,19 +421,17 @@ qarl = Study(
 # Low-bit rollouts of a real model
 # ---------------------------------------------------------------------------------------------------------------------
 
+W4A16 = dict(rollout_quant="w4a16", quant_group=64)
 CORRECTED = {
-    "no correction": GRPO,
-    "TIS": dict(objective="tis"),
-    "Jackpot, expected mask": EXPECTED,
-    "`retrace_seq`": dict(objective="retrace_seq"),
-    "TBPO, the paper's band": dict(objective="tbpo"),
-    "aligned GRPO": {**GRPO, **ALIGNED},
+    "no correction": {**GRPO, **W4A16},
+    "TIS": dict(objective="tis", **W4A16),
+    "Jackpot, expected mask": {**EXPECTED, **W4A16},
+    "`retrace_seq`": dict(objective="retrace_seq", **W4A16),
 }
 real = Study(
     groups={
-        "full precision": {"bfloat16 engine": Row(GRPO, (0,), "smollm")},
-        "w4a16": rows_of((0,), "smollm", CORRECTED, rollout_quant="w4a16", quant_group=64),
-        "int8": rows_of((0,), "smollm", CORRECTED, rollout_quant="int8"),
+        "SmolLM2-135M": {"bfloat16 engine": Row(GRPO, (0,), "smollm")},
+        "SmolLM2-135M, w4a16 engine": rows_of((0,), "smollm", CORRECTED),
     },
     columns={
         "seeds": "seeds",
@@ -444,10 +442,13 @@ real = Study(
         "entropy": "entropy",
     },
     panels=(
-        Panel("int8: reward of the engine", "reward", "int8", tuple(CORRECTED)),
-        Panel("w4a16: reward of the engine", "reward", "w4a16", tuple(CORRECTED)),
-        Panel("int8: KL(inf, ref), k3", "rollout_corr/k3_kl", "int8", tuple(CORRECTED)),
-        Panel("w4a16: KL(inf, ref), k3", "rollout_corr/k3_kl", "w4a16", tuple(CORRECTED)),
+        Panel("reward of the engine", "reward", "SmolLM2-135M, w4a16 engine", tuple(CORRECTED)),
+        Panel(
+            "KL(inf, ref), k3",
+            "rollout_corr/k3_kl",
+            "SmolLM2-135M, w4a16 engine",
+            tuple(CORRECTED),
+        ),
     ),
     share=0.2,
 )
