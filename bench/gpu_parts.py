@@ -484,9 +484,9 @@ def kernels(s: Setting) -> Iterator[dict]:
     for name in s.pick(("0.6B", "1.7B"), ("0.6B",)):
         length = s.pick(4096, 40)
         for kind in ("plain", "compile", "liger"):
-            what = f"{name}, {length:,} tokens, --kernels={kind}"
+            title = f"{name}, {length:,} tokens, --kernels={kind}"
             cfg = configured(s, 8, length, kernels=kind)
-            yield from softly(what, case(s, what, cfg, (name,)))
+            yield from softly(title, case(s, title, cfg, (name,)))
 
 
 def memory(s: Setting) -> Iterator[dict]:

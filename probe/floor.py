@@ -47,8 +47,8 @@ def compare(name: str, logp, other, length, clamp: float) -> dict:
     "uneven": the corrections whose weights are uneven by this rounding alone."""
     log_r = np.where(exists(logp, length), other - logp, 0.0)
     row = {"name": name} | distances(logp, other, length)
-    some = length > 0
-    row["uneven"] = uneven(log_r[some], length[some], max(row["k1"], row["kl"]), clamp)
+    non_empty = length > 0
+    row["uneven"] = uneven(log_r[non_empty], length[non_empty], max(row["k1"], row["kl"]), clamp)
     return row
 
 
