@@ -401,8 +401,9 @@ def cache_size(of_a_token: int, max_len: int, rows: int) -> int:
 
 
 def share_of_gpu(share: float) -> float:
-    """The share of the GPU's memory that vLLM may take: at most nine tenths of what is free, said
-    where that is less than asked for."""
+    """The share of the GPU's memory that vLLM may take: at most nine tenths of the free memory.
+
+    Prints a sentence where this is less than `share`."""
     free, total = torch.cuda.mem_get_info()
     most = int(90 * free / total) / 100
     if share <= most:

@@ -46,8 +46,9 @@ RESAMPLED = 200  # bootstrap samples
 def within(
     groups: list[Rollout], batch: batching.Batch, tokens: float
 ) -> tuple[list[Rollout], batching.Batch, list[int]]:
-    """(groups, their batch, its rows in `batch`) with at most this number of tokens, prompts
-    included: first fewer responses to each prompt, then fewer prompts, but two."""
+    """(groups, their batch, its rows in `batch`) with at most this number of tokens, prompts included.
+
+    Responses to each prompt are dropped first, then prompts. At least two prompts stay."""
 
     def size(g, n: int) -> int:
         return sum(len(g.prompt_ids) + len(r.tokens) for r in g.responses[:n])
@@ -99,7 +100,7 @@ class Case:
         return self.scorer.model
 
     def shortest(self) -> Case:
-        """The same of one response, that with the fewest tokens, prompt included."""
+        """The case of one response: the one with the fewest tokens, prompt included."""
         told = [(g, r) for g in self.groups for r in g.responses]
         row = int((self.batch.prompt_len + self.batch.length).argmin())
         group, response = told[row]

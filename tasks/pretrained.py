@@ -132,9 +132,9 @@ def convert(file: Path, folder: Path, tied: bool) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     weights = {name: x.bfloat16() for name, x in quantized.state_dict().items()}
     config = quantized.config
     if hasattr(config, "quantization_config"):

@@ -19,7 +19,7 @@ from torchrun import torchrun
 
 import learner as learner_module
 from learner import Comm, Learner
-from machinery import checkpoint
+from machinery import checkpoint, settings
 from machinery.flags import UserError
 from model import engines, in_vllm, memory
 from model.engines import HFEngine, VLLMEngine, make_engine, sleep_level
@@ -476,3 +476,23 @@ def test_without_a_gpu_weights_are_read_where_they_are(monkeypatch):
     engine, log = recorded(0, monkeypatch)
     engine.load([("a", torch.ones(1))])
     assert log == ["load 1", "forget prefixes"]
+
+
+@pytest.mark.parametrize(
+    "flags, refused",
+    [
+        (dict(rollout_batch=1024, max_tokens=257), True),
+        (dict(rollout_batch=1024, max_tokens=256), False),
+        (dict(rollout_batch=1024, max_tokens=257, exact=True), False),
+        (dict(rollout_batch=1024, max_tokens=257, rollout="vllm"), False),
+    ],
+)
+def test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu(flags, refused, monkeypatch):
+    """More than 262,144 tokens; on a CPU none are."""
+    cfg = replace(make_cfg(objective="tis"), **flags)
+    settings.check_plain_engine(cfg)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if not refused:
+        return settings.check_plain_engine(cfg)
+    with pytest.raises(UserError, match="--rollout=hf: 1024 responses of up to 257 tokens .* use --rollout=vllm"):
+        settings.check_plain_engine(cfg)
