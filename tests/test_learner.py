@@ -692,6 +692,20 @@ def test_weights_are_cast_once_for_all_micro_batches(objective, monkeypatch):
         assert torch.equal(g, again[name]), name
 
 
+def test_a_cast_is_of_the_weight_as_it_is():
+    """One for all micro-batches, none afterwards, and a new one when the weight has changed."""
+    models = make_learner(make_cfg(objective="grpo", dtype="bfloat16"), torch.float32).models
+    weight = models.policy.get_output_embeddings().weight
+    for step in range(2):
+        with models.casts_kept():
+            cast = models._cast(weight, torch.bfloat16)
+            assert models._cast(weight, torch.bfloat16) is cast and not cast.requires_grad
+            assert torch.equal(cast, weight.detach().bfloat16())
+            assert models._cast(weight, torch.float32) is None
+        assert models.casts is None and models._cast(weight, torch.bfloat16) is None
+        weight.data += 1.0 + step
+
+
 CASES_OF_KERNELS = {
     "rows": dict(prompt=(2, 3)),
     "shared prompts": dict(prompt=(30, 34)),

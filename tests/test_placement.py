@@ -490,9 +490,9 @@ def test_without_a_gpu_weights_are_read_where_they_are(monkeypatch):
 def test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu(flags, refused, monkeypatch):
     """More than 262,144 tokens; on a CPU none are."""
     cfg = replace(make_cfg(objective="tis"), **flags)
-    settings.check_plain_engine(cfg)
+    settings.check_packages(cfg, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     if not refused:
-        return settings.check_plain_engine(cfg)
+        return settings.check_packages(cfg, 1)
     with pytest.raises(UserError, match="--rollout=hf: 1024 responses of up to 257 tokens .* use --rollout=vllm"):
-        settings.check_plain_engine(cfg)
+        settings.check_packages(cfg, 1)

@@ -154,6 +154,7 @@ TESTS = {
         "test_run.py::test_an_edited_configuration_is_refused",
         "test_config.py",
         "test_placement.py::test_ranks_that_cannot_be_one_engine_are_refused",
+        "test_placement.py::test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu",
         "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten",
     ],
     "machinery/flags.py": ["test_run.py", "test_config.py", "test_flags.py"],
@@ -183,6 +184,7 @@ MUTANTS = {
         ("if mark is None or mark in prompt:", "if mark is None or mark not in prompt:"),
     ],
     "machinery/settings.py": [
+        ("        check_plain_engine(cfg)\n", ""),
         ('paper |= {"ratio_base": "inf"}', "pass"),
         ('made.get("config_digest") in (None, digest_of_flags(saved))', "True"),
         ("need(\n        not unequal,", "need(True,"),
@@ -462,6 +464,7 @@ MUTANTS = {
         ("if parts and cost([*parts[-1], r]) <= budget:", "if parts:"),
     ],
     "model/__init__.py": [
+        ("        finally:\n            self.casts = None", "        finally:\n            pass"),
         (
             "            self.casts[weight] = weight.detach().to(dtype)\n        return self.casts[weight]",
             "            return weight.detach().to(dtype)",
