@@ -132,6 +132,8 @@ class Report:
     seq_clamped: float  # share of the responses with log R at the clamp
     max_mismatch: float  # largest |p_inf - p_ref| of a response, mean over responses
     mean_mismatch: float  # mean |p_inf - p_ref| of a response, mean over responses
+    largest_mismatch: float  # largest |p_inf - p_ref| of all tokens
+    above_half: float  # share of the responses with a token of |p_inf - p_ref| > 0.5
     cut_fraction: float  # share of the sampled tokens to which the learner's own truncation gives probability 0
     reward: float  # mean reward of the sampler's responses
     reward_weighted: float  # the learner's, estimated by capped R
@@ -310,6 +312,8 @@ def summarize(cfg: Config, setup, scored: ScoredTokens, floor: list[dict]) -> Re
         seq_clamped=m["seq_clamped_fraction"],
         max_mismatch=m["max_mismatch"],
         mean_mismatch=m["mean_mismatch"],
+        largest_mismatch=m["largest_mismatch"],
+        above_half=m["mismatch_above_half"],
         cut_fraction=m.get("cut_fraction", 0.0),
         reward=m["reward"],
         reward_weighted=m["reward_weighted"],

@@ -66,6 +66,8 @@ def distances_text(o) -> list[str]:
     gap = f"{o.max_mismatch:.3g} largest of a response (floor {floor['max']:.1g}), {o.mean_mismatch:.3g} mean"
     return [
         f"|p_inf - p_ref|    {gap} (floor {floor['mean']:.1g})",
+        f"                   {o.largest_mismatch:.3g} largest of all tokens, above 0.5 in "
+        f"{100 * o.above_half:.1f} % of the responses",
         f"KL(inf || ref)     {kl}",
         f"r = p_ref / p_inf  {ratio}",
         f"chi2               {chi2}",

@@ -1,0 +1,212 @@
+"""An atlas of mismatch: real models, engines and formats, measured without training (python -m probe).
+
+    python results/atlas.py --task=FILE.jsonl           # measures the rows that results/atlas.json lacks
+    python results/atlas.py --task=FILE.jsonl --only=Qwen
+    python results/atlas.py --draw                      # run nothing: table and plot from results/atlas.json
+
+The folders are made by python -m tasks.pretrained smol135, qwen05 and qwen15. A row is kept as soon as it is measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tqdm import tqdm
+
+from machinery.flags import need, parse_flags, run_command
+from results import sweep
+
+SMOL, QWEN, PAIR = "SmolLM2-135M", "Qwen2.5-Coder-0.5B", "0.5B samples, 1.5B learns"
+POLICY = {
+    SMOL: "--model=out/models/smol135 --problems=24 --samples=4 --max_tokens=192",
+    QWEN: "--model=out/models/qwen05 --problems=12 --samples=4 --max_tokens=160",
+    PAIR: "--model=out/models/qwen15 --actor=out/models/qwen05 --problems=8 --samples=4 --max_tokens=160",
+}
+BF16 = "--dtype=bfloat16 --rollout_dtype=bfloat16"
+QWEN_SAMPLING = f"{BF16} --temperature=0.7 --top_p=0.8 --top_k=20"
+ROWS = {
+    SMOL: {
+        "bfloat16": BF16,
+        "float32": "--dtype=float32 --rollout_dtype=float32",
+        "int8": f"{BF16} --rollout_quant=int8",
+        "int8, aligned": f"{BF16} --rollout_quant=int8 --learner_quant=aligned",
+        "w4a16": f"{BF16} --rollout_quant=w4a16",
+        "w4a16, aligned": f"{BF16} --rollout_quant=w4a16 --learner_quant=aligned",
+        "fp8 KV cache": f"{BF16} --kv_cache_dtype=fp8",
+        "bfloat16, temperature 0.4": f"{BF16} --temperature=0.4",
+        "int8, temperature 0.4": f"{BF16} --rollout_quant=int8 --temperature=0.4",
+        "int8, temperature 1.5": f"{BF16} --rollout_quant=int8 --temperature=1.5",
+    },
+    QWEN: {
+        "bfloat16": BF16,
+        "int8": f"{BF16} --rollout_quant=int8",
+        "int8, aligned": f"{BF16} --rollout_quant=int8 --learner_quant=aligned",
+        "w4a16": f"{BF16} --rollout_quant=w4a16",
+        "w4a16, aligned": f"{BF16} --rollout_quant=w4a16 --learner_quant=aligned",
+        "0.7 / 0.8 / 20, set off": f"{QWEN_SAMPLING} --keep_sampling_mask=off",
+        "0.7 / 0.8 / 20, recomputed": f"{QWEN_SAMPLING} --keep_sampling_mask=recompute",
+        "0.7 / 0.8 / 20, replayed": f"{QWEN_SAMPLING} --keep_sampling_mask=replay",
+    },
+    PAIR: {"bfloat16": BF16},
+}
+KEPT = (
+    *(
+        "responses",
+        "tokens",
+        "length",
+        "kl",
+        "ratio_mean",
+        "token_ess",
+        "seq_ess",
+        "max_mismatch",
+        "mean_mismatch",
+    ),
+    *(
+        "largest_mismatch",
+        "above_half",
+        "cut_fraction",
+        "t_max",
+        "by_prefix",
+        "by_length",
+        "control",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class AtlasFlags:
+    """The atlas"""
+
+    task: str = ""
+    """Problems, a file that train.py's --task reads."""
+    draw: bool = False
+    """Run nothing: write the table and the plot from the JSON file."""
+    only: str = ""
+    """Measure the rows with this text in "MODEL: ROW" only."""
+
+
+def measure(flags: str) -> dict:
+    """The numbers of one row, by a command in another process: vLLM starts once in a process."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "m.json")
+        argv = [sys.executable, "-m", "probe", f"--out={out}", *flags.split()]
+        subprocess.run(argv, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        report = json.loads(out.read_text(encoding="utf-8"))
+    floor = {key: max(row[key] for row in report["floor"]) for key in ("k1", "kl", "mean")}
+    return {key: report[key] for key in KEPT} | {"floor": floor}
+
+
+def numbers(row: dict) -> list[str]:
+    """The cells of a row."""
+    floor = max(row["floor"]["k1"], row["floor"]["kl"])
+    control = row["control"]
+    length = ""
+    if control:
+        length = f"{control['long'][0]:.2g} / {control['5_short'][0]:.2g}"
+    return [
+        sweep.number(row["length"]["mean"]),
+        f"{row['kl']:.2g}",
+        f"{floor:.1g}",
+        f"{row['mean_mismatch']:.2g}",
+        f"{row['max_mismatch']:.2g}",
+        f"{row['largest_mismatch']:.2g}",
+        f"{100 * row['above_half']:.0f} %",
+        f"{row['token_ess']:.3f}",
+        f"{row['seq_ess']:.2g}",
+        f"{row['t_max']:,.0f}",
+        length,
+    ]
+
+
+def table(data: dict) -> str:
+    """A line for each model and each row."""
+    head = [
+        "",
+        "tokens",
+        "KL",
+        "its floor",
+        "mean gap",
+        "largest of a response",
+        "largest",
+        "above 0.5",
+    ]
+    head += ["ESS, tokens", "ESS, responses", "T_max", "long / 5 short"]
+    lines = []
+    for group, rows in ROWS.items():
+        lines.append([f"**{group}**"])
+        measured = data["rows"].get(group, {})
+        lines += [[label, *numbers(measured[label])] for label in rows if label in measured]
+    return sweep.markdown(head, lines)
+
+
+def draw(data: dict) -> None:
+    """KL of each row; ESS of response weights against length; largest gap against length."""
+    fig, axes = sweep.pyplot().subplots(1, 3, figsize=(15, 5.4), layout="constrained")
+    points = [
+        (group, label, row) for group, rows in data["rows"].items() for label, row in rows.items()
+    ]
+    colour = dict(zip(ROWS, sweep.COLOURS, strict=False))
+    names = [f"{group}: {label}" for group, label, _ in points]
+    for y, (group, _, row) in enumerate(points):
+        axes[0].barh(y, row["kl"], color=colour[group])
+        axes[0].plot(max(row["floor"]["k1"], row["floor"]["kl"], 1e-9), y, "k|", ms=12)
+    axes[0].set_yticks(range(len(points)), names, fontsize=7)
+    axes[0].invert_yaxis()
+    axes[0].set_xscale("log")
+    axes[0].set_xlabel("KL(inf || ref), nats a token; mark: noise floor", fontsize=8)
+    drawn = [p for p in points if p[1] in ("bfloat16", "int8", "int8, aligned", "w4a16")]
+    marks = {"bfloat16": "-", "int8": "--", "int8, aligned": "-.", "w4a16": ":"}
+    for group, label, row in drawn:
+        name, line = f"{group}: {label}", dict(color=colour[group], ls=marks[label])
+        prefix = [p for p in row["by_prefix"] if p["responses"] >= 8]
+        axes[1].plot([p["tokens"] for p in prefix], [p["ess"] for p in prefix], label=name, **line)
+        lengths = row["by_length"]
+        axes[2].plot(
+            [p["mean_length"] for p in lengths],
+            [p["max_mismatch"] for p in lengths],
+            label=name,
+            **line,
+        )
+    for ax, text in (
+        (axes[1], "ESS of response weights"),
+        (axes[2], "largest |p_inf - p_ref| of a response"),
+    ):
+        ax.set_xscale("log")
+        ax.set_xlabel("tokens of a response", fontsize=8)
+        ax.set_title(text, fontsize=9)
+        ax.legend(fontsize=7)
+    for ax in axes:
+        ax.grid(alpha=0.3)
+        ax.tick_params(labelsize=8)
+    sweep.save(fig, sweep.RESULTS / "atlas.png")
+
+
+def main() -> None:
+    flags = parse_flags(AtlasFlags, None, __doc__.strip())
+    data = sweep.load("atlas") if sweep.path_of("atlas").is_file() else {"rows": {}}
+    todo = [
+        (group, label, text)
+        for group, rows in ROWS.items()
+        for label, text in rows.items()
+        if label not in data["rows"].get(group, {}) and flags.only in f"{group}: {label}"
+    ]
+    if not flags.draw and todo:
+        need(flags.task, "--task is missing: name a file with problems, such as GSM8K's")
+        for group, label, text in tqdm(todo, desc="rows"):
+            row = measure(f"{POLICY[group]} --task={flags.task} {text}")
+            data["rows"].setdefault(group, {})[label] = row
+            sweep.store("atlas", data)
+    sweep.rewrite("atlas", table(data))
+    draw(data)
+    print(table(data))
+
+
+if __name__ == "__main__":
+    run_command(main)
