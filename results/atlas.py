@@ -4,7 +4,7 @@
     python results/atlas.py --task=FILE.jsonl --only=Qwen
     python results/atlas.py --draw                      # run nothing: table and plot from results/atlas.json
 
-The folders are made by python -m tasks.pretrained smol135, qwen05 and qwen15. A row is kept as soon as it is measured."""
+The folders are made by python -m tasks.pretrained smol135, qwen05 and qwen15. Each row is kept when it is done."""
 
 from __future__ import annotations
 
