@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-import objectives
 from config import Config, ObjectiveFlags, SamplingFlags
 from machinery.flags import UserError
 from rollout import Response, Rollout, uniforms
@@ -157,23 +156,6 @@ def advantage_of(reward, cfg: ObjectiveFlags):
     return ADVANTAGES[cfg.advantage](reward)
 
 
-def regularised(group: Rollout, cfg: ObjectiveFlags) -> torch.Tensor:
-    """Rewards of a group, (G,), for its advantages.
-
-    With --kl_in=reward, and known from the ref pass, R - kl_coef sum_t k(log p_ref, log p_start)
-    over the response."""
-    reward = torch.tensor([r.reward for r in group.responses])
-    if cfg.kl_coef == 0 or cfg.kl_in == "loss" or "logp_start" not in group.ref:
-        return reward
-    for i, r in enumerate(group.responses):
-        logp, logp_start = (
-            torch.from_numpy(group.ref[name][i]) for name in ("logp_ref", "logp_start")
-        )
-        k = objectives.kl_estimate(logp, logp_start, cfg.kl_estimator, cfg.log_ratio_clamp)
-        reward[i] -= cfg.kl_coef * k[torch.from_numpy(r.loss_mask)].sum()
-    return reward
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Padding
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,7 +172,7 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
     T = max(1, *(len(r.tokens) for r in responses))
     K = responses[0].topk_ids.shape[1]
     rewards = [torch.tensor([r.reward for r in g.responses]) for g in groups]
-    advantages = [advantage_of(regularised(g, cfg), cfg) for g in groups]
+    advantages = [advantage_of(reward, cfg) for reward in rewards]
     draws = [
         uniforms(len(r.tokens), "mask", cfg.seed, g.uid, i)
         for g in groups

@@ -141,11 +141,8 @@ class ObjectiveFlags:
     kl_coef: float = 0.0
     """Weight of the KL from the policy to the frozen model that the run started from; 0: off, and
     none is loaded."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Place of this KL: a term of the loss, or subtracted from each response's reward."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Its estimate from the sampled tokens (objectives.kl_estimate); default k2 in the loss, k1 in
-    the reward."""
+    kl_estimator: Literal["k2", "k3"] = "k2"
+    """Its estimate from the sampled tokens (objectives.kl_estimate)."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus, in nats of the distribution that is scored; 0: off."""
 
@@ -183,14 +180,10 @@ class ObrsFlags:
 class ActorFlags:
     """The actor's own training (two models)"""
 
-    actor_correction: str = "tis"
-    """Weight of the actor's own PPO loss (F of Jackpot Eq. 6), by the ratio p_actor,ref / p_inf."""
     distill_lambda: float = 1.0
     """Weight of KL(policy || actor) in the actor's loss; 0: no distillation."""
     distill_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(sg policy || actor), Jackpot Eq. 7; reverse: KL(actor || sg policy)."""
-    distill_topk: int = 0
-    """KL over the policy's top-k and one bucket for the rest; 0: the whole vocabulary."""
     distill_kl_target: float = 0.0
     """Closed loop: steer distill_lambda to hold the measured KL (nats a token) here; 0: fixed
     lambda."""
@@ -331,12 +324,6 @@ class RemoteFlags:
     keys: str = "none"
     """ZeroMQ: the learner's folder of keys (python -m remote.keys OUT --samplers=N); none: in the
     clear, on this host only."""
-    sync_dtype: Literal["float32", "bfloat16", "quantized"] = "float32"
-    """Weights on the wire; quantized: in --rollout_quant's format, as the learner's aligned forward
-    has them."""
-    sync_delta: bool = False
-    """ZeroMQ: send only the changed bytes to samplers that hold an older version; the weights are
-    equal bit for bit."""
     give_up: float = 3600.0
     """Seconds without a group from any sampler after which the run stops."""
 
@@ -387,9 +374,6 @@ class MemoryFlags:
     """Of decoder layers: transformers' own (plain, auto), liger-kernel's, or torch.compile's."""
     offload: bool = False
     """The optimizer's states wait in the host's memory between two updates."""
-    rollout_sleep: bool = True
-    """On a GPU, vLLM gives its memory back while the learner computes; it takes it again for the
-    next rollout."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -410,18 +394,12 @@ class TaskFlags:
     """Column of the answer, a.b for a nested one; default: answer, solution,
     reward_model.ground_truth, ..."""
     reward: str = ""
-    """Sum of parts, NAME*WEIGHT with commas: math, gsm8k, praxis, letter, boxed, think,
+    """Sum of parts, NAME*WEIGHT with commas: math (the last \\boxed{}), gsm8k, praxis, letter, boxed, think,
     FILE.py:FUNCTION (tasks/rewards.py); default math, letter where rows have choices, or the reward
     of a class of your own."""
-    answer: Literal["boxed", "last"] = "boxed"
-    """math: boxed: only the last \\boxed{} of a response counts; last: without one, its last
-    expression counts."""
     overlong: int = 0
     """DAPO's length penalty: the reward falls over this number of tokens before --max_tokens, by 1
     at the end; 0: off."""
-    grade_seconds: float = 5.0
-    """Seconds of a processor that an answer may take to be graded; one that takes longer earns
-    0."""
     arith: str = ""
     """--task=arith: NAME=VALUE with commas. min_ops=3,max_ops=5: number of operations; operand=9,
     total=29: largest operand and running total; explain=0: reward this many tokens of explanation
@@ -558,7 +536,7 @@ HARMLESS = {
         "micro_tokens",
         "rollout_memory",
     ),
-    *("gradient_checkpointing", "kernels", "offload", "rollout_sleep", "eval_every"),
+    *("gradient_checkpointing", "kernels", "offload", "eval_every"),
 }
 
 # defaults of the embedded models, and the values that an error proposes for other models

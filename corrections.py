@@ -621,11 +621,6 @@ def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
 def check(cfg: Config) -> None:
     """UserError, one sentence: flags of corrections that contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))
-    choice(
-        "actor_correction",
-        cfg.actor_correction,
-        [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}],
-    )
     rejections(cfg)
     need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
     check_caps(cfg)

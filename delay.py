@@ -143,7 +143,7 @@ class DelaySource(LocalSource):
         more than once."""
         if self.broadcast and version - max(self.broadcast) < self.cfg.sync_every:
             return
-        self.layout = self.layout or checkpoint.Layout(named_tensors, checkpoint.as_it_is)
+        self.layout = self.layout or checkpoint.Layout(named_tensors)
         if self.writes:
             self.layout.write(self.path(version), named_tensors)
         else:  # every rank must ask for every tensor, as often
@@ -410,26 +410,4 @@ def check_remote(cfg: Config) -> None:
         not zmq or cfg.keys != "none" or cfg.samplers.startswith(("tcp://127.0.0.1:", "ipc://")),
         f"--samplers={cfg.samplers}: for other hosts --keys are needed (python -m remote.keys OUT "
         "--samplers=N makes them), or listen on tcp://127.0.0.1:PORT",
-    )
-    need(
-        cfg.sync_dtype != "quantized" or cfg.rollout_quant not in ("none", "w3a16", "w2a16"),
-        f"--sync_dtype=quantized: --rollout_quant={cfg.rollout_quant} is no format that engines load; use int8, fp8 or "
-        "w4a16, or --sync_dtype=float32",
-    )
-    need(
-        not cfg.sync_delta or zmq,
-        "--sync_delta: there is nothing to send; it goes with --samplers=tcp://... (a shared folder is read in place)",
-    )
-    need(
-        not cfg.sync_delta or cfg.sync_dtype != "float32",
-        "--sync_delta: in float32 nearly every number changes with each update; use --sync_dtype=bfloat16 or quantized",
-    )
-    need(
-        not (
-            cfg.samplers != "local"
-            and cfg.learner_quant == "aligned"
-            and cfg.sync_dtype == "bfloat16"
-        ),
-        "--sync_dtype=bfloat16: an engine that quantizes rounded weights has other low-bit numbers than "
-        "--learner_quant=aligned; use --sync_dtype=float32 or quantized",
     )

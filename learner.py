@@ -458,8 +458,8 @@ class Learner:
         The stream can be read more than once; each reading is collective.
 
         packed: in low bits, as quant.py stores them. Remote samplers quantize received weights
-        themselves, unless low-bit tensors are sent. Matrices are rounded to the type of a local
-        engine before they are gathered."""
+        themselves, unless low-bit tensors are sent. Matrices are rounded to the engine's type before
+        they are gathered."""
         whole_of = self._whole_for_engine(name, packed)
         if not self._quantizes(packed):
             return Published(lambda: self.named_tensors(name, whole_of))
@@ -702,9 +702,9 @@ def expects_agreement(cfg: Config) -> bool:
 
 
 def engine_type(cfg: Config) -> torch.dtype | None:
-    """The 16 bits in which a local engine holds every matrix; None where it holds or is given
-    others."""
-    others = cfg.samplers != "local" or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
+    """The 16 bits in which an engine holds every matrix; None where it holds or is given others."""
+    quantizes = cfg.samplers != "local" and cfg.rollout_quant != "none"
+    others = quantizes or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
     return None if others or cfg.rollout_dtype == "float32" else getattr(torch, cfg.rollout_dtype)
 
 

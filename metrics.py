@@ -578,7 +578,7 @@ ELSEWHERE = {
     "sync/changed": "share of the engine's tensors with other bytes than at the sync before (sync.py)",
     "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: explained by rounding",
     "sync/MiB": "size of the published tensors",
-    "grade/timeouts": "answers that could not be graded within --grade_seconds (they earn 0)",
+    "grade/timeouts": "answers that could not be graded within 5 seconds (they earn 0)",
     "grade/failures": "answers on which a reward function raised an exception (they earn 0 for it)",
     "grade/unboxed": "share of responses without a \\boxed{}, or with one that is cut short",
     "grade/exact": "share of responses whose last number is the gold answer, where this is a plain number",

@@ -217,16 +217,13 @@ def kl_estimate(logp, logp_start, estimator: str, clamp=CLAMP):
     """Each sampled token's estimate of KL(p || start), (B, T) nats, with gradient; x = log p_start
     - log p. Schulman.
 
-                            mean of k         gradient as a loss, E[dk]   gradient as a reward, E[k dlogp]
-        k1 = -x             KL(p || start)    0                           dKL(p || start)
-        k2 = x^2 / 2        approximates it   dKL(p || start)             not that of a KL
-        k3 = e^x - 1 - x    KL(p || start)    dKL(start || p)             dKL(p || start) - dKL(start || p)
+                            mean of k         gradient of the mean, E[dk]
+        k2 = x^2 / 2        approximates it   dKL(p || start)
+        k3 = e^x - 1 - x    KL(p || start)    dKL(start || p)
 
-    E over tokens of p. So k2 is right in the loss (DeepSeek-V3.2's p_new / p_old k3 has the same
-    gradient), and k1 in the reward; k1 in the loss has a gradient of mean zero."""
+    E over tokens of p. So k2 has the gradient of the KL, as DeepSeek-V3.2's k3 times p_new / p_old
+    has. k1 = -x has a gradient of mean zero."""
     x = logp_start - logp
-    if estimator == "k1":
-        return -x
     return x * x / 2 if estimator == "k2" else token_k3(x, clamp)
 
 
@@ -284,8 +281,6 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
             passes.add("ref")
     if z and cfg.kappa == "exact" and cfg.obrs_target == "new":
         passes |= {"ref", "fresh"}
-    if cfg.kl_coef and cfg.kl_in == "reward":  # advantages are made of it
-        passes.add("ref")
     return passes
 
 
@@ -420,7 +415,7 @@ def loss(new, batch, stats: StepStats, cfg: Config):
     if cfg.positive_only:
         surrogate = surrogate * (batch.adv > 0)
     unreduced = -keep * weight * surrogate
-    if cfg.kl_coef and cfg.kl_in == "loss":
+    if cfg.kl_coef:
         on_new = keep * weight * (1.0 if ratio is None else ratio.detach())
         start_kl = kl_estimate(new.logp, batch.logp_start, cfg.kl_estimator, cfg.log_ratio_clamp)
         unreduced = unreduced + cfg.kl_coef * on_new * start_kl
@@ -481,21 +476,20 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
 
 
 def actor_config(cfg: Config):
-    """The actor's own objective: standard PPO with weight F = `--actor_correction` (Eq. 6),
-    whatever the policy's is."""
-    bounds = CORRECTIONS[cfg.actor_correction].bounds
+    """The actor's own objective: standard PPO with a capped ratio p_actor,ref / p_inf as weight F
+    (Jackpot Eq. 6), whatever the policy's is."""
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
     return replace(
         cfg,
-        correction=cfg.actor_correction,
+        correction="tis",
         correction_target="ref",
         normalize_weights=False,
         surrogate="ppo",
         ratio_base="ref",
-        is_cap=bounds.get("is_cap"),
+        is_cap=CORRECTIONS["tis"].bounds["is_cap"],
         is_floor=0.0,
-        rs_low=bounds.get("rs_low"),
-        rs_high=bounds.get("rs_high"),
+        rs_low=None,
+        rs_high=None,
         reject="none",
         reject_of="all",
         veto=0.0,
@@ -569,15 +563,9 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
 
 
 def default_bounds(cfg: ObjectiveFlags) -> dict:
-    """Defaults that depend on other flags: caps, bounds, clips, and the estimator of the KL."""
+    """Defaults that depend on other flags: caps, bounds and clips."""
     low, high = CLIPS.get(cfg.surrogate, CLIP)
-    estimator = "k2" if cfg.kl_in == "loss" else "k1"
-    return {
-        **corrections.default_bounds(cfg),
-        "clip_low": low,
-        "clip_high": high,
-        "kl_estimator": estimator,
-    }
+    return {**corrections.default_bounds(cfg), "clip_low": low, "clip_high": high}
 
 
 def check(cfg: Config) -> None:
@@ -626,10 +614,6 @@ def check_regularisers(cfg: Config) -> None:
             getattr(cfg, name) >= 0,
             f"--{name}={getattr(cfg, name)}: must not be negative; 0 is off",
         )
-    need(
-        cfg.kl_coef == 0 or (cfg.kl_in, cfg.kl_estimator) != ("loss", "k1"),
-        "--kl_estimator=k1 with --kl_in=loss: its gradient is 0 on average and pulls nowhere; use k2 or --kl_in=reward",
-    )
     cuts = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(
         cfg.kl_coef == 0 or not cuts,

@@ -389,8 +389,6 @@ class Measurement:
         self.own, self.rows, self.plain, self.parts = own, rows, plain, parts(own)
         # the engine records enough for the most demanding row
         lead = max(rows.values(), key=topk_of)
-        # asleep it may drop its weights, and nothing brings new ones
-        lead = replace(lead, rollout_sleep=False)
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(lead, self.comm)
@@ -400,7 +398,8 @@ class Measurement:
             sizes[0] == sizes[1],
             f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}",
         )
-        self.sampler = open_source(lead, late, self.comm)
+        # asleep it may drop its weights, and nothing brings new ones
+        self.sampler = open_source(lead, late, self.comm, sleeps=False)
         self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm, run.vocabulary)
         self.learner.check_heads(run.probe_ids())
         if (
@@ -549,7 +548,7 @@ def cost(m: Measurement) -> dict[str, float]:
     of engine; and the price, the one over the other. Both are timed in turns, after a first batch
     each."""
     cfg = replace(m.cfg, actor="none", rollout_quant="none", correction="none")
-    policy = open_source(cfg, replace(m.run, actor=""), m.comm)
+    policy = open_source(cfg, replace(m.run, actor=""), m.comm, sleeps=False)
     seconds = {id(policy): [], id(m.sampler): []}
     for turn in tqdm(range(4), desc="cost of sampling", disable=m.quiet):
         for source in (policy, m.sampler):

@@ -207,12 +207,13 @@ def held_out_sets(cfg: Config, task) -> list[EvalSet]:
     return [EvalSet(task, "arith", **defaults)] if cfg.task == "arith" else []
 
 
-def open_source(cfg: Config, run, comm):
+def open_source(cfg: Config, run, comm, sleeps: bool = True):
     """The source of groups that the flags name: an engine in this process, delayed samplers, or
     remote ones.
 
     It records the log-probability of each sampled token, the K largest ones where they bound OBRS's
-    Z, and the tokens that truncated sampling allowed where the learner replays them."""
+    Z, and the tokens that truncated sampling allowed where the learner replays them. sleeps: vLLM
+    gives its memory on a GPU back after each rollout, and may drop its weights."""
     topk = topk_of(cfg)
     max_allowed = sampling.max_allowed(cfg, run.vocabulary)
     if cfg.samplers != "local":
@@ -221,7 +222,7 @@ def open_source(cfg: Config, run, comm):
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
     # it evaluates too
     context = max(run.context, run.eval_context if cfg.eval_engine != "torch" else 0)
-    engine_options = (comm.device, run.vocabulary, sleep_level(cfg))
+    engine_options = (comm.device, run.vocabulary, sleep_level(cfg) if sleeps else 0)
     engine = make_engine(
         cfg, run.actor or run.policy, context, max(topk, max_allowed), *engine_options
     )
@@ -517,10 +518,6 @@ def check_vocabulary(cfg: Config, vocabulary: int) -> None:
         cfg.top_k <= vocabulary,
         f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all",
     )
-    need(
-        0 <= cfg.distill_topk < vocabulary,
-        f"--distill_topk={cfg.distill_topk}: must lie between 0 and the vocabulary of {vocabulary} tokens, less one",
-    )
 
 
 def common_tokenizer(cfg: RunFlags, policy: str, actor: str | None):
@@ -542,7 +539,8 @@ ABOVE = {"grade/inexact": 0.2}  # limits of WARNINGS other than 0
 WARNINGS = {
     "grade/inexact": (
         "a fifth of the responses are graded right though their last number is not the gold answer: the policy may "
-        "learn the grader and not the task; read them (python -m machinery.plot --samples=RUN), and use --answer=boxed"
+        "learn the grader and not the task; read them (python -m machinery.plot --samples=RUN), or compare numbers "
+        "alone (--reward=gsm8k)"
     ),
     "rollout_corr/seq_false_ess": (
         "more than half of the responses stand at the clamp of --log_ratio_clamp: their weights are equal because they "
@@ -555,7 +553,7 @@ WARNINGS = {
     ),
     "no_reward": (
         "every reward of an update is 0, and nothing is learned from it: look at responses (python -m machinery.plot "
-        "--samples=RUN), at --max_tokens, and at --answer and the prompt where right answers are not found"
+        "--samples=RUN), at --max_tokens, and at --reward and the prompt where right answers are not found"
     ),
     "mostly_cut": (
         "more than half of the responses of an update were cut at --max_tokens, and cut ones earn little or nothing: "

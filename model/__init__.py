@@ -84,7 +84,6 @@ class Needs:
     tail: bool = False  # with `support`: the second bound of Z
     exact_z: bool = False  # z, kl_after (two models)
     distill: str = "none"  # "none" | "forward" | "reverse"
-    distill_topk: int = 0
     topk: int = 0  # top_ids, top_logp; top_actor_logp (two models)
     lam: float = 1.0
     entropy_gradient: bool = False  # with `entropy`: it carries gradient
@@ -434,7 +433,6 @@ def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> 
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
         lam=lam,
         distill=cfg.distill_direction if has_actor else "none",
-        distill_topk=cfg.distill_topk,
     )
 
 
@@ -608,8 +606,7 @@ class TwoModelRows:
 
         forward   KL(sg p || q), Jackpot Eq. 7      dz = g (q - p)
         reverse   KL(q || sg p)                     dz = g q (log q - log p - KL)
-
-    distill_topk > 0 sums over the policy's top-k and one bucket for the rest."""
+    """
 
     def __init__(self, policy: OneModelRows, actor: OneModelRows, needs: Needs):
         self.policy = policy
@@ -662,36 +659,13 @@ class TwoModelRows:
 
     def distill_loss(self, logp, logq):
         """The distillation loss per token, (n,)."""
-        logp, logq, _ = self.buckets(logp, logq)
         if self.needs.distill == "reverse":
             return torch.linalg.vecdot(logq.exp(), logq - logp)
         return torch.linalg.vecdot(logp.exp(), logp - logq)
 
     def pull_distill(self, logp, logq, q):
         """Gradient of the distillation loss in the actor's logits / temperature, (n, V)."""
-        lp, lq, bucket = self.buckets(logp, logq)
-        if self.needs.distill == "reverse":  # q (log q - log p - KL), bucket by bucket
-            gap = lq - lp
-            gap = gap - torch.linalg.vecdot(lq.exp(), gap)[:, None]
-            return q * (gap if bucket is None else gap.gather(1, bucket))
-        if bucket is None:  # q - p
-            return q - logp.exp()
-        # inside the rest's bucket p is spread as q is
-        return q - logq.add_((lp - lq).gather(1, bucket)).exp_()
-
-    def buckets(self, logp, logq):
-        """(log p, log q) over the vocabulary, or over the policy's top-k and one bucket for the
-        rest; each token's bucket (n, V), or None."""
-        k = self.needs.distill_topk
-        if not k:
-            return logp, logq, None
-        best = logp.topk(k, -1).indices
-        bucket = torch.full_like(logp, k, dtype=torch.long)
-        bucket.scatter_(1, best, torch.arange(k, device=best.device).expand_as(best))
-        return bucketed(logp, best), bucketed(logq, best), bucket
-
-
-def bucketed(logp, best):
-    """Log-probabilities (n, V) -> those at `best` (n, k) and the sum of the rest, (n, k + 1)."""
-    log_rest = logp.scatter(1, best, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([logp.gather(1, best), log_rest], -1)
+        if self.needs.distill == "reverse":  # q (log q - log p - KL)
+            gap = logq - logp
+            return q * (gap - torch.linalg.vecdot(logq.exp(), gap)[:, None])
+        return q - logp.exp()

@@ -698,8 +698,6 @@ def sleep_level(cfg: Config) -> int:
     """How the engine sleeps between rollouts (VLLMEngine). It may drop its weights where new ones
     come before it samples again, and nothing but them is loaded; delayed samplers go on with old
     ones."""
-    if not cfg.rollout_sleep:
-        return 0
     return 2 if cfg.delay == "none" and cfg.rollout_quant == "none" else 1
 
 

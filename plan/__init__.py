@@ -155,7 +155,7 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     activations = {f"activations, {name}": size for name, size in measured.kept.items()}
     local = cfg.samplers == "local"
     sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib) if local else 0
-    asleep = gpu_gib > 0 and cfg.rollout == "vllm" and cfg.rollout_sleep
+    asleep = gpu_gib > 0 and cfg.rollout == "vllm"
     laid_down = local and asleep and sleep_level(cfg) == 1  # its weights wait in the host's memory
     others = {
         "logits, or a layer's backward": measured.moment,

@@ -485,8 +485,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
     fmt = learner_quant if flags.rollout_quant == "auto" else flags.rollout_quant
     if run["packed"] and fmt != learner_quant:
         raise UserError(
-            f"--rollout_quant={fmt}: the learner publishes {learner_quant} (its --sync_dtype=quantized); "
-            "use that, or let it publish float32"
+            f"--rollout_quant={fmt}: the learner publishes its weights in {learner_quant}; leave the flag out"
         )
     cfg = replace(
         cfg,

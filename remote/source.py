@@ -32,8 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tasks
-from config import Config, PromptFlags, RemoteFlags, TaskFlags
-from machinery.checkpoint.tensors import as_it_is, halved
+from config import Config, PrecisionFlags, PromptFlags, RemoteFlags, TaskFlags
 from machinery.flags import UserError, need
 from model import routing_of
 from remote import wire
@@ -97,8 +96,20 @@ def open_remote_source(
             if comm.rank > 0:  # the first rank may have found its own port free
                 print(f"error: rank {comm.rank}: {e}", file=sys.stderr, flush=True)
             raise
-    versions = Path(cfg.out) / "versions"
-    return RemoteSource(hub, cfg, limits, Sampling.of(cfg), versions, comm, log, run.task)
+    packed = travels_packed(cfg)
+    store = Store(Path(cfg.out) / "versions", comm, sends_deltas(cfg))
+    return RemoteSource(hub, cfg, limits, Sampling.of(cfg), store, comm, log, run.task, packed)
+
+
+def travels_packed(cfg: PrecisionFlags) -> bool:
+    """Whether weights are sent in the rollout's low-bit format: the ones that engines load."""
+    return cfg.rollout_quant in ("int8", "fp8", "w4a16")
+
+
+def sends_deltas(cfg: Config) -> bool:
+    """Whether changed words are sent instead of whole weights: in float32 nearly every number
+    changes with an update, and a folder is read in place."""
+    return "://" in cfg.samplers and (travels_packed(cfg) or cfg.rollout_dtype != "float32")
 
 
 def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
@@ -114,7 +125,7 @@ def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int, rank
         "task_digest": tasks.digest_of(cfg.task),
         "sampling": vars(Sampling.of(cfg)),
         "probe": run.probe_ids().tolist(),
-        "packed": cfg.sync_dtype == "quantized",
+        "packed": travels_packed(cfg),
         "stop_ids": run.stop_ids,
     }
 
@@ -211,22 +222,21 @@ class RemoteSource:
         cfg: RemoteFlags,
         limits: Limits,
         sampling: Sampling,
-        store: Path,
+        store: Store,
         comm,
         log,
         task=None,
+        packed: bool = False,
     ):
         self.hub = hub
         self.cfg = cfg
         self.limits = limits
         self.sampling = sampling
-        self.store = Store(
-            store, comm, halved if cfg.sync_dtype == "bfloat16" else as_it_is, cfg.sync_delta
-        )
+        self.store = store
         self.comm = comm
         self.log = log
         self.task = task
-        self.packed = cfg.sync_dtype == "quantized"  # `publish` wants the engine's low-bit tensors
+        self.packed = packed  # `publish` wants the engine's low-bit tensors
         self.error = ""
         self.counts: Counter = Counter()  # fate -> groups
         # groups that the last checkpoint accounts for; the hub turns them away

@@ -4,7 +4,7 @@ HeteroRL, section 4.2.
 Gathered weights come one tensor after the other, and every rank must ask for each of them; the rank
 that writes (comm.writes: one of those that share a disk) puts it where it belongs and forgets it,
 so no rank holds a second model. That needs to know all names, types and shapes before: the first
-publication reads the stream twice. Next to the file lie its manifest and, with --sync_delta, the
+publication reads the stream twice. Next to the file lie its manifest and, over ZeroMQ, the
 delta from the file before; every rank maps all three.
 
 The file is a Layout's (machinery/checkpoint/tensors.py): equal weights make equal files, and
@@ -27,13 +27,11 @@ from remote.account import VERSIONS, retain_weights, write_atomically
 class Store:
     """The folder of published weights, the same for all ranks that share a disk.
 
-    cast: the type in which numbers of a type travel. with_deltas: compare each file with the one
-    before."""
+    with_deltas: compare each file with the one before."""
 
-    def __init__(self, folder: Path, comm, cast, with_deltas: bool):
+    def __init__(self, folder: Path, comm, with_deltas: bool):
         self.folder = folder
         self.comm = comm
-        self.cast = cast
         self.with_deltas = with_deltas
         self.layout: Layout | None = None  # known to the rank that writes
         self.files: list[Path] = []  # of this session
@@ -55,7 +53,7 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._tidy(path)
         if self.layout is None:
-            self.layout = Layout(named_tensors, self.cast)
+            self.layout = Layout(named_tensors)
         self._write_if_new(path, named_tensors)
         of = wire.manifest(path.name, mapped(path))
         write_atomically(path.with_suffix(".manifest"), msgspec.msgpack.encode(of), flush=False)

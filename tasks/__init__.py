@@ -223,8 +223,6 @@ def reward_of(cfg: SampleFlags, name: str, rows: list[dict]) -> rewards.Reward:
     if not parts:
         parts = "letter" if rows and all(choices_of(row["row"]) for row in rows) else "math"
     options = {
-        "answer": cfg.answer,
-        "seconds": cfg.grade_seconds,
         "max_tokens": cfg.max_tokens,
         "overlong": cfg.overlong,
     }
@@ -235,11 +233,6 @@ def reward_of(cfg: SampleFlags, name: str, rows: list[dict]) -> rewards.Reward:
 
 def check(cfg: Config) -> None:
     """UserError, one sentence, if the flags of the task allow no problem or no grading."""
-    limit = cfg.grade_seconds
-    need(
-        0 < limit < math.inf,
-        f"--grade_seconds={limit}: a number of seconds above 0, for each answer",
-    )
     need(
         0 <= cfg.overlong < cfg.max_tokens,
         f"--overlong={cfg.overlong}: at least 0, and below --max_tokens",
@@ -299,7 +292,7 @@ def as_trained(cfg: Config, given: set[str]):
     saved = config_of_run(Path(cfg.model)) if cfg.model else None
     if saved is None:
         return cfg
-    names = {"max_tokens", "stop", "reward", "answer", *(f.name for f in fields(PromptFlags))} - {
+    names = {"max_tokens", "stop", "reward", *(f.name for f in fields(PromptFlags))} - {
         "max_prompt_tokens"
     }
     names |= {"dtype", "rollout_dtype"} if hasattr(cfg, "dtype") else set()  # of a learner
@@ -313,7 +306,7 @@ def as_trained(cfg: Config, given: set[str]):
         of_run = {
             name: value
             for name, value in of_run.items()
-            if name not in ("reward", "answer", "prompt_template")
+            if name not in ("reward", "prompt_template")
         }
     asked = {name: value for name, value in of_run.items() if value != getattr(cfg, name)}
     if asked:

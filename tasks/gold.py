@@ -33,13 +33,13 @@ def grade_gold(path: str, cfg: TaskFlags) -> dict:
     """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and
     each exception.
 
-    cfg: --grade_seconds, --prompt_key and --answer_key count. UserError: another grader than `math`
+    cfg: --prompt_key and --answer_key count. UserError: another grader than `math`
     is asked for."""
     need(
         cfg.reward in ("", "math"),
         f"--reward={cfg.reward}: --grade_gold tries the grader of math; leave it out",
     )
-    reward = Reward(seconds=cfg.grade_seconds)
+    reward = Reward()
     check_libraries(reward, path)
     task = Table(
         path, read_rows(path, "grade_gold", cfg.prompt_key, cfg.answer_key), Style(), reward

@@ -28,6 +28,10 @@ from tasks.builtin import BUILT_IN, FORMATS, NUMBER, last_box, plain_number
 from tasks.grading import Failure, graders
 from tasks.prompts import Answer
 
+GRADE_SECONDS = (
+    5.0  # of a processor that an answer may take to be graded; one that takes longer earns 0
+)
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The sum
 # ---------------------------------------------------------------------------------------------------------------------
@@ -48,11 +52,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Reward:
-    """The parsed --reward. seconds: processor time for each answer and part (--grade_seconds)."""
+    """The parsed --reward. seconds: processor time for each answer and part."""
 
     parts: tuple[Part, ...] = (Part("math", 1.0),)
-    answer: str = "boxed"  # "boxed" or "last": part of a response that `math` reads (--answer)
-    seconds: float = 5.0
+    seconds: float = GRADE_SECONDS
     max_tokens: int = (
         0  # longest response; praxis: this number of tokens after the answer earns 1 more
     )
@@ -127,7 +130,7 @@ class Reward:
         row = {"answer": problem.answer}
         key = (problem.answer, text, finish_reason)
         if part.name == "math":
-            text = last_box(text) if self.answer == "boxed" else text
+            text = last_box(text)
             if text is None:
                 return None
             key = (problem.answer, text)
@@ -240,6 +243,5 @@ def try_out(reward: Reward, answer: Answer) -> None:
             )
         need(
             value is not None,
-            f"--reward={part.name}: on the first problem it needs more than --grade_seconds={reward.seconds}; fix it, "
-            "or allow more",
+            f"--reward={part.name}: on the first problem it needs more than {reward.seconds:g} seconds; make it faster",
         )

@@ -139,15 +139,15 @@ def vllm_engine(vllm_engines):
 class Stream:
     """Tensors that exist only when they are asked for; the most of them that there were at a time."""
 
-    def __init__(self, n=12, numbers=1 << 18, add=0.0):
-        self.n, self.numbers, self.add = n, numbers, add
+    def __init__(self, n=12, numbers=1 << 18, add=0.0, dtype=torch.float32):
+        self.n, self.numbers, self.add, self.dtype = n, numbers, add, dtype
         self.passes = self.most = 0
         self.alive = weakref.WeakSet()
 
     def __iter__(self):
         self.passes += 1
         for i in range(self.n):
-            x = torch.full((self.numbers,), float(i + self.add))
+            x = torch.full((self.numbers,), float(i + self.add), dtype=self.dtype)
             self.alive.add(x)
             self.most = max(self.most, len(self.alive))
             yield f"t{i}", x

@@ -130,7 +130,7 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
 
 def advantages(responses: list[Response], cfg) -> list[float]:
     """Of each response, within its group; a group of equal rewards has 0."""
-    out, earned = [], [reward(r, cfg) for r in responses]
+    out, earned = [], [r.reward for r in responses]
     for r, own in zip(responses, earned, strict=True):
         rewards = [x for x, other in zip(earned, responses, strict=True) if other.group == r.group]
         G, m = len(rewards), mean(rewards)
@@ -144,13 +144,6 @@ def advantages(responses: list[Response], cfg) -> list[float]:
         else:
             out.append(own - m)
     return out
-
-
-def reward(r: Response, cfg) -> float:
-    """Less the KL between ref and the start model, where that stands in the reward."""
-    if not cfg.kl_coef or cfg.kl_in == "loss":
-        return r.reward
-    return r.reward - cfg.kl_coef * sum(estimate(log_ratio(token, "start", "ref"), cfg)[0] for token in r.on)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -481,7 +474,7 @@ def cppo(r: Response, responses: list[Response], cfg) -> tuple[float, list[float
 def kl_to_start(r: Response, responses: list[Response], scale: list[float], cfg) -> tuple[list[float], list[float]]:
     """(terms, slopes) of the KL in the loss: each token's estimate times share, weight and mask (`scale`), and the
     surrogate's ratio, unclipped."""
-    if not cfg.kl_coef or cfg.kl_in == "reward" or not r.on:
+    if not cfg.kl_coef or not r.on:
         return [], [0.0] * len(r.on)
     terms, slopes = [], []
     logs = [math.log(token.new[token.id]) - log_base(token, r, responses, cfg) for token in r.on]
@@ -496,9 +489,7 @@ def kl_to_start(r: Response, responses: list[Response], scale: list[float], cfg)
 
 
 def estimate(x: float, cfg) -> tuple[float, float]:
-    """k1, k2 or k3 of x = log p_start - log p, and its slope in log p."""
-    if cfg.kl_estimator == "k1":
-        return -x, 1.0
+    """k2 or k3 of x = log p_start - log p, and its slope in log p."""
     if cfg.kl_estimator == "k2":
         return x * x / 2, -x
     c = clamp(x, cfg.log_ratio_clamp)
@@ -517,11 +508,10 @@ def entropy(p: list[float]) -> float:
 def actors_part(result: Result, responses: list[Response], adv, share, distill_lambda: float, cfg) -> list[float]:
     """The terms of - J_PPO(actor), weight F(p_actor,ref / p_inf), and of lambda_distill KL; derivatives into result."""
     terms = []
-    bounds = USUAL.get(cfg.actor_correction, Bounds())
     own_clip = ("gspo", "tbpo", "gmpo", "dppo_tv", "dppo_kl")
     low, high = (0.2, 0.28) if cfg.surrogate in own_clip else (cfg.clip_low, cfg.clip_high)
     for i, r in enumerate(responses):
-        weighed = correct(cfg.actor_correction, r, "actor_ref", bounds, cfg.log_ratio_clamp, adv[i])
+        weighed = correct("tis", r, "actor_ref", USUAL["tis"], cfg.log_ratio_clamp, adv[i])
         for token, (w, k) in zip(r.on, weighed, strict=True):
             x = log_ratio(token, "actor", "actor_ref")
             ratio = math.exp(clamp(x, cfg.log_ratio_clamp))
@@ -529,18 +519,9 @@ def actors_part(result: Result, responses: list[Response], adv, share, distill_l
             value, slope = clipped(ratio, d, adv[i], low, high, 0.0)
             terms.append(-share[i] * k * w * value)
             result.actor[i].append(-share[i] * k * w * slope)
-            terms.append(share[i] * distill_lambda * kl(*buckets(token, cfg), cfg))
+            terms.append(share[i] * distill_lambda * kl(token.new, token.actor, cfg))
             result.distill[i].append(share[i] * distill_lambda)
     return terms
-
-
-def buckets(token: Token, cfg) -> tuple[list[float], list[float]]:
-    """(policy, actor) over the vocabulary, or over the policy's top-k and one bucket for the rest."""
-    p, q = token.new, token.actor
-    if cfg.distill_topk:
-        best = largest(p, cfg.distill_topk)
-        p, q = ([law[x] for x in best] + [1 - sum(law[x] for x in best)] for law in (p, q))
-    return p, q
 
 
 def kl(p: list[float], q: list[float], cfg) -> float:
@@ -563,17 +544,14 @@ def policy_logits(token: Token, g: float, g_entropy: float, temperature: float) 
 
 
 def actor_logits(token: Token, g: float, g_distill: float, temperature: float, cfg) -> list[float]:
-    """The actor's own, and the distillation's: by the chain rule over its buckets, one logit at a time."""
+    """The actor's own, and the distillation's: by the chain rule, one logit at a time."""
     q, p = token.actor, token.new
-    best = largest(p, cfg.distill_topk) if cfg.distill_topk else list(range(len(p)))
-    P, Q = buckets(token, cfg)
     if cfg.distill_direction == "reverse":
-        by_bucket = [math.log(b) - math.log(a) + 1 for a, b in zip(P, Q, strict=True)]
+        slopes = [math.log(b) - math.log(a) + 1 for a, b in zip(p, q, strict=True)]
     else:
-        by_bucket = [-a / b for a, b in zip(P, Q, strict=True)]
-    by_token_id = [by_bucket[best.index(x)] if x in best else by_bucket[-1] for x in range(len(q))]
-    average = sum(b * a for b, a in zip(by_token_id, q, strict=True))  # d q_y / d logit_x = q_y ((x == y) - q_x)
+        slopes = [-a / b for a, b in zip(p, q, strict=True)]
+    average = sum(b * a for b, a in zip(slopes, q, strict=True))  # d q_y / d logit_x = q_y ((x == y) - q_x)
     out = []
     for x in range(len(q)):
-        out.append((g * ((x == token.id) - q[x]) + g_distill * q[x] * (by_token_id[x] - average)) / temperature)
+        out.append((g * ((x == token.id) - q[x]) + g_distill * q[x] * (slopes[x] - average)) / temperature)
     return out

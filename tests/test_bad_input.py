@@ -135,7 +135,6 @@ ROWS = [
 --micro_tokens=0 | --micro_tokens=0: must be at least 1
 --max_tokens=0 | --max_tokens=0: must be at least 1
 --max_tokens=2000 | --max_tokens=2000: with prompts of up to 12 tokens that is over the model's context of 512
---distill_topk=256 | --distill_topk=256: must lie between 0 and the vocabulary of 256 tokens, less one
 --distill_lambda=-1 | --distill_lambda=-1.0: must not be negative
 --distill_lambda=inf | --distill_lambda=inf: must be finite
 --distill_kl_target=-0.1 | --distill_kl_target=-0.1: must not be negative
@@ -149,16 +148,12 @@ ROWS = [
 --tbpo_neg_high=0 | --tbpo_neg_high=0.0: the band's edges are 1 - clip_low and 1 + this; it must be above 0
 --cppo_beta=-1 | --cppo_beta=-1.0 --gepo_defence=0.0: must not be negative; 0 is off
 --kl_coef=-1 | --kl_coef=-1.0: must not be negative; 0 is off
---kl_coef=0.1 --kl_estimator=k1 | --kl_estimator=k1 with --kl_in=loss: its gradient is 0 ... use k2 or --kl_in=reward
---kl_coef=0.1 --kl_estimator=k1 | --kl_estimator=k1 with --kl_in=loss: its gradient is 0 ... use k2 or --kl_in=reward
---kl_estimator=k4 | --kl_estimator=k4: not one of k1, k2, k3
---kl_in=rewards | --kl_in=rewards: not one of loss, reward; did you mean reward?
+--kl_estimator=k4 | --kl_estimator=k4: not one of k2, k3
 --actor=none --kl_coef=1 --top_p=0.9 --keep_sampling_mask=recompute | --keep_sampling_mask=recompute with --kl_coef:
 --entropy_coef=-1 | --entropy_coef=-1.0: must not be negative; 0 is off
 --gepo_defence=0.5 | --gepo_defence=0.5: mixes into the group's expectation; it needs --ratio_base=group
 --give_up=nan | --give_up=nan: must be a number
 --give_up=0 | --give_up=0.0: must be above 0
---grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
 --lora_rank=-1 | --lora_rank=-1: must not be negative; 0 is off
 --lora_rank=2.5 | --lora_rank=2.5: must be a whole number
 --lora_rank=4 --optimizer=muon | --lora_rank=4: --optimizer=muon orthogonalises whole matrices, ... use adamw
@@ -193,7 +188,6 @@ stray | stray: flags are written --key=value
 --objective=icepop --is_cap=3 | --is_cap=3.0: --correction=icepop has no cap C; use --rs_low and --rs_high
 --objective=grpo --is_cap=3 | --is_cap=3.0: --correction=none has no cap C; leave it out
 --objective=tis --is_cap=aut | --is_cap=aut: must be a number
---actor_correction=auto | --actor_correction=auto: not one of none, is, tis, icepop, areal_drop
 --objective=tbpo --is_cap=1 | --is_cap=1.0: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1
 --dual_clip=3 --clip=False | --dual_clip=3.0: needs a value above 1 (3 is ... ue and --surrogate=ppo or gspo
 --dual_clip=3 --surrogate=sapo | --dual_clip=3.0: needs a value above 1 (3 is ... ue and --surrogate=ppo or gspo
@@ -245,11 +239,6 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --samplers= | --samplers is empty: write local, tcp://HOST:PORT or a folder
 --samplers=http://127.0.0.1:5555 | --samplers=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
 --samplers=tcp://*:5555 | --samplers=tcp://*:5555: for other hosts --keys ... listen on tcp://127.0.0.1:PORT
---sync_delta | --sync_delta: there is nothing to send; it goes with --samplers=tcp://...
---samplers=ipc://x --sync_delta | --sync_delta: in float32 nearly every number changes ... use --sync_dtype=bfloat16
---sync_dtype=quantized | --sync_dtype=quantized: ... use int8, fp8 or w4a16, or --sync_dtype=float32
---sync_dtype=quantized --rollout_quant=w2a16 | --sync_dtype=quantized: ... use int8, fp8 or w4a16,
---samplers=x --rollout_quant=int8 --learner_quant=aligned --sync_dtype=bfloat16 | --sync_dtype=bfloat16: an
 --task=fine.jsonl | --model=base:policy knows only --task=arith; give a model's folder for fine.jsonl
 --actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give a model
 --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
@@ -578,7 +567,6 @@ LOADS=1 --model=wider --rollout=hf --max_tokens=8 | wider: its weights do not fi
 --grade_gold=fine.jsonl --model=POLICY | --grade_gold grades a file's own answers, no model's; leave it out
 --grade_gold=/no/such.jsonl | --grade_gold=/no/such.jsonl: no such file; give the path of a JSONL, JSON or
 --grade_gold=. | --grade_gold=.: a folder; give the path of a JSONL, JSON or Parquet file
---grade_gold=fine.jsonl --grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
 WITHOUT=math_verify --grade_gold=fine.jsonl | --reward=math, for fine.jsonl: math-verify is not installed; pip
 WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not installed here; ... install it (make
         """,
@@ -648,7 +636,6 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name another place, or ask for
 --arith=explain=-1 | --arith=explain=-1: explain=-1: must be a whole number, 0 or more
---grade_seconds=0 | --grade_seconds=0.0: a number of seconds above 0, for each answer
 --steps=3 | --steps: no such flag; see --help
 --objective=tis | --objective: no such flag; see --help
 --num_samples=4 | --num_samples: no such flag; did you mean --samples?

@@ -213,14 +213,12 @@ def test_over_the_wire_only_what_has_changed(made, tmp_path, capsys):
 
 
 def test_a_learner_publishes_what_has_changed(made, tmp_path):
-    """With --sync_delta, and only then; after a start the first weights are whole."""
-    for sync_delta in (True, False):
-        folder = tmp_path / str(sync_delta)
-        s = test_hub.source(folder, sync_dtype="bfloat16", sync_every=1)
-        s.store.with_deltas = sync_delta
+    """Where the store makes deltas, and only then; after a start the first weights are whole."""
+    for with_deltas in (True, False):
+        s = test_hub.source(tmp_path / str(with_deltas), with_deltas=with_deltas, sync_every=1)
         heard: list = []
         s.hub.broadcast = lambda version, path, published, change, heard=heard: heard.append(change)
         x = torch.randn(5000)
         for v in range(3):
             s.publish(v, {"a": x + 0.5 * v * (torch.arange(5000) % 100 == 0)}.items())
-        assert [change is not None for change in heard] == [False, sync_delta, sync_delta]
+        assert [change is not None for change in heard] == [False, with_deltas, with_deltas]

@@ -260,12 +260,12 @@ solve = evaluation.solve
 
 
 def graded(monkeypatch) -> list[tuple]:
-    """(first part of the reward, what counts of a response, the template) of each file that `main` evaluates."""
+    """(first part of the reward, the template) of each file that `main` evaluates."""
     found = []
 
     def watched(engine, task, *more):
         if isinstance(task, Table):
-            found.append((task.reward.parts[0].name, task.reward.answer, task.style.template))
+            found.append((task.reward.parts[0].name, task.style.template))
         return solve(engine, task, *more)
 
     monkeypatch.setattr(evaluation, "solve", watched)
@@ -273,8 +273,8 @@ def graded(monkeypatch) -> list[tuple]:
 
 
 def test_a_run_is_evaluated_as_it_was_graded(folders, tmp_path, monkeypatch, capsys):
-    """By its --reward and --answer, unless others are given; rows with choices and sums are another kind of task."""
-    ways = {"reward": "gsm8k*2,think", "answer": "last", "prompt_template": "{problem} #"}
+    """By its --reward, unless others are given; rows with choices and sums are another kind of task."""
+    ways = {"reward": "gsm8k*2,think", "prompt_template": "{problem} #"}
     run = made_run(folders, tmp_path, monkeypatch, max_tokens=9, task="elsewhere.jsonl", **ways)
     sums, more = table(tmp_path / "x.jsonl", "1"), table(tmp_path / "y.jsonl", "1")
     letters = tmp_path / "letters.jsonl"
@@ -282,15 +282,13 @@ def test_a_run_is_evaluated_as_it_was_graded(folders, tmp_path, monkeypatch, cap
     found = graded(monkeypatch)
     common = [f"--model={run}", "--rollout=hf", "--samples=1", "--problems=1"]
     evaluation.main([*common, f"--task={sums},{more}:samples=2"])
-    assert found == 2 * [("gsm8k", "last", "{problem} #")]
-    assert (
-        "--answer=last --max_tokens=9 --prompt_template={problem} # --reward=gsm8k*2,think\n" in capsys.readouterr().out
-    )
-    evaluation.main([*common, f"--task={sums}", "--reward=boxed", "--answer=boxed", "--prompt_template=plain"])
-    assert found[2:] == [("boxed", "boxed", "{problem}")]
+    assert found == 2 * [("gsm8k", "{problem} #")]
+    assert "--max_tokens=9 --prompt_template={problem} # --reward=gsm8k*2,think\n" in capsys.readouterr().out
+    evaluation.main([*common, f"--task={sums}", "--reward=boxed", "--prompt_template=plain"])
+    assert found[2:] == [("boxed", "{problem}")]
     capsys.readouterr()
     evaluation.main([*common, f"--task={letters}"])
-    assert found[3:] == [("letter", "boxed", prompts.TEMPLATES["letter"])]
+    assert found[3:] == [("letter", prompts.TEMPLATES["letter"])]
     assert f"not as in {run}: --reward=gsm8k*2,think" in capsys.readouterr().out
     assert evaluation.main(common)["task"] == "arith"
     with pytest.raises(ValueError, match="is for some of these sets; name --reward, or evaluate the others by them"):
@@ -305,7 +303,7 @@ def test_rows_with_choices_are_graded_by_letters_where_the_run_names_no_reward(f
         run = made_run(folders, tmp_path / str(i), monkeypatch, task="elsewhere.jsonl", reward=reward)
         found = graded(monkeypatch)
         evaluation.main([f"--model={run}", "--rollout=hf", "--samples=1", f"--task={letters}"])
-        assert found == [("letter", "boxed", prompts.TEMPLATES["letter"])]
+        assert found == [("letter", prompts.TEMPLATES["letter"])]
 
 
 @pytest.mark.parametrize("name", ["policy", "actor"])
@@ -435,12 +433,12 @@ def test_the_ends_of_a_model_hold_in_evaluation_and_in_the_probe(folders, tmp_pa
 
 
 def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders, tmp_path, monkeypatch):
-    """Both models' ends in either model's evaluation and in fresh samples; --eval_task is graded by --answer."""
+    """Both models' ends in either model's evaluation and in fresh samples; --eval_task is graded by --reward."""
     policy = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
     actor = with_ends(folders / "actor", tmp_path / "actor", [1, 9])
     file = tmp_path / "x.jsonl"
     file.write_text('{"problem": "p", "answer": "1"}\n' * 3)
-    flags = {"answer": "last", "grade_seconds": 7.0, "eval_task": f"{file}:temperature=0.5:samples=2"}
+    flags = {"task": str(file), "reward": "gsm8k", "eval_task": f"{file}:temperature=0.5:samples=2"}
     cfg = make_cfg(model=str(policy), actor=str(actor), max_tokens=4, group_size=2, **flags)
     seen = []
 
@@ -467,8 +465,8 @@ def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders,
     for name in ("policy", "actor"):
         evaluation.held_out(learner, name, run)
     assert seen == 2 * [[1, 8, 9]]
-    found = [(t.name, t.reward.answer, t.reward.seconds, *how) for t, *how in tasks]
-    assert found == 2 * [(str(file), "last", 7.0, 2, 0.5, 4)]
+    found = [(t.name, t.reward.parts[0].name, *how) for t, *how in tasks]
+    assert found == 2 * [(str(file), "gsm8k", 2, 0.5, 4)]
 
 
 def test_a_checkpoint_keeps_the_ends(folders, tmp_path):
@@ -542,7 +540,7 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
         f"--model={origin}",
         "--stop=<spare0>",
     ]
-    flags += [f"--task={file}", "--answer=last", "--grade_seconds=7", f"--out={tmp_path / 'run'}"]
+    flags += [f"--task={file}", "--reward=gsm8k", f"--out={tmp_path / 'run'}"]
     cfg = settings.parse(flags)
     run = open_run(cfg, Comm())
     setup = wire.pack_setup(str(origin))
@@ -553,7 +551,7 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
     own = SamplerFlags(rollout="hf", task=str(file))
     source = open_source(wire.decode(wire.encode(welcome)), own, tmp_path / "sampler")
     assert source.stop_ids == [1, 8, arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")]
-    assert (source.task.reward.answer, source.task.reward.seconds) == ("last", 7.0)
+    assert source.task.reward.parts[0].name == "gsm8k"
     assert source.task.size == run.task.size == 3  # the long one is dropped on both sides
     prompts = [one.tokenizer.decode(encode(one.tokenizer, one.task.problem("test", 0))) for one in (source, run)]
     assert prompts == 2 * ["1 + 1 = #"]

@@ -22,6 +22,7 @@ from remote import account, files, files_link, hub, keys, link, sampler, wire
 from remote import source as remote
 from remote.groups import encode_group
 from remote.sampler import SamplerFlags
+from remote.weights import Store
 from sampling import Sampling
 
 WELCOME = wire.Welcome("session", {"world": 1}, {})
@@ -491,13 +492,14 @@ def test_weights_that_are_gone_give_way_to_newer_ones(made, tmp_path):
 # -- the source: what becomes of groups --------------------------------------------------------------------------------
 
 
-def source(folder, room=256 << 20, **changes):
+def source(folder, room=256 << 20, with_deltas=False, **changes):
     cfg = make_cfg(samplers=str(folder), **{**dict(give_up=0.5), **changes})
     log = logging.getLogger(f"source.{folder}")
     log.propagate = False
     bounds = limits(group(), room=room)
     end = files.FilesHub(str(folder), WELCOME, bounds, log)
-    return remote.RemoteSource(end, cfg, bounds, Sampling(), folder / "versions", Comm(), log)
+    store = Store(folder / "versions", Comm(), with_deltas)
+    return remote.RemoteSource(end, cfg, bounds, Sampling(), store, Comm(), log)
 
 
 def hand_over(folder, source, n, version=0, **changes):
@@ -682,16 +684,15 @@ def test_held_only_after_the_checkpoint_and_never_again(tmp_path):
     assert other.published[0] != s.published[0]
 
 
-def test_weights_go_out_every_so_many_updates_in_the_type_asked_for(tmp_path):
-    s = source(tmp_path, sync_every=2, sync_dtype="bfloat16", max_staleness=4)
+def test_weights_go_out_every_so_many_updates(tmp_path):
+    s = source(tmp_path, sync_every=2, max_staleness=4)
     for v in range(6):
         s.publish(v, weights(v + 1 / 3))
     newest = wire.decode((tmp_path / "models" / "newest").read_bytes())
     names = sorted(p.name for p in (tmp_path / "models").glob("v*"))
     assert newest.version == 4 and names == ["v000002.safetensors", "v000004.safetensors"]
     tensors = dict(read_tensors(tmp_path / "models" / newest.of.name))
-    assert tensors["a"].dtype == torch.bfloat16
-    assert torch.equal(tensors["a"].float(), torch.full((3,), 4 + 1 / 3).bfloat16().float())
+    assert torch.equal(tensors["a"], torch.full((3,), 4 + 1 / 3))
 
 
 def test_groups_without_spread_are_not_trained_on(tmp_path):

@@ -101,11 +101,9 @@ CASES = [
     {"objective": "seq_tis", "reduction": "seq-mean-token-sum-norm"},
     {"objective": "jackpot", "actor": "base:actor"},
     {"objective": "jackpot", "actor": "base:actor", "obrs_target": "new", "distill_direction": "reverse"},
-    {"objective": "tis", "actor": "base:actor", "distill_topk": 5},
     {"objective": "jackpot_adjusted"},
     {"objective": "tis_adjusted"},
     {"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1},
-    {"objective": "tis", "kl_coef": 0.3, "kl_in": "reward"},
     {"objective": "jackpot", "actor": "base:actor", "kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
 ]
 
@@ -412,11 +410,10 @@ def test_what_each_pass_computes_follows_the_objective():
     assert needs_of_exact_kappa(target_new) == Needs(support=True, tail=True)
 
 
-@pytest.mark.parametrize("flags", [{"distill_direction": "reverse"}, {"distill_topk": 3}, {}], ids=str)
+@pytest.mark.parametrize("flags", [{"distill_direction": "reverse"}, {}], ids=str)
 def test_the_update_distils_as_the_flags_say(flags):
     needs = needs_of_update(make_cfg(objective="tis", actor="base:actor", **flags), True, 1.0, has_ref=True)
     assert needs.distill == flags.get("distill_direction", "forward")
-    assert needs.distill_topk == flags.get("distill_topk", 0)
 
 
 def test_a_budget_knows_the_whole_kl_before_but_not_after():

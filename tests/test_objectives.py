@@ -617,7 +617,7 @@ def with_actor(new, b):
 
 def test_joint_loss_adds_the_actors_own_ppo_and_distillation():
     new, b = with_actor(*tiny(LOG_R))
-    cfg = make_cfg(objective="none", actor="base:actor", surrogate="gspo", actor_correction="tis")
+    cfg = make_cfg(objective="none", actor="base:actor", surrogate="gspo")
     value, _ = objectives.joint_loss(new, b, replace(STATS, distill_lambda=2.0), cfg)
     own = -b.adv * (b.actor_logp_ref - b.logp_inf).exp().clamp_max(2.0)
     assert torch.allclose(value, -b.adv + own + 2.0 * 0.25)
@@ -655,8 +655,8 @@ def test_the_policys_kept_denominator_and_mean_weight_are_not_the_actors():
 
 @pytest.mark.parametrize("flags", [dict(reject="geo"), dict(veto=0.9), dict(is_floor=1.9)])
 def test_what_the_policy_drops_or_bounds_is_not_the_actors(flags):
-    plain, _ = actor_loss(objective="tis", actor_correction="tis")
-    same, _ = actor_loss(objective="tis", actor_correction="tis", **flags)
+    plain, _ = actor_loss(objective="tis")
+    same, _ = actor_loss(objective="tis", **flags)
     assert torch.equal(plain, same)
 
 

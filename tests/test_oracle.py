@@ -259,7 +259,7 @@ def batches_of(cfg, case, ref: bool) -> list:
         if ref and cfg.correction in USES_Z:
             columns += (cfg.obrs_lambda, cfg.obrs_z, cfg.obrs_target, cfg.obrs_accept_rate is None)
         batch = once((where, columns), lambda part=part: batch_of(cfg, case["wild"], part, ref))
-        of_adv = (cfg.advantage, cfg.actor, cfg.kl_coef, cfg.kl_in, cfg.kl_estimator, cfg.log_ratio_clamp)
+        of_adv = (cfg.advantage, cfg.actor, cfg.log_ratio_clamp)
         adv = once((where, of_adv), functools.partial(adv_of, cfg, case["wild"], part))
         out.append(((where, columns), replace(batch, adv=adv)))
     return out
@@ -276,7 +276,7 @@ def groups_of(wild: bool, part: list[int]) -> list[Rollout]:
 
 
 def adv_of(cfg, wild: bool, part: list[int]):
-    return batch_of(cfg, wild, part, cfg.kl_coef > 0 and cfg.kl_in == "reward").adv
+    return batch_of(cfg, wild, part, False).adv
 
 
 def batch_of(cfg, wild: bool, part: list[int], ref: bool):
@@ -289,8 +289,6 @@ def batch_of(cfg, wild: bool, part: list[int], ref: bool):
 
 def forward(cfg, case, key, batch, needs) -> dict:
     """The statistics of a whole batch by the policy and actor as they are now."""
-    if cfg.actor == "none":
-        needs = replace(needs, distill_topk=0)
     if not needs.tail and not needs.exact_z:
         needs = replace(needs, lam=1.0)  # nothing reads it
     if not needs.support:
@@ -379,8 +377,7 @@ AXES = {
     "cppo_beta": [0.0, 0.3],
     "cppo_kl": ["official", "k3"],
     "kl_coef": [0.0, 0.2],
-    "kl_in": ["loss", "reward"],
-    "kl_estimator": ["k1", "k2", "k3"],
+    "kl_estimator": ["k2", "k3"],
     "entropy_coef": [0.0, 0.4],
     "obrs_mask": ["bernoulli", "expected"],
     "obrs_mode": ["both", "mask", "reweight"],
@@ -391,9 +388,7 @@ AXES = {
     "obrs_c1": [2.0, 0.9],
     "obrs_c2": [None, 1.1],
     "kappa": ["auto", "exact"],
-    "actor_correction": [c for c in CORRECTIONS if c not in USES_Z | {"tis_adjusted"}],
     "distill_direction": ["forward", "reverse"],
-    "distill_topk": [0, 3],
     "distill_lambda": [0.0, 0.6],
     # not flags: the state of the run, and how the batch is split
     "carried_kappa": [None, 0.8, 1.4],
@@ -451,7 +446,6 @@ CONTRADICTIONS = [
     lambda c: c["ratio_base"] == "group" and c["surrogate"] not in ("gspo", "tbpo"),
     lambda c: c["gepo_defence"] and c["ratio_base"] != "group",
     lambda c: c["surrogate"] == "reinforce" and c["ratio_base"] != "ref",
-    lambda c: c["kl_coef"] and c["kl_in"] == "loss" and c["kl_estimator"] == "k1",
     lambda c: c["dual_clip"] and (not c["clip"] or c["surrogate"] not in ("ppo", "gspo")),
     lambda c: c["reject"] != "none" and c["correction"] in REJECTS,
     lambda c: c["reject_of"] == "negative" and c["reject"] == "none",
@@ -593,16 +587,16 @@ def test_every_combination_agrees_with_the_formulas_written_out(seed):
 
 
 LEARNT = [
-    {"objective": "tis", "distill_direction": "reverse", "distill_topk": 3},
-    {"objective": "tis", "kl_coef": 0.2, "entropy_coef": 0.4, "distill_topk": 3},
-    {"objective": "tis", "actor": "none", "kl_coef": 0.2, "kl_in": "reward", "entropy_coef": 0.4},
-    {"objective": "tis", "distill_topk": 3, "reduction": "seq-mean-token-mean"},
+    {"objective": "tis", "distill_direction": "reverse"},
+    {"objective": "tis", "kl_coef": 0.2, "entropy_coef": 0.4},
+    {"objective": "tis", "actor": "none", "kl_coef": 0.2, "kl_estimator": "k3", "entropy_coef": 0.4},
+    {"objective": "tis", "reduction": "seq-mean-token-mean"},
     {"objective": "jackpot", "distill_direction": "reverse", "obrs_mask": "expected", "loss_denominator": "kept"},
     {"objective": "jackpot", "obrs_target": "new", "obrs_lambda": 1.4},
     {"objective": "jackpot", "actor": "none", "obrs_lambda": 0.7, "obrs_c1": 0.9},
     {"objective": "gepo", "actor": "none", "gepo_defence": 30.0, "cppo_beta": 0.3},
     {"objective": "mis_gspo", "clip_low": 0.15, "clip_high": 0.22, "distill_lambda": 0.6},
-    {"objective": "tbpo", "clip_low": 0.15, "clip_high": 0.22, "tbpo_neg_high": 0.3, "actor_correction": "geo_rs"},
+    {"objective": "tbpo", "clip_low": 0.15, "clip_high": 0.22, "tbpo_neg_high": 0.3},
 ]
 
 

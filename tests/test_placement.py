@@ -331,7 +331,6 @@ def test_how_deep_it_may_sleep():
     assert sleep_level(make_cfg()) == 2
     assert sleep_level(make_cfg(rollout_quant="int8")) == 1
     assert sleep_level(make_cfg(delay="constant")) == 1
-    assert sleep_level(make_cfg(rollout_sleep=False)) == 0
 
 
 @pytest.mark.parametrize("delay", ["none", "constant"])

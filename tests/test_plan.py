@@ -207,13 +207,11 @@ def test_a_proof_by_hand():
 def test_vllm_sleeps_on_a_gpu():
     gpu = dict(objective="grpo", rollout="vllm", rollout_memory=0.5)
     made = plan.plan_of(make_cfg(**gpu), {"policy": small()}, 37, 1, gpu_gib=10.0)
-    awake = plan.plan_of(make_cfg(**gpu, rollout_sleep=False), {"policy": small()}, 37, 1, gpu_gib=10.0)
     assert made.categories["engine"] == 5 * plan.GIB
-    assert awake.of_stage("forward and backward") - made.of_stage("forward and backward") == 5 * plan.GIB
     cpu = plan.plan_of(make_cfg(**gpu), {"policy": small()}, 37, 1)
     for stage in ("forward and backward", "evaluate"):
         assert "engine" in cpu.stages[stage] and "engine" not in made.stages[stage]
-    for plans_of_it in (made, awake, cpu):  # it is awake while it evaluates
+    for plans_of_it in (made, cpu):  # it is awake while it evaluates
         assert plans_of_it.of_stage("evaluate") == plans_of_it.of_stage("roll out")
 
 
@@ -226,8 +224,8 @@ def test_an_engine_that_sleeps_with_its_weights_lays_them_down_in_the_host():
     dropped = host()  # new weights come before it samples again
     assert host(rollout_quant="int8") == host(delay="constant") == dropped + 2 * P_SMALL
     assert host(rollout_quant="int8", rollout_tp=2) == dropped + P_SMALL
-    awake = (dict(rollout_sleep=False), dict(gpu_gib=0.0), dict(samplers="tcp://127.0.0.1:5555"))
-    assert [host(rollout_quant="int8", **changes) for changes in awake] == [dropped] * 3
+    awake = (dict(gpu_gib=0.0), dict(samplers="tcp://127.0.0.1:5555"))
+    assert [host(rollout_quant="int8", **changes) for changes in awake] == [dropped] * 2
 
 
 @pytest.mark.parametrize("engine", ["vllm", "hf"])

@@ -55,13 +55,9 @@ def test_a_prompt_that_does_not_ask_for_what_is_read(tmp_path, problem, flags, s
     assert sentence in warning and warning.startswith(str(tmp_path / "rows.jsonl"))
 
 
-def test_with_the_last_expression_no_box_is_needed(tmp_path):
-    task = table(tmp_path, [("2 + 3", "5")], reward="math", prompt_template="plain", answer="last")
-    assert warnings_of(task, arithmetic_tokenizer()) == []
-
-
 def test_gold_answers_that_no_response_can_give(tmp_path):
-    task = table(tmp_path, [("p", "5"), ("q", "9^{9^{9^9}} + 1"), ("r", "7")], reward="math", grade_seconds=0.5)
+    task = table(tmp_path, [("p", "5"), ("q", "9^{9^{9^9}} + 1"), ("r", "7")], reward="math")
+    task.reward = replace(task.reward, seconds=0.5)
     (warning,) = warnings_of(task, arithmetic_tokenizer())
     assert "1 of the first 3 gold answers are graded wrong by --reward=math" in warning and "9^{9^{9^9}} + 1" in warning
 
@@ -172,10 +168,12 @@ def test_a_date_in_a_chat_template_is_the_runs(tmp_path, monkeypatch):
 
 def test_a_grader_that_is_learned_is_noticed(tmp_path):
     """Right for math, and another number at the end: counted, where the gold answer is a plain number."""
-    task = table(tmp_path, [("p", "12"), ("q", "x+1")], reward="math", answer="last")
+    task = table(tmp_path, [("p", "12"), ("q", "x+1")], reward="math")
     plain, formula = task.problem("test", 0), task.problem("test", 1)
-    texts = ["12", "so 12", "10 + 2", "7", "\\boxed{12} or 5"]
-    earned, counts = task.rewards([Answer(plain, text, True) for text in texts] + [Answer(formula, "x+1", True)])
+    texts = ["\\boxed{12}", "so \\boxed{12}", "\\boxed{10 + 2}", "7", "\\boxed{12} or 5"]
+    earned, counts = task.rewards(
+        [Answer(plain, text, True) for text in texts] + [Answer(formula, "\\boxed{x+1}", True)]
+    )
     assert (counts["plain"], counts["exact"]) == (5, 3)
     exact = [True, True, False, False, True]
     assert counts["right_inexact"] == sum(r == 1 and not e for r, e in zip(earned[:5], exact, strict=True)) > 0

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import LOG_R, STATS, One, TinyBatch, f64, make_cfg, make_groups, tiny, tiny_model
@@ -51,8 +50,7 @@ def expected_gradient(value, law, logits):
 
 
 def test_values_of_the_estimators_on_average():
-    of = {name: (NEW.exp() * kl_estimate(NEW, START, name)).sum() for name in ("k1", "k2", "k3")}
-    assert torch.allclose(of["k1"], kl(NEW, START))
+    of = {name: (NEW.exp() * kl_estimate(NEW, START, name)).sum() for name in ("k2", "k3")}
     assert torch.allclose(of["k3"], kl(NEW, START))
     assert abs(of["k2"] - kl(NEW, START)) > 0.01
     near = (START + 0.01 * NEW).log_softmax(0)
@@ -61,18 +59,13 @@ def test_values_of_the_estimators_on_average():
 
 
 def test_gradients_of_the_estimators_on_average():
-    """As a loss: 0, of KL(p || start), of KL(start || p). As a reward: k E dlogp."""
+    """Of KL(p || start), of KL(start || p)."""
     z = NEW.clone().requires_grad_()
     logp = z.log_softmax(0)
     to_start, from_start = gradient_of(kl(logp, START), z), gradient_of(kl(START, logp), z)
-    in_loss = {name: expected_gradient(kl_estimate(logp, START, name), logp, z) for name in ("k1", "k2", "k3")}
-    assert torch.allclose(in_loss["k1"], torch.zeros(V, dtype=f64), atol=1e-12)
-    assert torch.allclose(in_loss["k2"], to_start)
-    assert torch.allclose(in_loss["k3"], from_start)
-    in_reward = {name: expected_gradient(kl_estimate(NEW, START, name) * logp, logp, z) for name in ("k1", "k2", "k3")}
-    assert torch.allclose(in_reward["k1"], to_start)
-    assert torch.allclose(in_reward["k3"], to_start - from_start)
-    assert not torch.allclose(in_reward["k2"], to_start, atol=0.01)
+    gradients = {name: expected_gradient(kl_estimate(logp, START, name), logp, z) for name in ("k2", "k3")}
+    assert torch.allclose(gradients["k2"], to_start)
+    assert torch.allclose(gradients["k3"], from_start)
     assert not torch.allclose(to_start, from_start, atol=0.01)
 
 
@@ -190,43 +183,6 @@ def test_the_actors_own_loss_has_no_regularisers():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In the reward, and the clip of advantages
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_response_pays_for_its_log_ratio_to_the_start():
-    """R - kl_coef sum_t log(p_ref / p_start) over tokens with a gradient; what is reported is R itself."""
-    groups = make_groups(2, seed=3)
-    cfg = make_cfg(objective="is", advantage="grpo_no_std", kl_coef=0.5, kl_in="reward")
-    assert cfg.kl_estimator == "k1"
-    before = batching.collate(groups, cfg)
-    rng = np.random.default_rng(0)
-    for g in groups:
-        sizes = [len(r.tokens) for r in g.responses]
-        g.ref = {name: [rng.normal(size=n).astype(np.float32) for n in sizes] for name in ("logp_ref", "logp_start")}
-    after = batching.collate(groups, cfg)
-    assert torch.equal(before.reward, after.reward)
-    row = 0
-    for g in groups:
-        paid = []
-        for i, r in enumerate(g.responses):
-            gap = g.ref["logp_ref"][i] - g.ref["logp_start"][i]
-            paid.append(r.reward - 0.5 * sum(float(x) for x, on in zip(gap, r.loss_mask, strict=True) if on))
-        for x in paid:
-            assert float(after.adv[row]) == pytest.approx(x - sum(paid) / len(paid), abs=1e-5)
-            row += 1
-    in_loss = batching.collate(groups, replace(cfg, kl_in="loss", kl_estimator="k2"))
-    assert torch.equal(in_loss.adv, before.adv)
-
-
-def test_a_kl_in_the_reward_needs_the_ref_pass():
-    cfg = make_cfg(objective="is", kl_coef=0.5, kl_in="reward")
-    assert objectives.passes_needed(cfg, {}, 1) == {"ref"}
-    assert objectives.passes_needed(replace(cfg, kl_in="loss"), {}, 1) == set()
-    assert objectives.passes_needed(replace(cfg, kl_coef=0.0), {}, 1) == set()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Flags
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -236,7 +192,6 @@ def test_defaults_and_contradictions():
     assert (cfg.kl_coef, cfg.entropy_coef) == (0, 0)
     assert make_cfg(kl_coef=0.1).kl_estimator == "k2"
     for given, words in (
-        (dict(kl_coef=0.1, kl_estimator="k1"), "--kl_estimator=k1 with --kl_in=loss: .* use k2 or"),
         (dict(kl_coef=-0.1), "--kl_coef=-0.1: must not be negative"),
         (dict(entropy_coef=-1.0), "--entropy_coef=-1.0: must not be negative"),
         (dict(kl_coef=0.1, top_p=0.9, keep_sampling_mask="recompute"), "--kl_coef: the KL between two cut"),

@@ -312,7 +312,7 @@ def test_two_ranks_and_two_samplers(solvers, tmp_path):
     """Each sampler serves both ranks and fetches its weights from the first."""
     at = free_port()
     settings = {**REMOTE, "samplers": f"tcp://127.0.0.1:{at}", "steps": 4}
-    settings |= {"sync_dtype": "bfloat16", "sync_delta": True}
+    settings |= {"rollout_dtype": "bfloat16"}  # so deltas are sent
     learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
     both = f"tcp://127.0.0.1:{at},tcp://127.0.0.1:{at + 1}"
     finishes(learner, *(box(both, tmp_path / name, name=name) for name in ("a", "b")))
@@ -326,7 +326,7 @@ def test_two_ranks_and_two_samplers(solvers, tmp_path):
 def test_two_ranks_a_folder_and_four_bits(solvers, tmp_path):
     """The learner publishes int4 tensors over a folder."""
     shared = tmp_path / "shared"
-    settings = folder_flags(shared, rollout_quant="w4a16", quant_group=16, sync_dtype="quantized")
+    settings = folder_flags(shared, rollout_quant="w4a16", quant_group=16)
     learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
     a = box(shared, tmp_path / "a", "--spool_groups=2", name="a")
     wait_for(tmp_path / "run", 2, learner)

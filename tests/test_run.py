@@ -22,6 +22,7 @@ from machinery import checkpoint, run, settings
 from machinery.checkpoint import load_model
 from machinery.flags import UserError, check_result
 from machinery.run import Log, locked, open_run, prepare_folder, read_metrics, truncate
+from remote.source import sends_deltas, travels_packed
 from sync import SyncError
 from tasks import encode
 
@@ -378,9 +379,7 @@ def test_models_that_do_not_fit(folders, tmp_path):
         run.check_vocabulary(make_cfg(objective="jackpot", obrs_topk=300), 256)
     with pytest.raises(ValueError, match="--top_k=257: larger than the vocabulary of 256"):
         run.check_vocabulary(make_cfg(top_k=257), 256)
-    with pytest.raises(ValueError, match="--distill_topk=256: must lie between 0 and the vocabulary of 256"):
-        run.check_vocabulary(make_cfg(distill_topk=256), 256)
-    run.check_vocabulary(make_cfg(objective="jackpot", obrs_topk=256, distill_topk=255), 256)
+    run.check_vocabulary(make_cfg(objective="jackpot", obrs_topk=256), 256)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,37 +387,50 @@ def test_models_that_do_not_fit(folders, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-PUBLISHED = {  # where it goes -> (--rollout_quant, --learner_quant)
-    ("local", "float32"): ["none none", "int8 none", "int8 aligned", "w4a16 none", "w4a16 aligned"],
-    ("files", "float32"): ["none none", "int8 none", "int8 aligned", "w4a16 none", "w4a16 aligned", "w2a16 aligned"],
-    ("files", "bfloat16"): ["none none", "int8 none", "w4a16 none"],
-    ("files", "quantized"): ["int8 none", "int8 aligned", "w4a16 none", "w4a16 aligned"],
-}
+QUANTS = ["none none", "int8 none", "int8 aligned", "w4a16 none", "w4a16 aligned", "w2a16 aligned"]
 
 
-@pytest.mark.parametrize(
-    ("samplers", "sync_dtype", "quants"), [(*where, both) for where, some in PUBLISHED.items() for both in some]
-)
-def test_what_is_published_is_held_to_the_learners_own(folders, tmp_path, quants, samplers, sync_dtype):
-    """Remote samplers round for themselves what is published in full, whatever the learner computes with."""
+@pytest.mark.parametrize("samplers", ["local", "files"])
+@pytest.mark.parametrize("quants", QUANTS)  # --rollout_quant, --learner_quant
+@pytest.mark.parametrize("rollout_dtype", ["float32", "bfloat16"])
+def test_what_is_published_is_held_to_the_learners_own(folders, tmp_path, quants, samplers, rollout_dtype):
+    """In the format that engines load, or else in full: remote samplers then round for themselves. Matrices that no
+    engine rounds further travel in the engine's type."""
     rollout_quant, learner_quant = quants.split()
     place = "local" if samplers == "local" else str(tmp_path / "shared")
-    changes = dict(samplers=place, sync_dtype=sync_dtype, quant_group=16)
+    changes = dict(samplers=place, rollout_dtype=rollout_dtype, quant_group=16)
     changes |= dict(rollout_quant=rollout_quant, learner_quant=learner_quant, rollout="hf", actor="none")
     r = opened(folders, tmp_path, **changes)
     learner = Learner(*r.load_models(), r.cfg, Comm(), r.vocabulary)
-    packed = sync_dtype == "quantized" or (samplers == "local" and rollout_quant == "int8")
+    packed = travels_packed(r.cfg) if samplers == "files" else rollout_quant == "int8"
 
     def published():
         return [(name, x.clone()) for name, x in learner.published("policy", packed)]
 
     old = published()
+    halved = rollout_dtype == "bfloat16" and rollout_quant == "none"
+    assert (torch.bfloat16 in {x.dtype for _, x in old}) == halved
     with torch.no_grad():
         for p in learner.models.policy.parameters():
             p.mul_(1 + 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     assert len(list(learner.verified("policy", packed, published()))) == len(old)
     with pytest.raises(SyncError, match="is not the learner's"):
         list(learner.verified("policy", packed, old))
+
+
+@pytest.mark.parametrize(
+    "samplers, dtype, quant, packed, deltas",
+    [
+        ("tcp://127.0.0.1:1", "bfloat16", "none", False, True),
+        ("tcp://127.0.0.1:1", "float32", "none", False, False),
+        ("tcp://127.0.0.1:1", "float32", "w4a16", True, True),
+        ("tcp://127.0.0.1:1", "float32", "w2a16", False, False),  # no engine loads it
+        ("shared", "bfloat16", "int8", True, False),
+    ],
+)
+def test_how_weights_travel(samplers, dtype, quant, packed, deltas):
+    cfg = make_cfg(samplers=samplers, rollout="hf", rollout_dtype=dtype, rollout_quant=quant)
+    assert (travels_packed(cfg), sends_deltas(cfg)) == (packed, deltas)
 
 
 @pytest.mark.parametrize(

@@ -1016,10 +1016,10 @@ def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
     with pytest.raises(UserError, match="--follow: this run holds nothing out; name sets with --task"):
         evaluation.flags_of_run(saved)
     assert "--task=b.jsonl" in evaluation.flags_of_run(saved, "b.jsonl")
-    own = evaluation.flags_of_run({**saved, "eval_task": "a.jsonl", "answer": "last", "max_prompt_tokens": 9})
+    own = evaluation.flags_of_run({**saved, "eval_task": "a.jsonl", "reward": "gsm8k", "max_prompt_tokens": 9})
     assert own == [
-        "--answer=last",
         "--max_prompt_tokens=9",
+        "--reward=gsm8k",
         "--task=a.jsonl",
         "--problems=3",
         "--samples=1",

@@ -14,7 +14,7 @@ from test_hub import closed_behind, until
 import quant
 from learner import Comm
 from machinery.checkpoint import read_tensors
-from machinery.checkpoint.tensors import Layout, as_it_is, halved
+from machinery.checkpoint.tensors import Layout
 from model.engines import HFEngine
 from quant import format_of
 from remote import account, link, wire
@@ -45,17 +45,15 @@ def odd_tensors():
     }
 
 
-@pytest.mark.parametrize("cast", [as_it_is, halved])
-def test_tensors_come_back_in_their_order(cast, tmp_path):
+def test_tensors_come_back_in_their_order(tmp_path):
     tensors = odd_tensors()
-    layout = Layout(tensors.items(), cast)
+    layout = Layout(tensors.items())
     layout.write(tmp_path / "x", tensors.items())
     back = dict(read_tensors(tmp_path / "x"))
     assert list(back) == list(tensors) and layout.alias == {"tied": "a"}
     for name, x in tensors.items():
-        wanted = x.bfloat16() if cast is halved and x.is_floating_point() else x
-        assert back[name].dtype == wanted.dtype and back[name].shape == wanted.shape
-        assert torch.equal(back[name].view(-1).view(torch.uint8), wanted.contiguous().view(-1).view(torch.uint8))
+        assert back[name].dtype == x.dtype and back[name].shape == x.shape
+        assert torch.equal(back[name].view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8))
     layout.write(tmp_path / "y", tensors.items())
     assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
 
@@ -67,14 +65,14 @@ def test_the_same_place_in_memory_is_not_the_same_tensor_when_it_was_free_in_bet
         for i in range(20):
             yield f"t{i}", torch.full((1000,), float(i))
 
-    layout = Layout(stream(), as_it_is)
+    layout = Layout(stream())
     assert layout.alias == {}
     layout.write(tmp_path / "x", stream())
     assert all((x == int(name[1:])).all() for name, x in read_tensors(tmp_path / "x"))
 
 
 def test_nobody_holds_a_second_model(tmp_path):
-    store = Store(tmp_path, Comm(), halved, False)
+    store = Store(tmp_path, Comm(), False)
     gc.collect()
     streams = [Stream(add=v) for v in range(3)]
     for v, stream in enumerate(streams):
@@ -105,10 +103,10 @@ def test_one_copy_for_all_ranks(tmp_path):
     """Both ask for every tensor as often; one writes; both have the same file, manifest, delta and time."""
     meet, values = threading.Barrier(2), [None, None]
     found = [[], []]
-    streams = [[Stream(n=3, add=v) for v in range(4)] for _ in range(2)]
+    streams = [[Stream(n=3, add=v, dtype=torch.bfloat16) for v in range(4)] for _ in range(2)]
 
     def publish(rank):
-        store = Store(tmp_path / "versions", Rank(rank, meet, values), halved, True)
+        store = Store(tmp_path / "versions", Rank(rank, meet, values), True)
         for v, stream in enumerate(streams[rank]):
             path, when = store.publish(v, stream)
             change = change_of(path)
@@ -130,11 +128,11 @@ def test_one_copy_for_all_ranks(tmp_path):
 
 
 def test_a_learner_that_starts_again_finds_its_file_and_no_delta_of_before(tmp_path):
-    first = Store(tmp_path, Comm(), as_it_is, True)
+    first = Store(tmp_path, Comm(), True)
     for v in range(3):
         path, _ = first.publish(v, Stream(n=2, add=v * (v < 2)))
     os.utime(path, (50.0, 50.0))
-    again = Store(tmp_path, Comm(), as_it_is, True)
+    again = Store(tmp_path, Comm(), True)
     path, when = again.publish(2, Stream(n=2))
     assert when == 50.0 and change_of(path) is None
     assert [p.name for p in tmp_path.glob("v*.safetensors")] == [path.name]
@@ -143,7 +141,7 @@ def test_a_learner_that_starts_again_finds_its_file_and_no_delta_of_before(tmp_p
 
 
 def test_other_tensors_than_announced(tmp_path):
-    layout = Layout({"a": torch.ones(3), "b": torch.ones(2)}.items(), as_it_is)
+    layout = Layout({"a": torch.ones(3), "b": torch.ones(2)}.items())
     with pytest.raises(ValueError, match="1 tensors did not come, b among them"):
         layout.write(tmp_path / "x", {"a": torch.ones(3)}.items())
     with pytest.raises(ValueError, match=r"a: \(4,\) is not the shape of before, \(3,\)"):
@@ -155,8 +153,7 @@ def test_deltas_of_low_bits_come_bit_for_bit(name, made, tmp_path):
     """What an aligned learner computes with, through hub and link; a restarted sampler fetches it whole."""
     fmt = format_of(name, 32)
     model = quant.align(tiny_model(0), fmt)
-    s = test_hub.source(tmp_path, sync_dtype="quantized", rollout_quant=name)
-    s.store.with_deltas = True
+    s = test_hub.source(tmp_path, with_deltas=True)
     s.hub = made.hub()
     s.hub.open = lambda held: None  # it is
     (tmp_path / "box").mkdir()
@@ -188,7 +185,7 @@ def test_deltas_of_low_bits_come_bit_for_bit(name, made, tmp_path):
             assert sent_to(end, 2) == path.stat().st_size
 
 
-FORMS = [  # --sync_dtype and --rollout_quant of the learner, --rollout_quant of the sampler
+FORMS = [  # type of the published weights, --rollout_quant of the learner, --rollout_quant of the sampler
     ("float32", "none", "none"),
     ("bfloat16", "none", "none"),
     ("bfloat16", "none", "int8"),
@@ -205,7 +202,9 @@ def publish(folder, model, sync="bfloat16", learners="none"):
     fmt, tensors = format_of(learners, 32), model.state_dict()
     if fmt is not None:
         tensors = dict(quant.for_engine(tensors.items(), model, fmt))
-    Layout(tensors.items(), halved if sync == "bfloat16" else as_it_is).write(folder / "v1", tensors.items())
+    if sync == "bfloat16":
+        tensors = {name: x.bfloat16() for name, x in tensors.items()}
+    Layout(tensors.items()).write(folder / "v1", tensors.items())
     run = {**RUN, "config": {**RUN["config"], "rollout_quant": learners}, "packed": sync == "quantized"}
     run["probe"] = torch.arange(2, 50).reshape(4, 12).tolist()
     welcome = wire.Welcome("session", run, wire.pack_setup(str(folder / "model")))

@@ -16,10 +16,9 @@ import batching
 import objectives
 import worth
 from learner import Comm, Learner
-from machinery import measure
+from machinery import measure, run
 from machinery.flags import UserError
 from machinery.measure import FOLDS, Reference, RowSamples
-from model.engines import sleep_level
 from objectives import REF
 from worth import EVERYTHING, Measurement, Weights, WorthFlags
 
@@ -328,13 +327,13 @@ def test_another_models_responses_are_worth_less(tmp_path, solvers):
     assert results["rows"]["none"]["worth"] < 0.5 * results["rows"]["prefix_tis"]["worth"]
 
 
-def test_parts_by_length_add_up(tmp_path, solvers):
+def test_parts_by_length_add_up(tmp_path, solvers, monkeypatch):
     """The parts' gradients sum to the whole's; so does what is seen of a row along any direction."""
     flags = [f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=is", "--lengths=3,6"]
     own, rows, plain = worth.parse(flags)
     assert worth.parts(own) == [EVERYTHING, (0, 3), (3, 6), (6, EVERYTHING[1])]
+    monkeypatch.setattr(run, "sleep_level", pytest.fail)  # on a GPU the engine would drop weights for good
     m = Measurement(own, rows, plain)
-    assert sleep_level(m.cfg) == 0  # on a GPU its engine would drop weights that nothing brings back
     batch = batching.collate(ragged(8, seed=5), m.cfg)
     lengths = batch.length
     whole, *parts = (m.gradient(replace(batch, adv=batch.adv * worth.of_length(batch, part))) for part in m.parts)
@@ -398,7 +397,7 @@ def test_what_a_response_costs_by_hand(monkeypatch):
     """Batches of 32: 3 seconds each by the sampler, 6 by the policy, and the first of each does not count."""
     clock = [0.0]
     sampler, policy = Timed(3.0, clock), Timed(6.0, clock)
-    monkeypatch.setattr(worth, "open_source", lambda *_: policy)
+    monkeypatch.setattr(worth, "open_source", lambda *_, **kwargs: policy)
     monkeypatch.setattr(worth.time, "perf_counter", lambda: clock[0])
     cfg = make_cfg(train_batch=32, rollout_batch=32, group_size=4)
     m = SimpleNamespace(cfg=cfg, run=sampler, comm=Comm(), sampler=sampler, groups=8, quiet=True)
@@ -415,7 +414,8 @@ def test_the_price_is_over_the_policy_in_full_precision(monkeypatch):
 
     clock, asked = [0.0], []
 
-    def open_source(cfg, run, comm):
+    def open_source(cfg, run, comm, sleeps):
+        assert not sleeps
         asked.append((cfg.actor, cfg.rollout_quant, run.actor))
         return Timed(6.0, clock)
 

@@ -64,14 +64,13 @@ from machinery.checkpoint.shards import (
     write_shards,
 )
 from machinery.checkpoint.state import dealt, new_rng_state, pack, rng_state, set_rng_state, unpack
-from machinery.checkpoint.tensors import Layout, Published, as_it_is, read_tensors
+from machinery.checkpoint.tensors import Layout, Published, read_tensors
 from machinery.flags import UserError, need, read_json, read_text
 from rollout import Rollout
 
 __all__ = [
     "Layout",
     "Published",
-    "as_it_is",
     "check_angles",
     "check_family",
     "check_rows",

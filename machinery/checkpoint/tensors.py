@@ -64,10 +64,9 @@ class Published:
 
 class Layout:
     """Where each tensor of a stream belongs in one file, in safetensors' format. Tensors that share
-    memory are written once; equal tensors make equal files. cast: the type in which numbers of a
-    type are written."""
+    memory are written once; equal tensors make equal files."""
 
-    def __init__(self, named_tensors, cast):
+    def __init__(self, named_tensors):
         self.order: list[str] = []
         self.alias: dict[str, str] = {}  # name -> the name under which its bytes are in the file
         self.known: dict[str, tuple] = {}  # name -> (dtype, shape), of those that are in the file
@@ -80,7 +79,7 @@ class Layout:
                 self.alias[name] = other
                 continue
             first[place] = (StorageWeakRef(x.untyped_storage()), name)
-            self.known[name] = (cast(x.dtype), tuple(x.shape))
+            self.known[name] = (x.dtype, tuple(x.shape))
         # The widest numbers first, so that each tensor begins at a multiple of its own width.
         names = sorted(self.known, key=lambda name: -self.known[name][0].itemsize)
         self.header, self.place = header_of(
@@ -110,15 +109,6 @@ class Layout:
         if left:
             raise ValueError(f"{len(left)} tensors did not come, {min(left)} among them")
         scratch.replace(path)
-
-
-def halved(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a number travels with --sync_dtype=bfloat16."""
-    return torch.bfloat16 if dtype.is_floating_point else dtype
-
-
-def as_it_is(dtype: torch.dtype) -> torch.dtype:
-    return dtype
 
 
 def read_tensors(path: Path) -> Published:

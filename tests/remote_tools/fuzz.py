@@ -55,6 +55,7 @@ from remote.keys import SamplerKeys, make_keys, sampler_keys
 from remote.link import Link
 from remote.sampler import SamplerFlags
 from remote.source import RemoteSource, log_path, open_log
+from remote.weights import Store
 from sampling import Sampling
 from tasks import Arithmetic
 
@@ -299,11 +300,10 @@ class Scene:
 
     def __init__(self, root: Path, hub: Hub | FilesHub, make_link):
         self.hub = hub
-        cfg = SimpleNamespace(
-            sync_every=1, sync_dtype="float32", sync_delta=False, max_staleness=None, window_seconds=1e9, give_up=300.0
-        )
+        cfg = SimpleNamespace(sync_every=1, max_staleness=None, window_seconds=1e9, give_up=300.0)
         cfg.dynamic_sampling, cfg.out = 0, str(root)
-        self.source = RemoteSource(hub, cfg, LIMITS, Sampling(), root / "versions", Comm(), hub.log, Arithmetic())
+        store = Store(root / "versions", Comm(), False)
+        self.source = RemoteSource(hub, cfg, LIMITS, Sampling(), store, Comm(), hub.log, Arithmetic())
         self.source.publish(0, {"w": torch.ones(3)}.items())
         self.spool, self.link = make_link()
         self.consumer = Consumer(self.source)

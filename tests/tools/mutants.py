@@ -243,7 +243,6 @@ MUTANTS = {
             "unreduced = unreduced - cfg.entropy_coef * new.entropy",
             "unreduced = unreduced - cfg.entropy_coef * keep * new.entropy",
         ),
-        ('if cfg.kl_coef and cfg.kl_in == "reward":  #', "if False:  #"),
         ("cut = s.clamp(1 - low, 1 + high) * adv", "cut = s.clamp(1 - high, 1 + low) * adv"),
         ("value = torch.minimum(plain, cut)", "value = torch.maximum(plain, cut)"),
         ("value = torch.where(adv < 0, torch.maximum(value, floor), value)", "value = torch.maximum(value, floor)"),
@@ -440,8 +439,6 @@ MUTANTS = {
         ("(reward.std() + 1e-6)", "(reward.std(correction=0) + 1e-6)"),
         ("return reward - reward.mean()", "return reward - reward.median()"),
         ("(len(reward) / max(1, len(reward) - 1))", "(len(reward) / max(1, len(reward) + 1))"),
-        ("reward[i] -= cfg.kl_coef", "reward[i] += cfg.kl_coef"),
-        ("k[torch.from_numpy(r.loss_mask)].sum()", "k.sum()"),
         ('"mask", cfg.seed, g.uid, i)', '"mask", cfg.seed, g.uid, 0)'),
         (
             "group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses])",
@@ -502,7 +499,7 @@ MUTANTS = {
             "after = torch.linalg.vecdot(p, gap.clamp_min_(0.0))",
         ),
         ("        return q - logp.exp()", "        return logp.exp() - q"),
-        ("gap = gap - torch.linalg.vecdot(lq.exp(), gap)[:, None]", "pass"),
+        ("(gap - torch.linalg.vecdot(logq.exp(), gap)[:, None])", "gap"),
         (
             "exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg)",
             "exact_z=has_actor and uses_z and not has_ref",
@@ -962,7 +959,6 @@ MUTANTS = {
             "key=lambda name: 0",
             "torch reads what is not aligned, too",
         ),
-        ("torch.bfloat16 if dtype.is_floating_point else dtype", "torch.bfloat16"),
         ("        if left:\n", "        if False:\n"),
     ],
     "machinery/checkpoint/models.py": [
@@ -1066,7 +1062,10 @@ MUTANTS = {
     "worth.py": [
         ("    factor = (error / PRECISE) ** 2", "    factor = error / PRECISE"),
         ("sampling.Sampling.of_policy(cfg),", "sampling.Sampling.of(cfg),"),
-        ("        lead = replace(lead, rollout_sleep=False)", "        lead = replace(lead)"),
+        (
+            "self.sampler = open_source(lead, late, self.comm, sleeps=False)",
+            "self.sampler = open_source(lead, late, self.comm)",
+        ),
         ('loss_denominator="proposed", normalize_weights=False)', 'loss_denominator="proposed")'),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("x[entries] = numbers + size * d.to(x.device)", "x[entries] = numbers - size * d.to(x.device)"),
