@@ -293,8 +293,10 @@ def test_what_a_hub_does_not_take(made):
         peer.say(junk)
     peer.hello()
     assert peer.hear(wire.Welcome) and peer.hear(wire.Got).names == [] and until(lambda: h.counts["malformed"] == 3)
-    big = wire.Manifest("box/1/1", 1 << 40, [b"x" * 32] * (1 << 4))
-    for of in (big, wire.Manifest("box/1/2", 10, [])):
+    most = h.limits.nbytes
+    leaves = [[b"x" * 32] * -(-n // wire.LEAF) for n in (most, most + 1)]
+    too_large = wire.Manifest("box/1/1", most + 1, leaves[1])
+    for of in (too_large, wire.Manifest("box/1/2", 10, [])):
         peer.say(wire.Offer(of))
         assert peer.hear(wire.Got).names == [of.name]  # not fetched, and booked
     for of in (wire.manifest("other/1/0", b"x"), wire.manifest("box/1/-4", b"x"), wire.manifest("box", b"x")):
@@ -302,6 +304,8 @@ def test_what_a_hub_does_not_take(made):
     assert until(lambda: h.counts["malformed"] == 6)  # groups that are not its own
     assert fates(h) == [("box/1/1", "refused"), ("box/1/2", "refused")]
     assert h.size == 0 and not h.peers[next(iter(h.peers))].pulls
+    peer.say(wire.Offer(wire.Manifest("box/1/3", most, leaves[0])))  # as large as it may be: asked for
+    assert peer.hear(wire.Ask).name == "box/1/3"
     peer.say(b"y" * (17 << 20))  # over the socket's limit: cut off
     again = made.raw(h, name="again")
     again.hello()

@@ -1115,6 +1115,8 @@ MUTANTS = {
         ),
     ],
     "remote/hub.py": [
+        ("            of.check(self.limits.nbytes)", "            of.check(1 << 62)"),
+        ("            of.check(self.limits.nbytes)", "            of.check(self.limits.nbytes - 1)"),
         ("peer is None or peer.key != key", "peer is None"),
         ("        if any(peer.incarnation > hello.incarnation for peer in same_name):", "        if False:"),
         ("            peer.pulls |= self.peers.pop(old.identity).pulls", "            self.peers.pop(old.identity)"),
