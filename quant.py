@@ -107,11 +107,17 @@ def cpu_flags() -> set[str]:
 
 def one_kernel(f):
     """A function of tensors, compiled on a GPU: there its steps read and write each number once.
-    Casts stay casts."""
+    Casts stay casts, and quotients are rounded as IEEE asks, as in vLLM's quantizers; Triton's own
+    division is approximate."""
 
     @functools.cache
     def compiled():
-        return torch.compile(f, dynamic=True, options={"emulate_precision_casts": True})
+        import torch._inductor.config as inductor
+
+        exact = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
+        known = inductor.get_config_copy()  # torch 2.11 may lack the second
+        options = {name: value for name, value in exact.items() if name in known}
+        return torch.compile(f, dynamic=True, options=options)
 
     @functools.wraps(f)
     def run(x, *more):
