@@ -60,7 +60,7 @@ from model.engines import HFEngine, evaluated_by, make_engine
 from model.streamed import empty_model
 from rollout import request_seed
 from sampling import Sampling
-from tasks import EvalSet, encode, eval_sets, grade_all, prompts, stop_ids
+from tasks import EvalSet, encode, eval_sets, grade_all, prompts, stop_ids, turns
 from tasks.gold import grade_gold
 
 PROBLEMS = 512  # unless --problems names a number
@@ -107,7 +107,8 @@ def solve(
             [request_seed("eval", seed, problem.id, s) for s in range(samples)]
             for problem in problems
         ]
-        groups = engine.generate(prompts, seeds, sampling, 0, ends)
+        tools = (engine, task, tokenizer)
+        groups = turns.sample(*tools, problems, prompts, seeds, sampling, 0, ends)
         grade_all(task, tokenizer, problems, groups)
         for problem, group in zip(problems, groups, strict=True):
             right.append([float(r.reward > 0.5) for r in group])

@@ -57,7 +57,7 @@ def by_length(name, formula, meaning) -> list[Mean]:
 def shorter_than(n):
     """Responses of at most n tokens, and more than the next smaller bucket's."""
     low = 0 if n == BUCKETS[0] else n // 2
-    return lambda v: v.responses & (v.batch.length > low) & (v.batch.length <= n)
+    return lambda v: v.responses & (v.n > low) & (v.n <= n)
 
 
 def low_weight(v):
@@ -277,7 +277,7 @@ REWARDS = [
         lambda v: v.batch.spread,
         "share of responses in groups with different rewards",
     ),
-    Mean("response_length", responses, lambda v: v.batch.length, "tokens"),
+    Mean("response_length", responses, lambda v: v.n, "sampled tokens"),
     Mean("cut", responses, lambda v: v.batch.cut, "share of responses that --max_tokens has ended"),
     Derived(
         "mostly_cut",
@@ -287,7 +287,7 @@ REWARDS = [
     Mean(
         "empty",
         responses,
-        lambda v: (v.batch.length == 1) & ~v.batch.cut,
+        lambda v: (v.n == 1) & ~v.batch.cut,
         "share that is an end and nothing else",
     ),
     Mean(

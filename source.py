@@ -24,7 +24,7 @@ import numpy as np
 import sync
 from rollout import Response, Rollout, request_seed
 from sampling import Sampling
-from tasks import encode, grade_all, grading_metrics
+from tasks import encode, grade_all, grading_metrics, turns
 
 POSITIVE = 1e-3  # largest log-probability that rounding explains
 
@@ -173,9 +173,9 @@ class LocalSource:
             uids.append(uid)
         prompts = [np.array(encode(self.tokenizer, problem), np.int32) for problem in problems]
         seeds = [self.seeds(uid) for uid in uids]
-        groups = self.engine.generate(
-            prompts, seeds, self.sampling, self.topk, self.stop_ids, self.max_allowed
-        )
+        tools = (self.engine, self.task, self.tokenizer)
+        how = (self.sampling, self.topk, self.stop_ids, self.max_allowed)
+        groups = turns.sample(*tools, problems, prompts, seeds, *how)
         graded_from = time.perf_counter()
         # not +=, which drops counts of 0 and less
         self.counts.update(grade_all(self.task, self.tokenizer, problems, groups))

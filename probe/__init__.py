@@ -52,13 +52,13 @@ from model import Needs
 from model.engines import make_engine
 from probe.figures import draw_ladder, draw_mismatch
 from probe.floor import floors
-from probe.gaps import PIECES, by_length, by_prefix, control, ess, exists
+from probe.gaps import PIECES, by_length, by_prefix, by_turn, control, ess, exists
 from probe.ladder import explain
 from probe.page import text, with_format
 from probe.verdicts import Evidence, judged
 from rollout import Rollout, as_groups, request_seed
 from sampling import Sampling, max_allowed
-from tasks import encode, grade_all
+from tasks import encode, grade_all, turns
 
 PROBLEMS = 64  # unless --problems names a number
 
@@ -91,7 +91,8 @@ class ScoredTokens:
     p_inf: np.ndarray  # (B, T) probability of each token under the engine that sampled it
     p_ref: np.ndarray  # (B, T) the same under the learner
     log_r: np.ndarray  # (B, T) log p_ref - log p_inf, not clamped
-    length: np.ndarray  # (B,)   tokens of each response
+    length: np.ndarray  # (B,)   tokens of each response, without an environment's replies
+    turn: np.ndarray  # (B, T) turn of each token, from 0
     groups: list[Rollout]  # the responses, as the engine recorded them
     batch: Batch  # the same, scored by the learner
     metrics: dict[str, float]  # reward, rollout_corr/*: as train.py logs them
@@ -140,6 +141,8 @@ class Report:
     clamp: float  # of log-ratios
     t_max: float  # clamp / KL, tokens
     t_half: float  # log 2 / log(1 + chi2): number of tokens in which the ESS of R halves
+    by_turn: list[dict]  # gaps by turn; empty without an environment
+    retokenized: float  # share of the responses with a text that would be tokenized otherwise
     by_length: list[dict]  # gaps of responses in buckets of length
     by_prefix: list[dict]  # sequence weights if responses ended earlier
     floor: list[dict]  # distances of learner and engine from themselves
@@ -244,7 +247,9 @@ def rollouts(
     seeds = []
     for problem in problems:
         seeds.append([request_seed(key, sampling.seed, problem.id, s) for s in range(samples)])
-    responses = engine.generate(prompts, seeds, sampling, 1, setup.stop_ids, allowed)
+    tools = (engine, setup.task, setup.tokenizer)
+    how = (sampling, 1, setup.stop_ids, allowed)
+    responses = turns.sample(*tools, problems, prompts, seeds, *how)
     grade_all(setup.task, setup.tokenizer, problems, responses)
     groups = as_groups(key, prompts, responses, sampling, engine.dtype)
     for group, problem in zip(groups, problems, strict=True):
@@ -262,20 +267,39 @@ def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
     _, logs = objectives.loss(new, batch, stats, cfg)
     sums = metrics.Sums()
     metrics.observe(sums, new, batch, stats, logs, cfg)
+    sampled = (batch.logp_inf.exp(), batch.logp_ref.exp(), batch.logp_ref - batch.logp_inf)
+    columns = [without_replies(x.double(), batch.mask).numpy() for x in sampled]
     return ScoredTokens(
-        p_inf=(batch.logp_inf.exp().double() * batch.mask).numpy(),
-        p_ref=(batch.logp_ref.exp().double() * batch.mask).numpy(),
-        log_r=((batch.logp_ref - batch.logp_inf).double() * batch.mask).numpy(),
-        length=batch.length.numpy(),
+        *columns,
+        length=batch.mask.sum(1).numpy(),
+        turn=without_replies(torch.from_numpy(turns.turns_of(batch.mask)), batch.mask).numpy(),
         groups=groups,
         batch=batch,
         metrics=metrics.derive(sums.reduce(learner.comm)),
     )
 
 
+def without_replies(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Values of the sampled tokens alone, (B, T): a row's come first, in their order, then 0."""
+    order = torch.argsort(~mask, dim=1, stable=True)
+    return (x * mask).gather(1, order)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The report
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def retokenized(tokenizer, groups: list[Rollout]) -> float:
+    """Share of the responses that decoding and tokenizing again would change: the learner of a
+    program that does so scores tokens that were not sampled."""
+    changed = []
+    for group in groups:
+        for response in group.responses:
+            tokens = response.tokens.tolist()
+            text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+            changed.append(tokenizer.encode(text, add_special_tokens=False) != tokens)
+    return float(np.mean(changed))
 
 
 def summarize(cfg: Config, setup, scored: ScoredTokens, floor: list[dict]) -> Report:
@@ -320,6 +344,8 @@ def summarize(cfg: Config, setup, scored: ScoredTokens, floor: list[dict]) -> Re
         clamp=cfg.log_ratio_clamp,
         t_max=cfg.log_ratio_clamp / kl if kl > 0 else math.inf,
         t_half=math.log(2) / math.log1p(m["chi2_token"]) if m["chi2_token"] > 0 else math.inf,
+        by_turn=by_turn(scored.gap, scored.log_r, scored.turn, length),
+        retokenized=retokenized(setup.tokenizer, scored.groups),
         by_length=by_length(scored.gap, length, scored.log_r),
         by_prefix=by_prefix(scored.log_r, length, cfg.log_ratio_clamp),
         floor=floor,

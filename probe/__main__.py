@@ -34,6 +34,11 @@ def main(argv: list[str] | None = None) -> dict:
         settings == [(cfg.samples, cfg.temperature, cfg.max_tokens)],
         f"--task={cfg.task}: the report is about one set, sampled as the flags say; name one set without settings",
     )
+    need(
+        not (cfg.explain and getattr(setup.task, "environment", "")),
+        f"--explain: --task={cfg.task} replies, and the sources are divided among responses without several turns; "
+        "leave --explain out",
+    )
     start = None
     if cfg.synced_from:
         start = find_model(cfg, "synced_from", "actor" if cfg.actor else "policy")

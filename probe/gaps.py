@@ -105,6 +105,24 @@ def by_length(gap, length, log_r) -> list[dict]:
     return rows
 
 
+def by_turn(gap, log_r, turn, length) -> list[dict]:
+    """KL, mean and largest gap of the sampled tokens of each turn; empty where there is one turn.
+    All arguments (B, T), but length (B,)."""
+    on = exists(gap, length)
+    rows = []
+    for n in range(int(turn.max(initial=0)) + 1):
+        inside = on & (turn == n)
+        row = {
+            "turn": n + 1,
+            "tokens": int(inside.sum()),
+            "kl": float(k3(log_r[inside]).mean()),
+            "mean_mismatch": float(gap[inside].mean()),
+            "largest_mismatch": float(gap[inside].max()),
+        }
+        rows.append(row)
+    return rows if len(rows) > 1 else []
+
+
 def control(gap, length, short_gap, short_length, piece: int) -> dict | None:
     """Largest gap, [mean, standard error] over prompts: is it the length of a response, or the
     number of its tokens?

@@ -19,6 +19,7 @@ def text(o) -> str:
         models_text,
         distances_text,
         floor_text,
+        *([turns_text] if o.by_turn else []),
         lengths_text,
         prefixes_text,
         control_text,
@@ -73,6 +74,7 @@ def distances_text(o) -> list[str]:
         f"chi2               {chi2}",
         f"ESS                {effective}",
         f"T_max              {t_max}",
+        f"tokenization       {100 * o.retokenized:.1f} % of the responses would be tokenized otherwise from their text",
         f"reward             {o.reward:.3f} earned by the sampler, {o.reward_weighted:.3f} estimated for the learner "
         f"(floor +- {floor['reward']:.1g})",
     ]
@@ -91,6 +93,16 @@ def floor_text(o) -> list[str]:
         numbers = f"{row['max']:11.2g} {row['mean']:11.2g} {row['kl']:13.2g} {row['chi2']:13.2g}"
         numbers += f" {row['chi2_seq']:16.2g}"
         lines.append(f"   {row['name']:26s} {row['tokens']:6d}   {numbers}")
+    return lines
+
+
+def turns_text(o) -> list[str]:
+    lines = ["turn    sampled tokens   largest gap    mean gap    KL a token"]
+    for row in o.by_turn:
+        lines.append(
+            f"{row['turn']:4d} {row['tokens']:17d}   {row['largest_mismatch']:11.3g} "
+            f"{row['mean_mismatch']:11.3g} {row['kl']:13.3g}"
+        )
     return lines
 
 

@@ -143,7 +143,20 @@ def table(data: dict) -> str:
         lines.append([f"**{group}**"])
         measured = data["rows"].get(group, {})
         lines += [[label, *numbers(measured[label])] for label in rows if label in measured]
-    return sweep.markdown(head, lines)
+    return sweep.markdown(head, lines) + depths(data)
+
+
+def depths(data: dict) -> str:
+    """The table of results/depth.py; empty if it has not run."""
+    rows = data.get("depth", {})
+    if not rows:
+        return ""
+    names = list(next(iter(rows.values())))
+    lines = [
+        [row, *(f"{x[0]:.2g}; {x[1]:.1g}" for x in map(values.get, names))]
+        for row, values in rows.items()
+    ]
+    return "\n" + sweep.markdown(["int8: KL to plain; to itself", *names], lines)
 
 
 def draw(data: dict) -> None:

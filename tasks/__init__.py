@@ -5,6 +5,7 @@
     prompts.py   system prompt, template, chat template, tokens, ends
     rewards.py   rewards: built-in parts, and functions of the user
     grading.py   the processes in which rewards are computed
+    turns.py     environments that reply to the model
     preflight.py warnings where prompts, gold answers and rewards do not fit together
 
 A task has `problem(split, index)`, `find(id)`, `rewards(answers)`, `size` (None: endless) and
@@ -17,6 +18,8 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from config import COLDEST, Config, PromptFlags, SampleFlags, TaskFlags
@@ -361,13 +364,13 @@ def is_graded_by(reward: str, name: str, cfg: TaskFlags) -> bool:
 def grade_all(task, tokenizer, problems, groups) -> Counter:
     """Write each response's reward. problems: one for each group; groups: lists of responses.
 
-    The text graded is without special tokens; `finished` says that the response ended by itself.
-    Returns the task's counts (rewards.Reward.of)."""
+    The text graded is without special tokens and without an environment's replies; `finished` says
+    that the response ended by itself. Returns the task's counts (rewards.Reward.of)."""
     responses = [
         (problem, r) for problem, group in zip(problems, groups, strict=True) for r in group
     ]
     # batch_decode([]) is [""]
-    texts = [tokenizer.decode(r.tokens, skip_special_tokens=True) for _, r in responses]
+    texts = [sampled_text(tokenizer, r) for _, r in responses]
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
@@ -379,6 +382,15 @@ def grade_all(task, tokenizer, problems, groups) -> Counter:
     for (_, r), reward in zip(responses, earned, strict=True):
         r.reward = reward
     return counts
+
+
+def sampled_text(tokenizer, response) -> str:
+    """The text of the model's turns, a line each, without special tokens."""
+    tokens = zip(response.loss_mask.tolist(), response.tokens.tolist(), strict=True)
+    runs = [
+        [token for _, token in run] for sampled, run in groupby(tokens, itemgetter(0)) if sampled
+    ]
+    return "\n".join(tokenizer.decode(run, skip_special_tokens=True) for run in runs)
 
 
 def grading_metrics(counts: Counter) -> dict[str, float]:

@@ -165,6 +165,9 @@ class OwnTask(Table):
 
     def __init__(self, name: str, style: Style, reward, keys: tuple[str, str] = ("", "")):
         self.own = OwnRows(name, reward.needs_answer, keys)
+        # the function that replies to the model's turns (tasks/turns.py); "": there is none
+        replies = callable(getattr(self.own.made, "reply", None))
+        self.environment = f"{name}.reply" if replies else ""
         super().__init__(name, [], style, reward)
         # numbers of problems that are not dropped, in both splits
         self.used = list(range(self.own.made.size or 0))

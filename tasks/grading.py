@@ -64,14 +64,16 @@ def grading_process(fd: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     with Connection(fd) as connection, contextlib.suppress(EOFError, OSError):
-        function = None
+        function = answers = None
         while True:
             name, calls, seconds = connection.recv()
             if (
                 name is not None
             ):  # everything is loaded now, and not at the cost of the first answer
                 try:
-                    function = function_of(name)
+                    function, answers = function_of(name), text_of
+                    if not name.endswith(".reply"):
+                        answers = number_of
                 except BaseException as e:  # the file is the user's: it may do anything
                     end_if_forked(pid)
                     connection.send((None, ("failed", described(e))))
@@ -81,7 +83,7 @@ def grading_process(fd: int) -> None:
             for number, call in calls:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
                 signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
-                result = value_of(function, call)
+                result = value_of(function, call, answers)
                 end_if_forked(pid)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -117,22 +119,36 @@ def attribute_of(path: str, name: str):
     return getattr(module, name)
 
 
-def value_of(function, call):
-    """The result of the function for one response: ("value", a float or a dict of floats), or
-    ("failed", reason)."""
+def value_of(function, call, convert):
+    """The result of the function for one response: ("value", as `convert` makes it), or ("failed",
+    reason)."""
     try:
-        value = function(*call)
+        return "value", convert(function(*call))
     except BaseException as e:  # KeyboardInterrupt and SystemExit too
         return "failed", described(e)
+
+
+class ResultError(Exception):
+    """A function returned something of another type."""
+
+
+def number_of(value):
+    """A reward: a float, or a dict of floats."""
     numbers = list(value.values()) if isinstance(value, dict) else [value]
     if not all(is_number(x) and math.isfinite(x) for x in numbers):
-        return (
-            "failed",
-            f"it returned {repr(value)[:100]}, which is neither a finite number nor a dict of them",
+        raise ResultError(
+            f"it returned {repr(value)[:100]}, which is neither a finite number nor a dict of them"
         )
-    return "value", {str(k): float(x) for k, x in value.items()} if isinstance(
-        value, dict
-    ) else float(value)
+    if isinstance(value, dict):
+        return {str(k): float(x) for k, x in value.items()}
+    return float(value)
+
+
+def text_of(value) -> str:
+    """An environment's reply; "" for None, which ends a conversation."""
+    if value is not None and not isinstance(value, str):
+        raise ResultError(f"it returned {repr(value)[:100]}, which is neither a text nor None")
+    return value or ""
 
 
 def is_number(x) -> bool:
@@ -143,6 +159,8 @@ def is_number(x) -> bool:
 
 def described(e: BaseException) -> str:
     """An exception in one line, with the line of the user's code that raised it."""
+    if isinstance(e, ResultError):
+        return str(e)
     place = ""
     at = e.__traceback__
     while at is not None:

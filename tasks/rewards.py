@@ -181,13 +181,15 @@ def overlong_penalty(tokens: int, buffer: int, longest: int) -> float:
 TOLD: set[str] = set()  # parts of which it was said that they fail
 
 
-def tell_once(name: str, why: str) -> None:
-    """Say aloud, at a part's first failure, that it failed; training goes on, and counts it."""
+def tell_once(
+    name: str, why: str, so: str = "such a response earns 0 for it (grade/failures)"
+) -> None:
+    """Say aloud, at a function's first failure, that it failed; training goes on, and counts it."""
     if name in TOLD:
         return
     TOLD.add(name)
     tqdm.write(
-        f"warning: --reward={name}: {why}; such a response earns 0 for it (grade/failures)",
+        f"warning: {name}: {why}; {so}",
         file=sys.stderr,
     )
 

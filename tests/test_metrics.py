@@ -146,9 +146,10 @@ def test_what_is_said_aloud_of_rewards_and_cut_responses():
     assert measured(LOG_R, columns={"reward": reward([0.0, 0.0])})["no_reward"] == 1
     assert measured(LOG_R, columns={"reward": reward([1.0, -1.0])})["no_reward"] == 0  # their mean is 0
     assert measured(LOG_R)["mostly_cut"] == 0
-    m = measured(LOG_R, columns={"cut": torch.tensor([True, True]), "length": torch.tensor([1, 3])})
-    assert (m["cut"], m["mostly_cut"], m["empty"]) == (1, 1, 0)
-    assert measured(LOG_R, columns={"length": torch.tensor([1, 3])})["empty"] == 0.5
+    mask = [[True, False, False], [True] * 3]
+    m = measured(LOG_R, mask=mask, columns={"cut": torch.tensor([True, True])})
+    assert (m["cut"], m["mostly_cut"], m["empty"], m["response_length"]) == (1, 1, 0, 2)
+    assert measured(LOG_R, mask=mask)["empty"] == 0.5
 
 
 def test_weights_by_hand():
@@ -643,7 +644,7 @@ def sequences(trained, cfg) -> dict:
         "rollout_corr/reward_weighted": sum(c * r.reward for c, r in zip(capped, trained, strict=True)) / sum(capped),
     }
     for low, high in ((0, 16), (16, 32)):
-        inside = [x for x, r in zip(R, trained, strict=True) if low < len(r.tokens) <= high]
+        inside = [x for x, r in zip(R, trained, strict=True) if low < len(r.trained) <= high]
         out[f"rollout_corr/seq_weight/{high}"] = mean(inside)
         out[f"rollout_corr/low_weight/{high}"] = mean(x < 1 / C for x in inside)
     return out
@@ -652,12 +653,12 @@ def sequences(trained, cfg) -> dict:
 def rewards(trained, pairs) -> dict:
     return {
         "reward": mean(r.reward for r in trained),
-        "response_length": mean(len(r.tokens) for r in trained),
+        "response_length": mean(len(r.trained) for r in trained),
         "no_reward": 0.0,
         "spread": mean(r.spread for r in trained),
         "cut": mean(r.cut for r in trained),
         "mostly_cut": 0.0,
-        "empty": mean(len(r.tokens) == 1 and not r.cut for r in trained),
+        "empty": mean(len(r.trained) == 1 and not r.cut for r in trained),
         "entropy_of_cut": mean(t.entropy for r in trained if r.cut for t in r.trained),
         "advantage_abs": mean(abs(r.adv) for r in trained),
         "entropy": mean(t.entropy for t, _ in pairs),

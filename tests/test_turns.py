@@ -1,0 +1,351 @@
+"""Environments: what a conversation of several turns records, on both engines, and what the learner makes of it."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_cfg, tiny_model
+from standins import tokenizer as chat_tokenizer
+
+import batching
+import objectives
+import probe
+import train
+from config import SampleFlags
+from learner import Comm, Learner
+from machinery import session, settings
+from machinery.flags import UserError
+from machinery.run import read_metrics
+from model.engines import HFEngine
+from probe import gaps
+from remote.groups import Limits, decode_group, encode_group
+from rollout import as_groups
+from sampling import Sampling
+from tasks import arithmetic_tokenizer, encode, games, grade_all, grading, make_task, rewards, turns
+from tasks.prompts import Problem
+
+ENVIRONMENT = """
+import time
+
+class Echo:
+    size = None
+
+    def problem(self, split, index):
+        return {"problem": f"{index % 7} + 1 =", "answer": "5"}
+
+    def reward(self, row, text, finish_reason):
+        return float(len(text))
+
+    def reply(self, row, messages, text):
+        assert messages[-1]["role"] == "user" and row["answer"] == "5"
+        return f"{len(text) % 10} +" if len(messages) < 4 else None  # three turns
+
+class Ends(Echo):
+    def reply(self, row, messages, text):
+        return None
+
+class Raises(Echo):
+    def reply(self, row, messages, text):
+        return 1 / 0
+
+class Wrong(Echo):
+    def reply(self, row, messages, text):
+        return 7.0
+
+class Waits(Echo):
+    def reply(self, row, messages, text):
+        while True:
+            pass
+"""
+STOP = list(range(1, 256, 3))  # a third of the vocabulary: turns of a random model are short
+
+
+@pytest.fixture
+def environment(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(ENVIRONMENT)
+    return lambda name: make_task(SampleFlags(task=f"{path}:{name}", max_tokens=40))
+
+
+@pytest.fixture(params=["hf", "vllm"])
+def engine(request, folders):
+    """Both engines, holding the tiny actor."""
+    if request.param == "hf":
+        return HFEngine(str(folders / "actor"))
+    engine = request.getfixturevalue("vllm_engine")
+    engine.load(list(tiny_model(1).state_dict().items()))
+    return engine
+
+
+def talked(engine, task, sampling, n=4, samples=3, topk=5, max_allowed=0):
+    """(prompts, groups) of n problems."""
+    tokenizer = arithmetic_tokenizer()
+    problems = [task.problem("train", i) for i in range(n)]
+    prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
+    seeds = [[100 * i + s for s in range(samples)] for i in range(n)]
+    how = (sampling, topk, STOP, max_allowed)
+    return prompts, turns.sample(engine, task, tokenizer, problems, prompts, seeds, *how)
+
+
+def pieces(r):
+    """[(whether the tokens were sampled, tokens)] of a response, in turn."""
+    cuts = [0, *(np.flatnonzero(np.diff(r.loss_mask.astype(int))) + 1), len(r.tokens)]
+    return [(bool(r.loss_mask[a]), r.tokens[a:b].tolist()) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def test_a_conversation_is_one_sequence_of_tokens(engine, environment):
+    """Turns end with an end, replies are encoded as the environment wrote them, and log-probabilities are those of one
+    reading of the whole sequence by the model."""
+    prompts, groups = talked(engine, environment("Echo"), Sampling(max_tokens=40))
+    tokenizer, model = arithmetic_tokenizer(), tiny_model(1)
+    responses = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
+    finished = [r for _, r in responses if r.finish_reason == "stop"]
+    assert len(finished) >= 3 and all(len(pieces(r)) == 5 for r in finished)
+    for prompt, r in responses:
+        parts = pieces(r)
+        assert len(r.tokens) <= 40 and parts[0][0] and parts[-1][0]
+        for (sampled, tokens), (_, reply) in zip(parts[:-1:2], parts[1::2], strict=False):
+            assert sampled and tokens[-1] in STOP and not set(tokens[:-1]) & set(STOP)
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            assert reply == tokenizer.encode(f"{len(text) % 10} +", add_special_tokens=False)
+        ids = torch.tensor([*prompt.tolist(), *r.tokens.tolist()])[None]
+        with torch.no_grad():
+            logp = model(input_ids=ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        own = logp.gather(1, torch.tensor(r.tokens, dtype=torch.long)[:, None])[:, 0].numpy()
+        on = r.loss_mask
+        assert np.abs(own - r.logp_inf)[on].max() < 1e-4 and (r.logp_inf[~on] == 0).all()
+        best = logp.topk(5).values.numpy()
+        assert np.abs(best - r.topk_logp)[on].max() < 1e-4
+        assert r.topk_ids.shape == r.topk_logp.shape == (len(r.tokens), 5)
+
+
+def test_one_that_does_not_fit_is_cut(environment):
+    """With a limit of 8 tokens the same draws give the beginnings of the conversations with a limit of 40."""
+    engine = HFEngine(tiny_model(1))
+    _, long = talked(engine, environment("Echo"), Sampling(max_tokens=40))
+    _, short = talked(engine, environment("Echo"), Sampling(max_tokens=8))
+    cut = 0
+    for a, b in zip(sum(long, []), sum(short, []), strict=True):
+        n = len(b.tokens)
+        assert n <= 8 and (a.tokens[:n] == b.tokens).all() and (a.loss_mask[:n] == b.loss_mask).all()
+        assert b.loss_mask[-1]  # no reply stands at the end
+        if len(a.tokens) > n:
+            assert b.finish_reason == "length"
+            cut += 1
+    assert cut >= 3
+
+
+def test_conversations_do_not_depend_on_their_batch(environment):
+    engine, task = HFEngine(tiny_model(1)), environment("Echo")
+    _, together = talked(engine, task, Sampling(max_tokens=40))
+    tokenizer = arithmetic_tokenizer()
+    problem = task.problem("train", 2)
+    prompt = np.array(encode(tokenizer, problem), np.int32)
+    how = (Sampling(max_tokens=40), 5, STOP)
+    ((alone,),) = turns.sample(engine, task, tokenizer, [problem], [prompt], [[201]], *how)
+    assert (alone.tokens == together[2][1].tokens).all()
+
+
+def test_sets_of_allowed_tokens_cover_replies(engine, environment):
+    """Truncated sampling: a reply's token is the only one of its set."""
+    sampling = Sampling(max_tokens=40, top_k=4)
+    _, groups = talked(engine, environment("Echo"), sampling, max_allowed=4)
+    seen = 0
+    for r in sum(groups, []):
+        assert r.allowed_offsets[-1] == len(r.allowed_ids) and len(r.allowed_offsets) == len(r.tokens) + 1
+        for t, token in enumerate(r.tokens):
+            allowed = r.allowed_ids[r.allowed_offsets[t] : r.allowed_offsets[t + 1]]
+            assert token in allowed and len(allowed) == (4 if r.loss_mask[t] else 1)
+            seen += not r.loss_mask[t]
+    assert seen > 10
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("Ends", ""),
+        ("Raises", "mine.py:Raises.reply: ZeroDivisionError: division by zero (mine.py, line"),
+        ("Wrong", "mine.py:Wrong.reply: it returned 7.0, which is neither a text nor None"),
+        ("Waits", ""),
+    ],
+)
+def test_an_environment_that_ends_or_fails_ends_the_conversation(environment, capsys, monkeypatch, name, why):
+    monkeypatch.setattr(rewards, "TOLD", set())
+    monkeypatch.setattr(turns, "GRADE_SECONDS", 0.2)
+    monkeypatch.setattr(grading, "PATIENCE", 2)
+    n = 1 if name == "Waits" else 3
+    _, groups = talked(HFEngine(tiny_model(1)), environment(name), Sampling(max_tokens=20), n=n)
+    plain = replace_reply(environment("Ends"))
+    _, single = talked(HFEngine(tiny_model(1)), plain, Sampling(max_tokens=20), n=n)
+    for a, b in zip(sum(groups, []), sum(single, []), strict=True):
+        assert (a.tokens == b.tokens).all() and a.loss_mask.all() and a.finish_reason == b.finish_reason
+    said = capsys.readouterr().err
+    assert why in said and said.count("warning: ") == bool(why)
+
+
+def replace_reply(task):
+    """The task without its environment."""
+    task.environment = ""
+    return task
+
+
+def test_each_turn_has_draws_of_its_own(environment, monkeypatch):
+    engine, seen = HFEngine(tiny_model(1)), []
+    generate = engine.generate
+
+    def watched(prompts, seeds, *how):
+        seen.extend(seed for row in seeds for seed in row)
+        return generate(prompts, seeds, *how)
+
+    monkeypatch.setattr(engine, "generate", watched)
+    talked(engine, environment("Echo"), Sampling(max_tokens=40))
+    assert len(set(seen)) == len(seen) > 12
+
+
+def test_the_reward_reads_what_was_sampled(environment):
+    """Turn by turn, a line each."""
+    task = environment("Echo")
+    _, groups = talked(HFEngine(tiny_model(1)), task, Sampling(max_tokens=40))
+    tokenizer = arithmetic_tokenizer()
+    grade_all(task, tokenizer, [task.problem("train", i) for i in range(4)], groups)
+    for r in sum(groups, []):
+        sampled = [tokenizer.decode(tokens, skip_special_tokens=True) for on, tokens in pieces(r) if on]
+        assert r.reward == len("\n".join(sampled))
+
+
+def test_a_reply_is_framed_as_the_chat_template_would():
+    """Prompt, turn and reply, token by token, against the template's rendering of the whole conversation."""
+    tokenizer = chat_tokenizer()
+    messages = [{"role": "user", "content": "2 + 3"}]
+    problem = Problem("p", messages, "5")
+    talk = [*messages, {"role": "assistant", "content": "so 6"}, {"role": "user", "content": "no, less"}]
+    whole = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=True, return_dict=False)
+    turn = tokenizer.encode("so 6<|im_end|>", add_special_tokens=False)
+    got = [*encode(tokenizer, problem), *turn, *turns.framed(tokenizer, problem, "no, less", turn[-1])]
+    assert got == whole
+    # a turn that ended with another token gets the template's end of a turn as well
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert turns.framed(tokenizer, problem, "no, less", turn[0])[0] == end
+
+
+def test_the_learner_leaves_replies_out(environment):
+    """Weights of responses, and the gradient, do not change with the log-probabilities of reply tokens."""
+    _, rows = talked(HFEngine(tiny_model(1)), environment("Echo"), Sampling(max_tokens=40), topk=0)
+    groups = as_groups("x", *zip(*[(np.array([5, 6], np.int32), g) for g in rows], strict=True), Sampling())
+    for i, r in enumerate(sum(rows, [])):
+        r.reward = float(i % 2)
+    cfg = make_cfg(objective="seq_tis", actor="none", group_size=3, train_batch=12, rollout_batch=12, max_tokens=40)
+    learner = Learner(tiny_model(2), None, cfg, Comm(), 256)
+
+    def gradient():
+        batch = batching.collate(groups, cfg)
+        assert (batch.mask.sum(1).tolist()) == [int(r.loss_mask.sum()) for g in rows for r in g]
+        stats = objectives.prepare(batch, learner.comm, cfg, {})
+        learner.models.policy.zero_grad()
+        learner.backward(batch, stats)
+        return {name: p.grad.clone() for name, p in learner.models.policy.named_parameters()}
+
+    before = gradient()
+    for r in sum(rows, []):
+        r.logp_inf = np.where(r.loss_mask, r.logp_inf, -3.0).astype(np.float32)
+    after = gradient()
+    assert any(g.abs().max() > 0 for g in before.values())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_conversation_travels(environment):
+    """Through the frame of a remote sampler, bit for bit."""
+    _, (rows, *_) = talked(HFEngine(tiny_model(1)), environment("Echo"), Sampling(max_tokens=40), topk=4)
+    (group,) = as_groups("box", [np.array([5, 6], np.int32)], [rows], Sampling())
+    group = replace(group, uid=("box", 1, 2), sampling=Sampling(max_tokens=40))
+    limits = Limits(3, 40, 2, 256, 4, 0)
+    back = decode_group(encode_group(group), limits)
+    assert not all(r.loss_mask.all() for r in rows)
+    for a, b in zip(group.responses, back.responses, strict=True):
+        for name in turns.PER_TOKEN:
+            assert np.array_equal(getattr(a, name), getattr(b, name)), name
+
+
+def test_the_examples():
+    """Two games, played by hand through the text that the grader would read."""
+    row = games.Calculator().problem("train", 3)
+    a, b = map(int, re.search(r"Compute (\d+) \* (\d+)", row["problem"]).groups())
+    asked, game = [{"role": "user", "content": row["problem"]}], games.Calculator()
+    assert game.reply(row, asked, f"calc({a} * {b})") == f"Result: {a * b}" and int(row["answer"]) == a * b
+    assert game.reply(row, asked, f"calc({a}+{b})") == f"Result: {a + b}"
+    assert game.reply(row, asked, f"calc({b} - {a})") == f"Result: {b - a}"
+    assert game.reply(row, asked, f"it is {a * b}") is None
+    assert game.reply(row, [*asked, {}, {}], f"calc({a} * {b})") is None
+    assert game.reward(row, f"calc({a} * {b})\n{a * b}", "stop") == {"called": 0.2, "right": 1.0}
+    assert game.reward(row, f"calc({a} * {b})", "stop") == {"called": 0.2, "right": 0.0}
+    assert game.reward(row, f"{a * b}", "stop") == {"called": 0.0, "right": 1.0}
+    assert game.problem("test", 3) != row == games.Calculator().problem("train", 3)
+    guess, row = games.Guess(), {"answer": "7"}
+    assert [guess.reply(row, asked, text) for text in ("5", "20?", "7", "no")] == ["higher", "lower", None, None]
+    assert guess.reply(row, asked * 10, "5") == "higher" and guess.reply(row, asked * 11, "5") is None
+    assert [guess.reward(row, text, "stop") for text in ("5\n7", "7\n5")] == [1.0, 0.0]
+    assert {int(guess.problem("train", i)["answer"]) for i in range(300)} == set(range(1, 21))
+
+
+def test_turns_and_tables_by_hand():
+    mask = torch.tensor([[True, True, False, True, False, False, True], [True, False, True, True, True, False, False]])
+    assert turns.turns_of(mask).tolist() == [[0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 2, 2]]
+    x = torch.arange(1.0, 8.0).repeat(2, 1)
+    packed = probe.without_replies(x, mask)
+    assert packed.tolist() == [[1, 2, 4, 7, 0, 0, 0], [1, 3, 4, 5, 0, 0, 0]]
+    turn = probe.without_replies(torch.from_numpy(turns.turns_of(mask)), mask).numpy()
+    rows = gaps.by_turn(packed.numpy() / 10, np.log1p(packed.numpy()), turn, np.array([4, 4]))
+    assert [row["tokens"] for row in rows] == [3, 4, 1]
+    assert [round(row["largest_mismatch"], 6) for row in rows] == [0.2, 0.5, 0.7]
+    assert [round(row["mean_mismatch"], 6) for row in rows] == [round(0.4 / 3, 6), 0.4, 0.7]
+    assert rows[2]["kl"] == pytest.approx(7 - np.log(8))
+    assert gaps.by_turn(packed.numpy(), packed.numpy(), np.zeros((2, 7), int), np.array([4, 4])) == []
+
+
+RUN = ["--objective=jackpot", "--rollout=hf", "--steps=2", "--group_size=2", "--train_batch=8", "--rollout_batch=8"]
+RUN += [
+    "--max_tokens=24",
+    "--max_prompt_tokens=20",
+    "--lr=1e-3",
+    "--actor_lr=1e-3",
+    "--dtype=float32",
+    "--eval_every=-1",
+]
+
+
+def test_a_run_with_two_models_and_delays(folders, tmp_path, monkeypatch):
+    """Trained end to end."""
+    monkeypatch.setattr(session, "catch_signals", lambda: [])
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    flags = [
+        *RUN,
+        f"--model={folders / 'policy'}",
+        f"--actor={folders / 'actor'}",
+        f"--task={tmp_path / 'mine.py'}:Echo",
+    ]
+    flags += ["--delay=constant", "--delay_min=1", "--delay_max=30", f"--stop={','.join('0123456789')}"]
+    train.train(settings.parse([*flags, f"--out={tmp_path / 'run'}"]))
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 3 and all(np.isfinite(row["loss"]) for row in rows[1:])
+    assert all(row["response_length"] < 24 for row in rows[1:])
+
+
+def test_the_ladder_refuses_an_environment(folders, tmp_path):
+    from probe.__main__ import main
+
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    flags = [f"--model={folders / 'policy'}", "--rollout=hf", f"--task={tmp_path / 'mine.py'}:Echo", "--max_tokens=24"]
+    flags += [
+        "--max_prompt_tokens=20",
+        "--problems=4",
+        "--samples=2",
+        f"--stop={','.join('0123456789')}",
+        "--dtype=float32",
+    ]
+    with pytest.raises(UserError, match="--explain: .* several turns"):
+        main([*flags, "--explain"])
+    result = main([*flags, f"--out={tmp_path / 'm.json'}"])
+    assert len(result["by_turn"]) >= 2 and 0 <= result["retokenized"] <= 1
+    assert result["tokens"] == sum(row["tokens"] for row in result["by_turn"])
