@@ -2,9 +2,12 @@
 
 python -m probe --model=FOLDER --rollout_quant=int8                 # an engine in low bits
 python -m probe --model=FOLDER --actor=OTHER_FOLDER --explain       # another model samples; shares of the sources
+python -m probe --rollouts=FILE.jsonl                               # rollouts of any program, and the likely cause
 """
 
 from __future__ import annotations
+
+import sys
 
 import quant
 import tasks
@@ -12,11 +15,13 @@ from eval import check, filled, find_model, open_setup, write_result
 from machinery import checkpoint, flags
 from machinery.flags import check_result, need, parse_flags, run_command
 from machinery.settings import fill
-from probe import PROBLEMS, ProbeFlags, ladder, probe
+from probe import PROBLEMS, ProbeFlags, doctor, ladder, probe
 
 
 def main(argv: list[str] | None = None) -> dict:
     """The report as a dictionary, which --out writes. UserError: one sentence."""
+    if any(word.split("=")[0] == "--rollouts" for word in (sys.argv[1:] if argv is None else argv)):
+        return doctor.main(argv)
     cfg = parse_flags(ProbeFlags, argv, "python -m probe --model=FOLDER --key=value ...")
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(ProbeFlags, argv)})
     if cfg.model.strip() and not cfg.model.startswith("base:"):

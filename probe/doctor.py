@@ -1,0 +1,561 @@
+"""The mismatch in rollouts that any program has dumped, and its likely cause. No model is loaded.
+
+    python -m probe --rollouts=FILE.jsonl
+    python -m probe --rollouts=FILE.parquet --columns=sampler=old_logps,trainer=new_logps,tokens=ids
+
+A row is one response, with lists over its tokens: the log-probabilities of the sampled tokens under
+sampler and trainer and, where there are any, token ids and a loss mask. The column names of verl,
+TRL, prime-rl, slime and of this repository are known (COLUMNS); others are given by --columns.
+
+Each rule of CAUSES looks for the mark that a cause leaves in these two numbers a token. Marks:
+
+    log r = log p_trainer - log p_sampler of a token. A sampler that draws from its own distribution
+    has E r = 1, whatever the trainer's distribution is, as long as both are normalised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from config import Config
+from eval import write_result
+from machinery.flags import UserError, check_result, need, parse_flags
+from probe.gaps import by_length, by_prefix, distances, ess, k3
+from probe.verdicts import Evidence, judged
+from tasks.data import from_file
+
+COLUMNS = {  # in order of preference
+    "sampler": (
+        *(
+            "rollout_log_probs",
+            "sampling_per_token_logps",
+            "inference_logprobs",
+            "rollout_logprobs",
+        ),
+        *("logp_inf", "sampler_logps", "behavior_logprobs"),
+    ),
+    "trainer": (
+        *("old_log_probs", "old_per_token_logps", "trainer_logprobs", "log_probs", "logp_ref"),
+        *("trainer_logps", "prox_logp", "per_token_logps"),
+    ),
+    "tokens": ("response_ids", "completion_ids", "responses", "tokens", "output_ids"),
+    "mask": ("response_mask", "completion_mask", "loss_mask", "mask"),
+}
+PRECISION = 0.06  # rms of log r below which 16-bit arithmetic of two engines explains it
+SHOWN = 8  # tokens with the largest gaps
+
+
+@dataclass(frozen=True)
+class DoctorFlags:
+    """The doctor"""
+
+    rollouts: str = ""
+    """Responses that another program has dumped: JSONL, JSON or Parquet."""
+    columns: str = ""
+    """Names of columns: sampler=NAME,trainer=NAME,tokens=NAME,mask=NAME; default: those in use."""
+    log_ratio_clamp: float = Config.log_ratio_clamp
+    """Log-ratios are clamped to +- this."""
+    out: str = ""
+    """Also write the report to this JSON file."""
+
+
+@dataclass
+class Dump:
+    """The log-probabilities of a file, padded with 0."""
+
+    inf: np.ndarray  # (B, T) of the sampler
+    ref: np.ndarray  # (B, T) of the trainer
+    length: np.ndarray  # (B,)
+    tokens: np.ndarray | None  # (B, T) ids
+    notes: list[str]  # what was put right while reading
+
+    @property
+    def on(self) -> np.ndarray:
+        return np.arange(self.inf.shape[1])[None] < self.length[:, None]
+
+    @property
+    def log_r(self) -> np.ndarray:
+        """log p_trainer - log p_sampler, (B, T), clamped to +- 20."""
+        return (self.ref - self.inf).clip(-20, 20)
+
+    def flat(self, x) -> np.ndarray:
+        return x[self.on]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read(path: str, columns: str = "") -> Dump:
+    """The responses of a file. UserError: one sentence."""
+    rows = from_file(path, "rollouts")
+    need(rows, f"--rollouts={path}: no rows")
+    named = named_columns(columns)
+    first = rows[0][1]
+    need(isinstance(first, dict), f"--rollouts={path}: its rows are not objects with columns")
+    at = {kind: named.get(kind) or found(kind, first) for kind in COLUMNS}
+    for kind in ("sampler", "trainer"):
+        need(
+            at[kind],
+            f"--rollouts={path}: no column of the {kind}'s log-probabilities among {', '.join(first)}; name it with "
+            f"--columns={kind}=NAME",
+        )
+    parts, extra = [], set()
+    for place, row in rows:
+        inf, ref = (numbers(row, at[kind], place) for kind in ("sampler", "trainer"))
+        tokens = numbers(row, at["tokens"], place) if at["tokens"] else None
+        mask = numbers(row, at["mask"], place) != 0 if at["mask"] else np.ones(len(inf), bool)
+        n = min(len(x) for x in (inf, ref, mask))
+        extra |= {len(ref) - n, len(inf) - n}
+        # longer arrays begin with the prompt
+        inf, ref, mask = (x[len(x) - n :] for x in (inf, ref, mask))
+        tokens = tokens[len(tokens) - n :] if tokens is not None and len(tokens) >= n else None
+        parts.append((inf[mask], ref[mask], None if tokens is None else tokens[mask]))
+    notes = []
+    if extra != {0}:
+        notes.append(
+            "one side has more log-probabilities than the other: the last ones of each row were taken"
+        )
+    parts = [part for part in parts if len(part[0])]
+    need(parts, f"--rollouts={path}: no token has a mask other than 0")
+    ids = None if any(part[2] is None for part in parts) else padded([part[2] for part in parts])
+    length = np.array([len(part[0]) for part in parts])
+    return Dump(padded([p[0] for p in parts]), padded([p[1] for p in parts]), length, ids, notes)
+
+
+def named_columns(text: str) -> dict[str, str]:
+    """--columns. UserError: one sentence."""
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    for kind, _, name in pairs:
+        need(
+            kind in COLUMNS and name,
+            f"--columns={text}: write KIND=NAME with commas, where a kind is one of {', '.join(COLUMNS)}",
+        )
+    return {kind: name for kind, _, name in pairs}
+
+
+def found(kind: str, row: dict) -> str:
+    """The column of a kind by the names in use; "" if there is none."""
+    return next((name for name in COLUMNS[kind] if name in row), "")
+
+
+def numbers(row: dict, column: str, place: str) -> np.ndarray:
+    """A column of a row as float64. UserError: it is no list of numbers."""
+    need(column in row, f"{place}: no column {column}")
+    try:
+        x = np.asarray(row[column], np.float64)
+    except (TypeError, ValueError):
+        x = np.zeros((0, 0))
+    need(x.ndim == 1, f"{place}: {column} is no list of numbers over the tokens of one response")
+    return x
+
+
+def padded(rows: list[np.ndarray]) -> np.ndarray:
+    out = np.zeros((len(rows), max(map(len, rows))))
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Causes: each rule returns the evidence in one sentence, or "" where its mark is missing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def not_finite(d: Dump) -> str:
+    sides = {"sampler": d.flat(d.inf), "trainer": d.flat(d.ref)}
+    bad = {side: int((~np.isfinite(x)).sum()) for side, x in sides.items()}
+    return ", ".join(
+        f"{n} of the {side}'s log-probabilities are NaN or infinite" for side, n in bad.items() if n
+    )
+
+
+def not_recorded(d: Dump) -> str:
+    sides = {"sampler": d.flat(d.inf), "trainer": d.flat(d.ref)}
+    zero = [side for side, x in sides.items() if (x == 0).mean() > 0.9]
+    return f"nine in ten log-probabilities of the {' and the '.join(zero)} are 0" if zero else ""
+
+
+def not_logarithms(d: Dump) -> str:
+    sides = {"sampler": d.flat(d.inf), "trainer": d.flat(d.ref)}
+    positive = [side for side, x in sides.items() if (x > 1e-3).mean() > 0.5]
+    return f"the {' and the '.join(positive)}'s numbers are above 0" if positive else ""
+
+
+def base_of_the_logarithm(d: Dump) -> str:
+    """A slope through the origin of 0.69 (ln against log2) or 2.3 (log10), without a rest."""
+    inf, ref = d.flat(d.inf), d.flat(d.ref)
+    slope = (inf * ref).sum() / max((inf**2).sum(), 1e-30)
+    rest = ((ref - slope * inf) ** 2).sum() / max(((ref - inf) ** 2).sum(), 1e-30)
+    for base in (2, 10):
+        for side, factor in (("sampler", math.log(base)), ("trainer", 1 / math.log(base))):
+            if abs(slope / factor - 1) < 0.02 and rest < 0.05:
+                times = f"the trainer's numbers are {slope:.3f} times the sampler's"
+                return f"{times}: the {side}'s are logarithms to base {base}"
+    return ""
+
+
+def one_place_off(d: Dump) -> str:
+    """The trainer's numbers fit the sampler's of a neighbouring token."""
+    straight = correlation(d.inf, d.ref, d.on)
+    right = correlation(d.inf[:, :-1], d.ref[:, 1:], d.on[:, 1:])
+    left = correlation(d.inf[:, 1:], d.ref[:, :-1], d.on[:, 1:])
+    best = max(right, left)
+    if best > 0.8 and best > straight + 0.2:
+        where = "next" if right > left else "last"
+        fits = f"correlation {best:.2f}, {straight:.2f} in place"
+        return f"the trainer's number of the {where} token fits better ({fits})"
+    return ""
+
+
+def other_rows(d: Dump) -> str:
+    """The two sides have nothing to do with each other."""
+    straight = correlation(d.inf, d.ref, d.on)
+    return (
+        f"the correlation of the two sides over tokens is {straight:.2f}" if straight < 0.3 else ""
+    )
+
+
+def some_rows(d: Dump) -> str:
+    """A few responses have nearly all of the gap."""
+    rms = np.sqrt((d.log_r**2 * d.on).sum(1) / d.length)
+    bad = rms > 20 * np.median(rms) + 0.5
+    if 0 < bad.mean() < 0.4:
+        share = f"{100 * bad.mean():.0f} % of the responses have a gap of {rms[bad].mean():.2g}"
+        return f"{share}, the others {np.median(rms):.2g}"
+    return ""
+
+
+def first_tokens(d: Dump) -> str:
+    """The gap sits at the beginning of responses."""
+    near, far = gap_between(d, 0, 4), gap_between(d, 16, None)
+    if near > 10 * far and near > 1e-4:
+        return f"KL of the first 4 tokens {near:.2g}, after 16 tokens {far:.2g}"
+    return ""
+
+
+def last_token(d: Dump) -> str:
+    """The gap sits at the last token of responses."""
+    last = np.arange(d.inf.shape[1])[None] == d.length[:, None] - 1
+    near, far = k3(d.log_r[last]).mean(), k3(d.log_r[d.on & ~last]).mean()
+    return (
+        f"KL of the last token {near:.2g}, of the others {far:.2g}"
+        if near > 20 * far and near > 1e-3
+        else ""
+    )
+
+
+def one_token(d: Dump) -> str:
+    """The gap sits in one token id."""
+    if d.tokens is None:
+        return ""
+    ids, gap = d.flat(d.tokens).astype(int), k3(d.flat(d.log_r))
+    total = Counter()
+    for token, x in zip(ids.tolist(), gap.tolist(), strict=True):
+        total[token] += x
+    token, most = total.most_common(1)[0]
+    share, frequency = most / max(gap.sum(), 1e-30), (ids == token).mean()
+    if share > 0.5 and frequency < 0.2:
+        return f"token {token} has {100 * share:.0f} % of the KL and is {100 * frequency:.1f} % of the tokens"
+    return ""
+
+
+def truncated_sampler(d: Dump) -> str:
+    """The sampler's probabilities are divided by the mass of the tokens that it keeps: r <= 1 nearly everywhere."""
+    log_r = d.flat(d.log_r)
+    above, mean = (log_r > 2e-2).mean(), np.exp(log_r).mean()
+    if above < 0.01 and mean < 0.995:
+        return f"r is {mean:.3f} in the mean and above 1 in {100 * above:.1f} % of the tokens"
+    return ""
+
+
+def truncated_trainer(d: Dump) -> str:
+    """The opposite: the trainer cuts, and the sampler's numbers are of the whole vocabulary."""
+    log_r = d.flat(d.log_r)
+    below, mean = (log_r < -2e-2).mean(), np.exp(log_r).mean()
+    if below < 0.01 and mean > 1.005:
+        return f"r is {mean:.3f} in the mean and below 1 in {100 * below:.1f} % of the tokens"
+    return ""
+
+
+def temperature(d: Dump) -> str:
+    """log r falls or rises in proportion to log p: p_trainer ~ p_sampler^c."""
+    inf, log_r = d.flat(d.inf), d.flat(d.log_r)
+    slope, start = np.polyfit(inf, log_r, 1)
+    rest = ((log_r - slope * inf - start) ** 2).sum() / max(
+        ((log_r - log_r.mean()) ** 2).sum(), 1e-30
+    )
+    if rest < 0.5 and abs(slope) > 0.03:
+        hotter = "sampler" if slope > 0 else "trainer"
+        share = f"{100 * (1 - rest):.0f} % of its variance"
+        return (
+            f"log r changes by {slope:.2f} for each nat of log p ({share}): the {hotter} is hotter"
+        )
+    return ""
+
+
+def grows(d: Dump) -> str:
+    """The gap grows along responses."""
+    T = int(np.median(d.length))
+    if T < 16:
+        return ""
+    near, far = gap_between(d, 0, T // 4), gap_between(d, 3 * T // 4, T)
+    if far > 4 * near and far > 1e-5:
+        return f"KL of the first quarter {near:.2g}, of the last quarter {far:.2g}"
+    return ""
+
+
+def arithmetic(d: Dump) -> str:
+    """E r = 1, and a gap of the size that 16 bits make."""
+    rms, mean = of_r(d)
+    if rms < PRECISION and abs(mean - 1) < 0.005:
+        return f"log r is {rms:.2g} in the root mean square, and r {mean:.4f} in the mean"
+    return ""
+
+
+def another_policy(d: Dump) -> str:
+    """E r = 1, and a gap above arithmetic's."""
+    rms, mean = of_r(d)
+    error = np.exp(d.flat(d.log_r)).std() / math.sqrt(d.length.sum())
+    if rms >= PRECISION and abs(mean - 1) < max(0.01, 4 * error):
+        r = f"r {mean:.3f} +- {error:.1g} in the mean: both sides are normalised"
+        return f"log r is {rms:.2g} in the root mean square, and {r}"
+    return ""
+
+
+def correlation(x, y, on) -> float:
+    x, y = x[on], y[on]
+    if len(x) < 3 or x.std() == 0 or y.std() == 0:
+        return 0.0
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def gap_between(d: Dump, start: int, end: int | None) -> float:
+    """k3 of the tokens at these places; 0 where there are none."""
+    x = k3(d.log_r[:, start:end])[d.on[:, start:end]]
+    return float(x.mean()) if len(x) else 0.0
+
+
+def of_r(d: Dump) -> tuple[float, float]:
+    """Root mean square of log r, mean of r."""
+    log_r = d.flat(d.log_r)
+    return float(np.sqrt((log_r**2).mean())), float(np.exp(log_r).mean())
+
+
+# (name, rule, what to check). The first ones make the others meaningless: reading stops there
+BROKEN = (
+    (
+        "numbers that are not finite",
+        not_finite,
+        "16-bit overflow, or tokens that truncation forbids",
+    ),
+    (
+        "not recorded",
+        not_recorded,
+        "whether the engine is asked for log-probabilities (vLLM: logprobs=0)",
+    ),
+    ("no logarithms", not_logarithms, "whether probabilities or negated numbers were dumped"),
+    ("base of the logarithm", base_of_the_logarithm, "natural logarithms on both sides"),
+    (
+        "shifted by one token",
+        one_place_off,
+        "the slice of the logits: position t scores token t + 1",
+    ),
+    (
+        "rows of another response",
+        other_rows,
+        "the order of rows after sorting, balancing or packing",
+    ),
+)
+CAUSES = (
+    (
+        "some responses scored wrongly",
+        some_rows,
+        "padding side, attention mask, packing and position ids of these rows",
+    ),
+    (
+        "another prompt",
+        first_tokens,
+        "the chat template, a second begin-of-sequence token, the system prompt",
+    ),
+    (
+        "the end of responses",
+        last_token,
+        "the end token: appended by one side, or masked by the other",
+    ),
+    (
+        "one token",
+        one_token,
+        "this token: a special token, a padded row of the vocabulary, a logit bias or penalty",
+    ),
+    (
+        "truncated sampling",
+        truncated_sampler,
+        "top-p, top-k, min-p: score within the kept set (here --keep_sampling_mask=replay)",
+    ),
+    (
+        "raw log-probabilities",
+        truncated_trainer,
+        "whether the engine returns numbers before truncation (vLLM: processed_logprobs)",
+    ),
+    ("temperature", temperature, "that both sides divide the logits by the same temperature"),
+    (
+        "growth along the response",
+        grows,
+        "KV cache in 8 bits, position ids, sliding window, RoPE scaling",
+    ),
+    (
+        "arithmetic of 16 bits",
+        arithmetic,
+        "nothing: no correction is needed but for very long responses",
+    ),
+    (
+        "another policy",
+        another_policy,
+        "stale weights, a sync that failed, low-bit rollouts, another model",
+    ),
+)
+
+
+def causes(d: Dump) -> list[dict]:
+    """The causes that leave their mark: name, evidence, what to check; the most specific first."""
+    for rules in (BROKEN, CAUSES):
+        rows = []
+        for name, rule, check in rules:
+            with np.errstate(all="ignore"):
+                evidence = rule(d)
+            if evidence:
+                rows.append({"cause": name, "evidence": evidence, "check": check})
+                if rules is BROKEN:
+                    return rows
+        if rows:
+            return rows
+    return [
+        {
+            "cause": "none of those known",
+            "evidence": "no mark fits",
+            "check": "python -m probe --model=...",
+        }
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def diagnose(cfg: DoctorFlags) -> dict:
+    """The report as a dictionary; prints it."""
+    d = read(cfg.rollouts, cfg.columns)
+    report = {"rollouts": cfg.rollouts, "responses": len(d.length), "tokens": int(d.length.sum())}
+    report |= {"notes": d.notes, "causes": causes(d)}
+    if not any(row["cause"] in {name for name, *_ in BROKEN} for row in report["causes"]):
+        report |= measured(d, cfg.log_ratio_clamp)
+    print(text(report))
+    write_result(cfg.out, report)
+    return report
+
+
+def measured(d: Dump, clamp: float) -> dict:
+    """Distances, tables and verdicts."""
+    log_r = d.log_r * d.on
+    gap = np.abs(np.exp(d.inf) - np.exp(d.ref)) * d.on
+    apart = distances(d.inf, d.ref, d.length)
+    tokens = int(d.length.sum())
+    kl = max(apart["k1"], apart["kl"])
+    by_response = k3(log_r).sum(1) / d.length
+    evidence = Evidence.of(log_r, d.length, kl, clamp)
+    return {
+        "kl": apart["kl"],
+        "kl_error": float(by_response.std() / math.sqrt(len(d.length))),
+        "k1": float(-log_r.sum() / tokens),
+        "ratio_mean": of_r(d)[1],
+        "mean_mismatch": apart["mean"],
+        "max_mismatch": apart["max"],
+        "above_half": float((gap.max(1) > 0.5).mean()),
+        "token_ess": ess(evidence.token_ratio),
+        "seq_ess": ess(evidence.seq_ratio),
+        "t_max": clamp / kl if kl else math.inf,
+        "by_length": by_length(gap, d.length, log_r),
+        "by_prefix": by_prefix(log_r, d.length, clamp),
+        "largest": largest(d, gap),
+        "verdicts": judged(evidence, []),
+    }
+
+
+def largest(d: Dump, gap) -> list[dict]:
+    """The tokens with the largest gaps."""
+    rows = []
+    for at in np.argsort(gap, axis=None)[::-1][:SHOWN]:
+        b, t = (int(i) for i in np.unravel_index(at, gap.shape))
+        token = None if d.tokens is None else int(d.tokens[b, t])
+        rows.append(
+            {
+                "response": b,
+                "place": t,
+                "token": token,
+                "p_sampler": math.exp(d.inf[b, t]),
+                "p_trainer": math.exp(d.ref[b, t]),
+            }
+        )
+    return rows
+
+
+def text(o: dict) -> str:
+    """The report as a page."""
+    lines = [
+        f"{o['rollouts']}: {o['responses']} responses, {o['tokens']:,} tokens",
+        *o["notes"],
+        "",
+        "likely causes",
+    ]
+    for row in o["causes"]:
+        lines += [f"   {row['cause']}: {row['evidence']}", f"      check {row['check']}"]
+    if "kl" not in o:
+        return "\n".join(lines)
+    lines += [
+        "",
+        f"KL(sampler || trainer)   {o['kl']:.3g} +- {o['kl_error']:.1g} by k3, {o['k1']:.3g} by k1, nats a token",
+        f"r = p_trainer / p_sampler   {o['ratio_mean']:.4f} in the mean",
+        f"|p - p|                  {o['max_mismatch']:.3g} largest of a response, {o['mean_mismatch']:.3g} mean, "
+        f"above 0.5 in {100 * o['above_half']:.1f} % of the responses",
+        f"ESS                      {o['token_ess']:.3f} of the tokens, {o['seq_ess']:.3f} of the responses",
+        f"T_max                    {o['t_max']:,.0f} tokens, where the weights of whole responses reach the clamp",
+        "",
+        "length          responses   largest gap    mean gap    KL a token",
+    ]
+    for row in o["by_length"]:
+        lines.append(
+            f"{row['from']:5d} - {row['to']:<7d} {row['responses']:9d}   {row['max_mismatch']:11.3g} "
+            f"{row['mean_mismatch']:11.3g} {row['kl']:13.3g}"
+        )
+    lines += ["", "largest gaps: response, place, token, p of sampler and trainer"]
+    for row in o["largest"]:
+        lines.append(
+            f"   {row['response']:6d} {row['place']:6d} {row['token'] if row['token'] is not None else '-':>8} "
+            f"{row['p_sampler']:10.4f} {row['p_trainer']:10.4f}"
+        )
+    lines += ["", "corrections with even weights at these lengths"]
+    for row in o["verdicts"]:
+        lines.append(
+            f"   {'yes' if row['viable'] else 'no':4s} {row['correction']:14s} {row['why']}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """The command. UserError: one sentence."""
+    cfg = parse_flags(DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ...")
+    need(cfg.rollouts.strip(), "--rollouts is empty: name a file of responses")
+    need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
+    if not Path(cfg.rollouts).is_file():
+        raise UserError(f"--rollouts={cfg.rollouts}: no such file")
+    if cfg.out:
+        check_result("out", cfg.out)
+    return diagnose(cfg)
