@@ -148,7 +148,14 @@ def rloo(reward):
     return grpo_no_std(reward) * (len(reward) / max(1, len(reward) - 1))
 
 
-ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo}
+def maxrl(reward):
+    """(R - mean) / mean, of rewards that are not negative: the more, the harder the problem. MaxRL
+    (arXiv 2602.02710), prime-rl."""
+    mean = reward.mean()
+    return grpo_no_std(reward) / mean if mean > 0 else torch.zeros_like(reward)
+
+
+ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo, "maxrl": maxrl}
 
 
 def advantage_of(reward, cfg: ObjectiveFlags):

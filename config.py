@@ -80,7 +80,7 @@ class ObjectiveFlags:
     ref_from: Literal["pass", "loglinear"] = "pass"
     """p_ref of several updates a batch: a pass before them, or between p_inf and p_new by age
     (corrections.py)."""
-    advantage: Literal["grpo", "grpo_no_std", "rloo"] | None = None
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl"] | None = None
     """Advantage within a group (default grpo)."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """How (B, T) becomes a number; one denominator over all ranks and micro-batches."""

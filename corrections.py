@@ -34,6 +34,7 @@ from machinery.flags import UserError, choice, need
 from sampling import Sampling
 
 CLAMP = obrs.CLAMP
+KPOP_EDGE = 1e-6  # probabilities lie at least this far from 0 and 1
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ratios from log-ratios (B, T): per token, or one number a response (B, 1)
@@ -138,6 +139,18 @@ def icepop(log_r, rs_low=0.5, rs_high=5.0, clamp=CLAMP):
     slime, SkyRL."""
     r = token_ratio(log_r, clamp)
     return r, inside(r, rs_low, rs_high)
+
+
+def kpop(log_r, logp_inf, rs_low=0.0, rs_high=0.1, clamp=CLAMP):
+    """weight r, tokens dropped where max(D(p, q), D(q, p)) lies outside [low, high]: KL of "this token
+    or another one", p of the learner, q of the sampler. KPop (Ring); verl, AReaL, prime-rl."""
+    q = logp_inf.exp().clamp(KPOP_EDGE, 1 - KPOP_EDGE)
+    p = (logp_inf + log_r).exp().clamp(KPOP_EDGE, 1 - KPOP_EDGE)
+    this, other = (p / q).log(), ((1 - p) / (1 - q)).log()
+    forward = p * this + (1 - p) * other
+    backward = -q * this - (1 - q) * other
+    r = token_ratio(log_r, clamp)
+    return r, inside(torch.maximum(forward, backward), rs_low, rs_high)
 
 
 def areal_drop(log_r, is_cap=5.0, clamp=CLAMP):
@@ -392,6 +405,7 @@ CORRECTIONS = {
     "tis": Correction(tis, level="token"),
     "tis_adjusted": Correction(tis_adjusted, level="token"),
     "icepop": Correction(icepop, level="token", drops=True, counts_drops_as_zero=True),
+    "kpop": Correction(kpop, drops=True, counts_drops_as_zero=True),
     "areal_drop": Correction(areal_drop, level="token", drops=True, counts_drops_as_zero=True),
     "seq_is": Correction(seq_is, level="sequence"),
     "seq_tis": Correction(seq_tis, level="sequence"),

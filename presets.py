@@ -26,6 +26,7 @@ PAPERS = {
     "is": {"correction": "is", "surrogate": "ppo"},
     "tis": {"correction": "tis", "surrogate": "ppo"},
     "icepop": {"correction": "icepop", "surrogate": "ppo"},
+    "kpop": {"correction": "kpop", "surrogate": "ppo"},
     "areal_drop": {"correction": "areal_drop", "surrogate": "ppo"},
     "z_tis": {"correction": "z_tis", "surrogate": "ppo"},
     "seq_is": {"correction": "seq_is", "surrogate": "ppo"},

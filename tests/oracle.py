@@ -68,6 +68,7 @@ class Bounds:
 USUAL = {
     "tis": Bounds(cap=2.0),
     "icepop": Bounds(low=0.5, high=5.0),
+    "kpop": Bounds(high=0.1),
     "areal_drop": Bounds(cap=5.0),
     "seq_tis": Bounds(cap=4.0),
     "prefix_tis": Bounds(cap=1.0),
@@ -139,6 +140,8 @@ def advantages(responses: list[Response], cfg) -> list[float]:
         elif cfg.advantage == "grpo":
             std = math.sqrt(sum((x - m) ** 2 for x in rewards) / (G - 1))
             out.append((own - m) / (std + 1e-6))
+        elif cfg.advantage == "maxrl":
+            out.append((own - m) / m if m > 0 else 0.0)
         elif cfg.advantage == "rloo":  # minus the mean of the others
             out.append(own - (sum(rewards) - own) / (G - 1))
         else:
@@ -211,6 +214,8 @@ def correct(name: str, r: Response, over: str, bounds: Bounds, c: float, A: floa
         return []
     if name in ("none", "is", "tis", "tis_adjusted", "icepop", "areal_drop"):
         return [by_token(name, math.exp(clamp(x, c)), bounds) for x in logs]
+    if name == "kpop":
+        return [binary_kl(token, over, x, bounds, c) for token, x in zip(r.on, logs, strict=True)]
     if name == "prefix_tis":
         prefixes = [math.exp(clamp(sum(logs[: t + 1]), c)) for t in range(len(logs))]
         return [(min(max(x, bounds.floor), bounds.cap), 1.0) for x in prefixes]
@@ -223,6 +228,13 @@ def correct(name: str, r: Response, over: str, bounds: Bounds, c: float, A: floa
         k, lam = (2.0, 3.0) if A >= 0 else (3.0, 2.0)
         return [(R**k * math.exp(lam * (1 - R)), 1.0)] * len(logs)
     return [by_response(name, R, geo, bounds)] * len(logs)
+
+
+def binary_kl(token: Token, over: str, x: float, bounds: Bounds, c: float) -> tuple[float, float]:
+    """Of KPop: the larger of both KLs of (this token, all others)."""
+    p, q = getattr(token, over)[token.id], token.inf[token.id]
+    both = [sum(a * math.log(a / b) for a, b in ((s, t), (1 - s, 1 - t))) for s, t in ((p, q), (q, p))]
+    return math.exp(clamp(x, c)), inside(max(both), bounds.low, bounds.high)
 
 
 def by_token(name: str, ratio: float, bounds: Bounds) -> tuple[float, float]:

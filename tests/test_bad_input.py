@@ -86,7 +86,7 @@ ROWS = [
 --correction=jackpot | --correction=jackpot: a name of --objective, and not of one of its axes; ... --objective=jackpot
 --surrogate=grpo | --surrogate=grpo: a name of --objective, and not of one of its axes; write --objective=grpo
 --surrogate=pppo | --surrogate=pppo: not one of reinforce, ppo, gspo, tbpo, sapo, gmpo, ... cispo; did you mean ppo?
---advantage=grp | --advantage=grp: not one of grpo, grpo_no_std, rloo; did you mean grpo?
+--advantage=grp | --advantage=grp: not one of grpo, grpo_no_std, rloo, maxrl; did you mean grpo?
 --reduction=mean | --reduction=mean: not one of token-mean, seq-mean-token-mean, ... did you mean token-mean?
 --optimizer=adam | --optimizer=adam: not one of adamw, muon; did you mean adamw?
 --lr_schedule=cosin | --lr_schedule=cosin: not one of constant, linear, cosine; did you mean cosine?

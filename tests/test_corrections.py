@@ -134,6 +134,17 @@ def test_spare_by_hand():
     assert keep.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]
 
 
+def test_kpop_by_hand():
+    """p = 0.6, q = 0.5: 0.6 ln 1.2 + 0.4 ln 0.8 = 0.02014 one way, 0.5 ln(5/6) + 0.5 ln(5/4) = 0.02041 the other way;
+    with p = 0.5 and q = 0.6 the same, exchanged. A certain token has a finite KL."""
+    logp_inf = torch.tensor([[0.5, 0.6, 1.0, 1.0]], dtype=f64).log()
+    log_r = torch.tensor([[0.6, 0.5, 1.0, 0.5]], dtype=f64).log() - logp_inf
+    for high, kept in ((0.0201, [0, 0, 1, 0]), (0.0203, [0, 0, 1, 0]), (0.0205, [1, 1, 1, 0]), (99.0, [1, 1, 1, 1])):
+        weight, keep = corrections.kpop(log_r, logp_inf, rs_high=high)
+        assert keep.tolist() == [kept]
+    assert torch.allclose(weight, torch.tensor([[1.2, 0.5 / 0.6, 1.0, 0.5]], dtype=f64))
+
+
 def test_a_veto_does_not_look_behind_the_end():
     new, b = tiny([[0.0, 0.0, -30.0], [0.0, -30.0, 0.0]], mask=[[True, True, False], [True, True, True]])
     _, keep = corrected(new, b, objective="tis", veto=1e-4)
@@ -636,6 +647,7 @@ def expected(name, token, row, cfg):
         "is": (r, 1.0),
         "tis": (bounded(r, FLOOR, CAP), 1.0),
         "icepop": (r, is_inside(r, low, high)),
+        "kpop": (r, is_inside(binary_kl(token), low, high)),
         "areal_drop": (r, is_inside(r, 0.0, CAP)),
         "seq_is": (R, 1.0),
         "seq_tis": (bounded(R, FLOOR, CAP), 1.0),
@@ -648,6 +660,13 @@ def expected(name, token, row, cfg):
         "tbpo_mismatch": (bounded(m, FLOOR, CAP), 1.0),
         "vespo": (R**2 * math.exp(3 * (1 - R)) if ADV[place(row)] >= 0 else R**3 * math.exp(2 * (1 - R)), 1.0),
     }[name]
+
+
+def binary_kl(token):
+    """The larger of D(p, q) and D(q, p), for the two events "this token" and "another one"."""
+    p, q = token.ref[token.sampled], token.inf[token.sampled]
+    one = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    return max(one, q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p)))
 
 
 def expected_rejection(token, row, cfg):

@@ -404,6 +404,10 @@ def test_advantages_by_hand():
     assert torch.allclose(batching.grpo(r), torch.tensor([0.5, -0.5, -0.5, 0.5]) / (math.sqrt(1 / 3) + 1e-6))
     assert torch.allclose(batching.rloo(r), torch.tensor([2 / 3, -2 / 3, -2 / 3, 2 / 3]))
     assert batching.rloo(torch.tensor([3.0, 0.0, 0.0])).tolist() == [3.0, -1.5, -1.5]
+    assert batching.maxrl(torch.tensor([1.0, 0.0, 0.0, 0.0])).tolist() == [3.0, -1.0, -1.0, -1.0]
+    assert (
+        batching.maxrl(torch.tensor([0.0, 0.0])).tolist() == batching.maxrl(torch.tensor([2.0, 2.0])).tolist() == [0, 0]
+    )
 
 
 @pytest.mark.parametrize("name", batching.ADVANTAGES)

@@ -10,6 +10,7 @@ import pytest
 import config
 import eval as evaluation
 import probe
+from probe import doctor
 from remote.sampler import SamplerFlags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +79,8 @@ def test_no_circle_of_imports():
 
 GROUPS = {kind.__name__: kind for kind in vars(config).values() if dataclasses.is_dataclass(kind)}
 COMMANDS = {
-    kind.__name__: kind for kind in (evaluation.ModelFlags, evaluation.EvalFlags, probe.ProbeFlags, SamplerFlags)
+    kind.__name__: kind
+    for kind in (evaluation.ModelFlags, evaluation.EvalFlags, probe.ProbeFlags, doctor.DoctorFlags, SamplerFlags)
 }
 FIELDS = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in (GROUPS | COMMANDS).items()}
 

@@ -136,6 +136,16 @@ def weights(how: str, xs: list[float], adv: float, cap: float, floor: float, low
     ] * n
 
 
+def two_events(xs: list[float], inf: list[float], low: float, high: float) -> list:
+    """r of the tokens with both KLs of "this token or another one" inside."""
+    rows = []
+    for x, logq in zip(xs, inf, strict=True):
+        p, q = math.exp(logq + x), math.exp(logq)
+        kls = [a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p))]
+        rows.append((bounded_exp(x), within(max(kls), low, high)))
+    return rows
+
+
 def budgeted(how: str, response: dict, over: str, cap: float) -> list:
     """Weights and draws of rejection under a budget of lambda = 1, from sums over the vocabulary: Z min(r, C / Z) of
     every token, or min(Z max(r, 1), C) of those that are accepted, which they are with probability min(r, 1)."""
@@ -268,9 +278,12 @@ def evaluate(batch: list[dict], case: dict) -> dict:
         batch = [{**r, "ref": between(r)} for r in batch]
     logs = [[a - b for a, b in zip(tokens_of(r, c["over"]), tokens_of(r, "inf"), strict=True)] for r in batch]
     bounds = (c["cap"], c["floor"], c["low"], c["high"])
-    weighed = [weights(c["weight"], xs, r["adv"], *bounds) for xs, r in zip(logs, batch, strict=True)]
-    if c["budget"]:
+    if c["weight"] == "r, both KLs inside":
+        weighed = [two_events(xs, tokens_of(r, "inf"), c["low"], c["high"]) for xs, r in zip(logs, batch, strict=True)]
+    elif c["budget"]:
         weighed = [budgeted(c["budget"], r, c["over"], c["cap"]) for r in batch]
+    else:
+        weighed = [weights(c["weight"], xs, r["adv"], *bounds) for xs, r in zip(logs, batch, strict=True)]
     divide = mean_weight(weighed, c) if c["normalize"] else 1.0
     w = [[x / divide for x, _ in row] for row in weighed]
     keep = [[on for _, on in row] for row in weighed]
@@ -383,6 +396,7 @@ CASES = {
     "is": dict(weight="r"),
     "tis": dict(weight="min(r, C)", cap=2.0),
     "icepop": dict(weight="r kept inside", low=0.5, high=5.0),
+    "kpop": dict(weight="r, both KLs inside", high=0.1),
     "areal_drop": dict(weight="r kept inside", high=5.0),
     "seq_is": dict(weight="R"),
     "seq_tis": dict(weight="min(R, C)", cap=4.0),

@@ -303,6 +303,8 @@ MUTANTS = {
         ("unreduced + cfg.cppo_beta * sampler_kl * scale", "unreduced + cfg.cppo_beta * sampler_kl"),
     ],
     "corrections.py": [
+        ("inside(torch.maximum(forward, backward), rs_low, rs_high)", "inside(forward, rs_low, rs_high)"),
+        ("backward = -q * this - (1 - q) * other", "backward = -q * this"),
         ('Correction(seq_is, level="sequence")', "Correction(seq_is)"),
         ("        logp_inf=batch.logp_inf,\n        mask=", "        logp_inf=batch.logp_ref,\n        mask="),
         ("(age - 1) / age.clamp_min(1), 1.0)", "(age - 1) / age.clamp_min(1), 0.0)"),
