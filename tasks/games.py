@@ -17,6 +17,15 @@ def numbers_in(text: str) -> list[int]:
     return [int(x) for x in re.findall(r"\d{1,9}", text)]
 
 
+# a conversation with the calculator
+SHOWN = [
+    {"role": "user", "content": "Compute 31 * 4."},
+    {"role": "assistant", "content": "calc(31 * 4)"},
+    {"role": "user", "content": "Result: 124"},
+    {"role": "assistant", "content": "124"},
+]
+
+
 class Calculator:
     """The model writes calc(A * B), reads the result, and says it."""
 
@@ -24,15 +33,14 @@ class Calculator:
 
     def problem(self, split: str, index: int) -> dict:
         a, b = generator("calculator", split, index).integers((12, 3), (99, 10)).tolist()
-        question = (
-            f"Compute {a} * {b}. You may use a calculator: write calc({a} * {b}) and nothing else, "
-            "and you will get its result. Then answer with the result alone."
-        )
-        return {"problem": question, "answer": str(a * b)}
+        problem = [*SHOWN, {"role": "user", "content": f"Compute {a} * {b}."}]
+        return {"problem": problem, "answer": str(a * b)}
 
     def reply(self, row: dict, messages: list[dict], text: str) -> str | None:
         call = re.search(r"calc\((\d{1,6}) ?([*+-]) ?(\d{1,6})\)", text)
-        if call is None or len(messages) > 1:  # an answer, or a second call
+        if call is None or messages[-1]["content"].startswith(
+            "Result"
+        ):  # an answer, or a second call
             return None
         a, b = int(call[1]), int(call[3])
         return f"Result: {a * b if call[2] == '*' else a + b if call[2] == '+' else a - b}"

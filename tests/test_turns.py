@@ -271,18 +271,18 @@ def test_a_conversation_travels(environment):
 def test_the_examples():
     """Two games, played by hand through the text that the grader would read."""
     row = games.Calculator().problem("train", 3)
-    a, b = map(int, re.search(r"Compute (\d+) \* (\d+)", row["problem"]).groups())
-    asked, game = [{"role": "user", "content": row["problem"]}], games.Calculator()
+    a, b = map(int, re.search(r"Compute (\d+) \* (\d+)", row["problem"][-1]["content"]).groups())
+    asked, game = row["problem"], games.Calculator()
     assert game.reply(row, asked, f"calc({a} * {b})") == f"Result: {a * b}" and int(row["answer"]) == a * b
     assert game.reply(row, asked, f"calc({a}+{b})") == f"Result: {a + b}"
     assert game.reply(row, asked, f"calc({b} - {a})") == f"Result: {b - a}"
     assert game.reply(row, asked, f"it is {a * b}") is None
-    assert game.reply(row, [*asked, {}, {}], f"calc({a} * {b})") is None
+    assert game.reply(row, [*asked, {"role": "user", "content": "Result: 5"}], f"calc({a} * {b})") is None
     assert game.reward(row, f"calc({a} * {b})\n{a * b}", "stop") == {"called": 0.2, "right": 1.0}
     assert game.reward(row, f"calc({a} * {b})", "stop") == {"called": 0.2, "right": 0.0}
     assert game.reward(row, f"{a * b}", "stop") == {"called": 0.0, "right": 1.0}
     assert game.problem("test", 3) != row == games.Calculator().problem("train", 3)
-    guess, row = games.Guess(), {"answer": "7"}
+    guess, row, asked = games.Guess(), {"answer": "7"}, [{"role": "user", "content": "?"}]
     assert [guess.reply(row, asked, text) for text in ("5", "20?", "7", "no")] == ["higher", "lower", None, None]
     assert guess.reply(row, asked * 10, "5") == "higher" and guess.reply(row, asked * 11, "5") is None
     assert [guess.reward(row, text, "stop") for text in ("5\n7", "7\n5")] == [1.0, 0.0]
