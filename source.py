@@ -174,8 +174,8 @@ class LocalSource:
         prompts = [np.array(encode(self.tokenizer, problem), np.int32) for problem in problems]
         seeds = [self.seeds(uid) for uid in uids]
         tools = (self.engine, self.task, self.tokenizer)
-        how = (self.sampling, self.topk, self.stop_ids, self.max_allowed)
-        groups = turns.sample(*tools, problems, prompts, seeds, *how)
+        options = (self.sampling, self.topk, self.stop_ids, self.max_allowed)
+        groups = turns.sample(*tools, problems, prompts, seeds, *options)
         graded_from = time.perf_counter()
         # not +=, which drops counts of 0 and less
         self.counts.update(grade_all(self.task, self.tokenizer, problems, groups))

@@ -248,8 +248,8 @@ def rollouts(
     for problem in problems:
         seeds.append([request_seed(key, sampling.seed, problem.id, s) for s in range(samples)])
     tools = (engine, setup.task, setup.tokenizer)
-    how = (sampling, 1, setup.stop_ids, allowed)
-    responses = turns.sample(*tools, problems, prompts, seeds, *how)
+    options = (sampling, 1, setup.stop_ids, allowed)
+    responses = turns.sample(*tools, problems, prompts, seeds, *options)
     grade_all(setup.task, setup.tokenizer, problems, responses)
     groups = as_groups(key, prompts, responses, sampling, engine.dtype)
     for group, problem in zip(groups, problems, strict=True):

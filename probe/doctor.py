@@ -99,7 +99,7 @@ def read(path: str, columns: str = "") -> Dump:
     named = named_columns(columns)
     first = rows[0][1]
     need(isinstance(first, dict), f"--rollouts={path}: its rows are not objects with columns")
-    at = {kind: named.get(kind) or found(kind, first) for kind in COLUMNS}
+    at = {kind: named.get(kind) or column_of(kind, first) for kind in COLUMNS}
     for kind in ("sampler", "trainer"):
         need(
             at[kind],
@@ -140,8 +140,8 @@ def named_columns(text: str) -> dict[str, str]:
     return {kind: name for kind, _, name in pairs}
 
 
-def found(kind: str, row: dict) -> str:
-    """The column of a kind by the names in use; "" if there is none."""
+def column_of(kind: str, row: dict) -> str:
+    """The column of a kind by the names in use, or ""."""
     return next((name for name in COLUMNS[kind] if name in row), "")
 
 
@@ -189,13 +189,13 @@ def not_logarithms(d: Dump) -> str:
 
 
 def base_of_the_logarithm(d: Dump) -> str:
-    """A slope through the origin of 0.69 (ln against log2) or 2.3 (log10), without a rest."""
+    """A slope through the origin of 0.69 (ln against log2) or 2.3 (log10), without a residual."""
     inf, ref = d.flat(d.inf), d.flat(d.ref)
     slope = (inf * ref).sum() / max((inf**2).sum(), 1e-30)
-    rest = ((ref - slope * inf) ** 2).sum() / max(((ref - inf) ** 2).sum(), 1e-30)
+    residual = ((ref - slope * inf) ** 2).sum() / max(((ref - inf) ** 2).sum(), 1e-30)
     for base in (2, 10):
         for side, factor in (("sampler", math.log(base)), ("trainer", 1 / math.log(base))):
-            if abs(slope / factor - 1) < 0.02 and rest < 0.05:
+            if abs(slope / factor - 1) < 0.02 and residual < 0.05:
                 times = f"the trainer's numbers are {slope:.3f} times the sampler's"
                 return f"{times}: the {side}'s are logarithms to base {base}"
     return ""
@@ -208,9 +208,9 @@ def one_place_off(d: Dump) -> str:
     left = correlation(d.inf[:, 1:], d.ref[:, :-1], d.on[:, 1:])
     best = max(right, left)
     if best > 0.8 and best > straight + 0.2:
-        where = "next" if right > left else "last"
+        neighbour = "next" if right > left else "last"
         fits = f"correlation {best:.2f}, {straight:.2f} in place"
-        return f"the trainer's number of the {where} token fits better ({fits})"
+        return f"the trainer's number of the {neighbour} token fits better ({fits})"
     return ""
 
 
@@ -288,12 +288,12 @@ def temperature(d: Dump) -> str:
     """log r falls or rises in proportion to log p: p_trainer ~ p_sampler^c."""
     inf, log_r = d.flat(d.inf), d.flat(d.log_r)
     slope, start = np.polyfit(inf, log_r, 1)
-    rest = ((log_r - slope * inf - start) ** 2).sum() / max(
+    residual = ((log_r - slope * inf - start) ** 2).sum() / max(
         ((log_r - log_r.mean()) ** 2).sum(), 1e-30
     )
-    if rest < 0.5 and abs(slope) > 0.03:
+    if residual < 0.5 and abs(slope) > 0.03:
         hotter = "sampler" if slope > 0 else "trainer"
-        share = f"{100 * (1 - rest):.0f} % of its variance"
+        share = f"{100 * (1 - residual):.0f} % of its variance"
         return (
             f"log r changes by {slope:.2f} for each nat of log p ({share}): the {hotter} is hotter"
         )

@@ -153,7 +153,13 @@ def depths(data: dict) -> str:
         return ""
     names = list(next(iter(rows.values())))
     lines = [
-        [row, *(f"{x[0]:.2g}; {x[1]:.1g}" for x in map(values.get, names))]
+        [
+            row,
+            *(
+                f"{max(0.0, x[0]):.2g}; {x[1]:.1g}" if x[1] > 1e-8 else f"{max(0.0, x[0]):.2g}; 0"
+                for x in map(values.get, names)
+            ),
+        ]
         for row, values in rows.items()
     ]
     return "\n" + sweep.markdown(["int8: KL to plain; to itself", *names], lines)

@@ -165,7 +165,7 @@ class OwnTask(Table):
 
     def __init__(self, name: str, style: Style, reward, keys: tuple[str, str] = ("", "")):
         self.own = OwnRows(name, reward.needs_answer, keys)
-        # the function that replies to the model's turns (tasks/turns.py); "": there is none
+        # the function that replies to the model's turns (tasks/turns.py), or ""
         replies = callable(getattr(self.own.made, "reply", None))
         self.environment = f"{name}.reply" if replies else ""
         super().__init__(name, [], style, reward)

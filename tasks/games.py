@@ -46,10 +46,10 @@ class Calculator:
         return f"Result: {a * b if call[2] == '*' else a + b if call[2] == '+' else a - b}"
 
     def reward(self, row: dict, text: str, finish_reason: str) -> dict[str, float]:
-        said = numbers_in(text.rpartition(")")[2])
+        answers = numbers_in(text.rpartition(")")[2])
         return {
             "called": 0.2 * ("calc(" in text),
-            "right": float(said[-1:] == [int(row["answer"])]),
+            "right": float(answers[-1:] == [int(row["answer"])]),
         }
 
 

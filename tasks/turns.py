@@ -109,8 +109,8 @@ def framed(tokenizer, problem: Problem, reply: str, last: int) -> np.ndarray:
     user, model = {"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}
     messages = [user, model, {"role": "user", "content": reply}]
     text, templated = render(tokenizer, replace(problem, prompt=messages))
-    rest = text.rpartition(MARK)[2] if templated else reply
-    ids = tokenizer.encode(rest, add_special_tokens=False)
+    frame = text.rpartition(MARK)[2] if templated else reply
+    ids = tokenizer.encode(frame, add_special_tokens=False)
     if ids[:1] == [last]:  # the template's end of a turn, which the model has sampled
         ids = ids[1:]
     return np.array(ids, np.int32)
