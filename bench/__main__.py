@@ -1,13 +1,21 @@
-"""python -m bench NAMES, or python -m bench gpu --key=value."""
+"""The GPU list: python -m bench gpu --key=value."""
 
 from __future__ import annotations
 
 import sys
 
-import bench
 from bench import gpu
-from machinery.flags import run_command
+from machinery.flags import need, run_command
+
+
+def main(argv: list[str]) -> None:
+    """UserError: another word than gpu."""
+    need(
+        argv[:1] == ["gpu"],
+        f"{' '.join(argv) or 'no list'}: there is one list; write python -m bench gpu",
+    )
+    gpu.main(argv[1:])
+
 
 if __name__ == "__main__":
-    argv = sys.argv[1:]
-    run_command(lambda: gpu.main(argv[1:]) if argv[:1] == ["gpu"] else bench.main(argv))
+    run_command(lambda: main(sys.argv[1:]))

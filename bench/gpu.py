@@ -248,9 +248,7 @@ def main(argv: list[str] | None = None) -> None:
     """`python -m bench gpu`, and one part of it."""
     flags = parse_flags(GpuFlags, argv, __doc__.strip())
     if flags.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "gpu: there is no GPU here; name other benchmarks, or try the script with --device=cpu --scale=tiny"
-        )
+        raise UserError("gpu: there is no GPU here; try the script with --device=cpu --scale=tiny")
     names = named(flags)
     if not flags.part:
         run_list(flags, names)

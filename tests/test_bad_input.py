@@ -716,14 +716,11 @@ run --samples=responses | --samples=responses: prints, and draws no runs; leave 
     *rows(
         "-m bench",
         r"""
-haed | haed: no such benchmark; there are rollout, update, head, replay, quant, gpu; did you mean head?
-update haed | haed: no such benchmark; there are rollout, update, head, replay, quant, ... did you mean head?
---update | --update: no such flag, only names of benchmarks; there are rollout, update, ... did you mean update?
-head --pairs=3 | --pairs=3: no such flag, only names of ... there are rollout, update, head, replay, quant,
-'' | : no such benchmark; there are rollout, update, head, replay, quant, gpu
-gpu | gpu: there is no GPU here; name other benchmarks, or try the script with --device=cpu --scale=tiny
-gpu --scale=tiny | gpu: there is no GPU here; name other benchmarks, or try the script with --device=cpu
-head gpu | gpu: has flags of its own; run it alone, python -m bench gpu
+haed | haed: there is one list; write python -m bench gpu
+'' | no list: there is one list; write python -m bench gpu
+gpu | gpu: there is no GPU here; try the script with --device=cpu --scale=tiny
+gpu --scale=tiny | gpu: there is no GPU here; try the script with --device=cpu
+head gpu | head gpu: there is one list; write python -m bench gpu
 gpu --device=cpu --parts=haed | --parts=haed: no such part; there are tests, vllm, linears, head,
 gpu --device=cpu --parts= | --parts is empty: name some of tests, vllm, linears, head,
 gpu --device=cpu --part=haed | --part=haed: no such part; there are tests, vllm, linears, head,

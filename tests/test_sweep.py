@@ -10,11 +10,11 @@ from conftest import ROOT, TINY_TASK
 from bench import gpu
 from machinery.run import read_metrics
 from machinery.settings import parse
-from results import conformance, exact, ladder, plans, rows, sweep
+from results import atlas, conformance, exact, ladder, plans, rows, sweep
 from results.rows import STUDIES
 
 TABLES = {name: lambda data, name=name: sweep.table(name, data) for name in STUDIES}
-TABLES |= {x.__name__.removeprefix("results."): x.table for x in (conformance, exact, ladder, plans)}
+TABLES |= {x.__name__.removeprefix("results."): x.table for x in (atlas, conformance, exact, ladder, plans)}
 PAGES = {*TABLES, "gpu", "README"}
 
 

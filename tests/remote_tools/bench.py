@@ -10,6 +10,7 @@ samplers   real runs with 1, 2 and 4 remote samplers that have delays of 60 s to
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import multiprocessing
 import os
@@ -28,8 +29,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import alternate, parse, print_table
-from machinery.flags import run_command
+from bench import alternate, print_table
+from machinery.flags import UserError, run_command
 from machinery.run import read_metrics
 from remote import wire
 from remote.account import Account, Spool
@@ -175,6 +176,18 @@ def run_with_samplers(root: str, run: str, n: int, seconds: float) -> list[str]:
 
 
 BENCHES = {"wire": bench_wire, "samplers": bench_samplers}
+
+
+def parse(argv: list[str], benches: dict) -> list[str]:
+    """The benchmarks that a command line names. UserError, one sentence: an unknown name."""
+    for name in [word for word in argv if word not in benches]:
+        kind = "flag, only names of benchmarks" if name.startswith("-") else "benchmark"
+        sentence = f"{name}: no such {kind}; there are {', '.join(benches)}"
+        near = difflib.get_close_matches(name.lstrip("-"), benches, 1, 0.4)
+        if near:
+            sentence += f"; did you mean {near[0]}?"
+        raise UserError(sentence)
+    return argv
 
 
 def main(argv: list[str]) -> None:
