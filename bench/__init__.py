@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from pathlib import Path
 
 import machinery.startup  # isort: skip  # noqa: F401
 
