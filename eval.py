@@ -372,9 +372,8 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
             path, "copy it again, or name another folder"
         ):
             return checkpoint.text_folder(str(folder))
-    adapter = newest / f"{which}_adapter"
-    merge = f"python -m model.lora --adapter={adapter} --out=FOLDER"
-    need(not adapter.is_dir(), f"--{flag}={name}: it has only adapters; merge them with {merge}")
+    flags.refuse_adapter(flag, str(newest / f"{which}_adapter"))
+    flags.refuse_adapter(flag, name)
     if is_hub_id(name):
         return checkpoint.text_folder(checkpoint.from_hub(flag, name))
     raise UserError(

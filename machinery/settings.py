@@ -301,6 +301,7 @@ def check_models(cfg: Config) -> None:
                 f"--{flag}={value} knows only --task=arith; give a model's folder for {cfg.task}",
             )
         elif value != "none" or flag == "model":
+            flags.refuse_adapter(flag, value)
             need(
                 flags.names_model(value),
                 f"--{flag}={value}: no Hugging Face model folder (no config.json there); give one as save_pretrained "

@@ -3,6 +3,7 @@ loads."""
 
 from __future__ import annotations
 
+from tasks.builtin import TEMPLATE_OF
 from tasks.gold import wrapped
 from tasks.prompts import Answer, Problem, render
 
@@ -14,8 +15,8 @@ HONEST = {
     "praxis": "#### {}".format,
     "letter": wrapped,
 }
-ASKED_BY = {"math": "\\boxed", "letter": "\\boxed", "boxed": "\\boxed", "gsm8k": "####"}
-ASKED_BY |= {"praxis": "####", "think": "<think>"}
+MARKS = {"boxed": "\\boxed", "letter": "\\boxed", "hashes": "####"}  # of the templates
+ASKED_BY = {name: MARKS[template] for name, template in TEMPLATE_OF.items()} | {"think": "<think>"}
 
 
 def warnings_of(task, tokenizer) -> list[str]:

@@ -11,6 +11,7 @@ from conftest import TINY_TASK, f64, make_cfg, make_groups, tiny_model
 from transformers import AutoModelForCausalLM
 
 import batching
+import eval as evaluation
 import objectives
 import quant
 import train
@@ -332,3 +333,15 @@ def test_a_missing_package_is_said_before_a_model_loads(monkeypatch):
     with pytest.raises(UserError, match="--lora_rank=4: the package peft is not installed here; pip install peft"):
         make_cfg(lora_rank=4)
     make_cfg()
+
+
+def test_a_folder_of_adapters_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    told = f"--model={tmp_path}: it has only adapters; merge them with python -m model.lora --adapter={tmp_path} --out="
+    for refuse in (
+        lambda: make_cfg(model=str(tmp_path), task="x.jsonl"),
+        lambda: evaluation.find_model(evaluation.EvalFlags(model=str(tmp_path)), "model", "policy"),
+    ):
+        with pytest.raises(UserError) as e:
+            refuse()
+        assert str(e.value).startswith(told)
