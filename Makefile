@@ -1,4 +1,4 @@
-# make demo: set up and run the main job.   make test: set up, check the layout, run the tests.   Both build .venv once.
+# make demo: set up and run the main job: on a GPU a real model, else a small one.   make test: set up, check the layout, run the tests.   Both build .venv once.
 # make slow: the tests that take minutes of waiting.
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar=on
@@ -10,7 +10,12 @@ export OMP_NUM_THREADS ?= $(shell $(PYTHON) -c "import os; print(len(os.sched_ge
 
 .PHONY: demo test slow
 demo: .venv/ready
+ifeq ($(CUDA),yes)
+	.venv/bin/python -m tasks.pretrained qwen05
+	.venv/bin/python train.py --config=configs/demo_gpu.toml --overwrite
+else
 	.venv/bin/python train.py --config=configs/demo.toml --overwrite
+endif
 
 test: .venv/ready
 	.venv/bin/ruff format --check --quiet .

@@ -166,7 +166,7 @@ def depths(data: dict) -> str:
 
 
 def draw(data: dict) -> None:
-    """KL of each row; ESS of response weights against length; largest gap against length."""
+    """KL of each row; ESS of response weights against length; share of int8's KL that a last bit makes, by depth."""
     fig, axes = sweep.pyplot().subplots(1, 3, figsize=(15, 5.4), layout="constrained")
     points = [
         (group, label, row) for group, rows in data["rows"].items() for label, row in rows.items()
@@ -186,25 +186,37 @@ def draw(data: dict) -> None:
         name, line = f"{group}: {label}", dict(color=colour[group], ls=marks[label])
         prefix = [p for p in row["by_prefix"] if p["responses"] >= 8]
         axes[1].plot([p["tokens"] for p in prefix], [p["ess"] for p in prefix], label=name, **line)
-        lengths = row["by_length"]
-        axes[2].plot(
-            [p["mean_length"] for p in lengths],
-            [p["max_mismatch"] for p in lengths],
-            label=name,
-            **line,
-        )
-    for ax, text in (
-        (axes[1], "ESS of response weights"),
-        (axes[2], "largest |p_inf - p_ref| of a response"),
-    ):
-        ax.set_xscale("log")
-        ax.set_xlabel("tokens of a response", fontsize=8)
-        ax.set_title(text, fontsize=9)
-        ax.legend(fontsize=7)
+    axes[1].set_xscale("log")
+    axes[1].set_xlabel("tokens of a response", fontsize=8)
+    axes[1].set_title("ESS of response weights", fontsize=9)
+    axes[1].legend(fontsize=7)
+    draw_depths(axes[2], data.get("depth", {}))
     for ax in axes:
         ax.grid(alpha=0.3)
         ax.tick_params(labelsize=8)
     sweep.save(fig, sweep.RESULTS / "atlas.png")
+
+
+def draw_depths(ax, rows: dict) -> None:
+    """KL of an int8 model to itself after a change of 1e-7, over its KL to the plain model, by number of layers."""
+    lines: dict = {}
+    for name, values in rows.items():
+        model, layers = name.removesuffix(" layers").split(", ")
+        for row in ("weights and activations", "all but down_proj's input"):
+            plain, itself = values[row]
+            lines.setdefault((model, row), []).append((int(layers), itself / plain))
+    colour = dict(zip(ROWS, sweep.COLOURS, strict=False))
+    for (model, row), points in lines.items():
+        ax.plot(
+            *zip(*points, strict=True),
+            "o-" if row.startswith("w") else "o--",
+            color=colour[model],
+            label=f"{model}: {row}",
+        )
+    ax.set_ylim(0, 1)
+    ax.set_xlabel("layers", fontsize=8)
+    ax.set_title("share of int8's KL that a change of 1e-7 makes", fontsize=9)
+    ax.legend(fontsize=7)
 
 
 def main() -> None:

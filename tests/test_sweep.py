@@ -56,6 +56,12 @@ def test_every_row_resolves_and_has_its_numbers(name, folders):
             assert 2 <= len(data["rows"][panel.group][label]["curves"][panel.key]["mean"]) <= sweep.POINTS
 
 
+def test_the_demo_of_a_gpu_resolves(folders):
+    """The folder is a stand-in for the fetched model."""
+    cfg = parse([f"--config={ROOT}/configs/demo_gpu.toml", f"--model={folders / 'policy'}"])
+    assert (cfg.objective, cfg.rollout, cfg.steps, cfg.dtype) == ("tis", "vllm", 40, "bfloat16")
+
+
 def test_the_real_pair_resolves(folders):
     """With each of its three commands; the folders are stand-ins for the fetched models."""
     pair = ["--config=configs/real_pair.toml", f"--model={folders / 'policy'}"]
