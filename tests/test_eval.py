@@ -331,7 +331,7 @@ class Knows:
     def any_rank(self, condition):
         return condition
 
-    def generate(self, prompts, seeds, sampling, topk, stop):
+    def generate(self, prompts, seeds, sampling, topk, stop, max_allowed):
         groups = []
         for prompt, group_seeds in zip(prompts, seeds, strict=True):
             gold = self.gold(prompt)
@@ -442,9 +442,9 @@ def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders,
     cfg = make_cfg(model=str(policy), actor=str(actor), max_tokens=4, group_size=2, **flags)
     seen = []
 
-    def watched(self, prompts, seeds, sampling, topk, stop_ids):
+    def watched(self, prompts, seeds, sampling, topk, stop_ids, max_allowed):
         seen.append(stop_ids)
-        return generate(self, prompts, seeds, sampling, topk, stop_ids)
+        return generate(self, prompts, seeds, sampling, topk, stop_ids, max_allowed)
 
     def solve(engine, task, tokenizer, indices, samples, sampling, *more):
         tasks.append((task, samples, sampling.temperature, sampling.max_tokens))
