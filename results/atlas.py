@@ -184,7 +184,9 @@ def draw(data: dict) -> None:
     marks = {"bfloat16": "-", "int8": "--", "int8, aligned": "-.", "w4a16": ":"}
     for group, label, row in drawn:
         name, line = f"{group}: {label}", dict(color=colour[group], ls=marks[label])
-        prefix = [p for p in row["by_prefix"] if p["responses"] >= 8]
+        prefix = [
+            p for p in row["by_prefix"] if p["responses"] >= 8 and p["clamped"] <= 0.5
+        ]  # else a false ESS
         axes[1].plot([p["tokens"] for p in prefix], [p["ess"] for p in prefix], label=name, **line)
     axes[1].set_xscale("log")
     axes[1].set_xlabel("tokens of a response", fontsize=8)
