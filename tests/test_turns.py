@@ -10,6 +10,7 @@ from conftest import make_cfg, tiny_model
 from standins import tokenizer as chat_tokenizer
 
 import batching
+import eval as evaluation
 import objectives
 import probe
 import train
@@ -21,7 +22,7 @@ from machinery.run import read_metrics
 from model.engines import HFEngine
 from probe import gaps
 from remote.groups import Limits, decode_group, encode_group
-from rollout import as_groups
+from rollout import Response, as_groups
 from sampling import Sampling
 from tasks import arithmetic_tokenizer, encode, games, grade_all, grading, make_task, rewards, turns
 from tasks.prompts import Problem
@@ -41,6 +42,10 @@ class Echo:
     def reply(self, row, messages, text):
         assert messages[-1]["role"] == "user" and row["answer"] == "5"
         return f"{len(text) % 10} +" if len(messages) < 4 else None  # three turns
+
+class Turns(Echo):
+    def reward(self, row, text, finish_reason):
+        return float("\\n" in text)  # more than one turn
 
 class Ends(Echo):
     def reply(self, row, messages, text):
@@ -289,6 +294,17 @@ def test_the_examples():
     assert {int(guess.problem("train", i)["answer"]) for i in range(300)} == set(range(1, 21))
 
 
+def test_a_cut_turn_keeps_the_experts_of_its_tokens():
+    """Of the prompt, 3 tokens, and of all tokens of the response but the last."""
+    n, routed = 5, np.arange(7 * 2).reshape(7, 2, 1)
+    tokens = np.arange(n, dtype=np.int32)
+    whole = turns.written(tokens, Response(tokens, tokens > 0, tokens, tokens[:, None], tokens[:, None], "stop"))
+    whole.routed = routed
+    cut = turns.shortened(whole, 3)
+    assert cut.tokens.tolist() == [0, 1, 2] and (cut.routed == routed[:5]).all() and cut.finish_reason == "length"
+    assert turns.shortened(whole, 5) is whole
+
+
 def test_turns_and_tables_by_hand():
     mask = torch.tensor([[True, True, False, True, False, False, True], [True, False, True, True, True, False, False]])
     assert turns.turns_of(mask).tolist() == [[0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 2, 2]]
@@ -316,20 +332,23 @@ RUN += [
 
 
 def test_a_run_with_two_models_and_delays(folders, tmp_path, monkeypatch):
-    """Trained end to end."""
+    """Trained end to end, and evaluated: a response earns its reward by a second turn alone."""
     monkeypatch.setattr(session, "catch_signals", lambda: [])
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     flags = [
         *RUN,
         f"--model={folders / 'policy'}",
         f"--actor={folders / 'actor'}",
-        f"--task={tmp_path / 'mine.py'}:Echo",
+        f"--task={tmp_path / 'mine.py'}:Turns",
     ]
     flags += ["--delay=constant", "--delay_min=1", "--delay_max=30", f"--stop={','.join('0123456789')}"]
     train.train(settings.parse([*flags, f"--out={tmp_path / 'run'}"]))
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 3 and all(np.isfinite(row["loss"]) for row in rows[1:])
-    assert all(row["response_length"] < 24 for row in rows[1:])
+    assert all(row["response_length"] < 24 and row["reward"] > 0 for row in rows[1:])
+    flags = ["--rollout=hf", "--problems=8", "--samples=2", "--max_prompt_tokens=20"]
+    scores = evaluation.main([f"--model={tmp_path / 'run'}", f"--task={tmp_path / 'mine.py'}:Turns", *flags])
+    assert scores["mean@2"] > 0
 
 
 def test_the_ladder_refuses_an_environment(folders, tmp_path):
