@@ -114,8 +114,6 @@ class ObjectiveFlags:
     """Lower bound of the statistic below which --reject and rejecting corrections drop."""
     rs_high: float | None = None
     """Upper bound of the statistic above which --reject and rejecting corrections drop."""
-    veto: float | None = None
-    """Drop a response in which one token has r below this (1e-4 is usual); 0, the default: off."""
     log_ratio_clamp: float = 20.0
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
     mask_cut: bool = False
@@ -388,11 +386,9 @@ class TaskFlags:
     task: str | None = None
     """arith (generated sums; the default of embedded models); FILE.jsonl, .json or .parquet;
     hf:NAME/SPLIT (a data set); several of these with commas (a mix); FILE.py:CLASS (your own)."""
-    prompt_key: str = ""
-    """Column of the problem; default: problem, question or prompt."""
-    answer_key: str = ""
-    """Column of the answer, a.b for a nested one; default: answer, solution,
-    reward_model.ground_truth, ..."""
+    columns: str = ""
+    """PROMPT,ANSWER: columns of the problem and of its answer, a.b for a nested one; empty: problem,
+    question or prompt, and answer, solution, reward_model.ground_truth, ..."""
     reward: str = ""
     """Sum of parts, NAME*WEIGHT with commas: math (the last \\boxed{}), gsm8k, praxis, letter, boxed, think,
     FILE.py:FUNCTION (tasks/rewards.py); default math, letter where rows have choices, or the reward

@@ -89,6 +89,11 @@ def seq_max(x, mask):
     return x.masked_fill(~mask, 0.0).amax(1, keepdim=True)
 
 
+def seq_min(x, mask):
+    """The smallest of a response's tokens, (B, 1); infinite for an empty response."""
+    return x.masked_fill(~mask, math.inf).amin(1, keepdim=True)
+
+
 def loglinear_ref(logp_new, logp_inf, age):
     """log p_ref without a pass for it, (B, T): log p_inf + a (log p_new - log p_inf), a = (d - 1) /
     d.
@@ -458,6 +463,7 @@ REJECTIONS = {
     "sequence": Rejection(seq_ratio, 0.0, 4.0),
     "geo": Rejection(geo_ratio, 0.9, 1.1),
     "seq_max": Rejection(of_response(token_ratio, seq_max), 0.0, 100.0),
+    "seq_min": Rejection(of_response(token_ratio, seq_min), 1e-4, math.inf),
     "token_k2": Rejection(of_token(token_k2)),
     "token_k3": Rejection(of_token(token_k3)),
     "seq_sum_k2": Rejection(of_response(token_k2, seq_sum)),
@@ -518,12 +524,11 @@ def weight_and_mask(new, batch, stats, cfg: LossFlags):
 
 
 def apply_correction(new, batch, stats, cfg: LossFlags):
-    """(weight, keep, logs) of the correction, combined with the drops of `--reject` and `--veto`.
+    """(weight, keep, logs) of the correction, combined with the drops of `--reject`.
 
     correction_target: "new" has p_new above p_inf, in weights and statistics, instead of p_ref.
     reject_of: "negative" drops only tokens of negative advantage: lowering the probability of
-    tokens that the policy hardly samples any more teaches little and moves it much. veto: drop a
-    response in which any token has r below it."""
+    tokens that the policy hardly samples any more teaches little and moves it much."""
     if cfg.correction_target == "new":
         batch = replace(batch, logp_ref=new.logp.detach())
     weight, keep, *logs = weight_and_mask(new, batch, stats, cfg)
@@ -531,15 +536,12 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
     for row, low, high in rejections(cfg):
         kept = inside(row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp), low, high)
         keep = keep * (kept if cfg.reject_of == "all" else torch.where(batch.adv < 0, kept, 1.0))
-    if cfg.veto > 0:
-        low = (token_ratio(batch.log_r, cfg.log_ratio_clamp) < cfg.veto) & batch.mask
-        keep = keep * ~low.any(1, keepdim=True)
     return weight, keep, logs[0] if logs else {}
 
 
 def can_drop(cfg: ObjectiveFlags) -> bool:
     """Whether any token can be rejected."""
-    return CORRECTIONS[cfg.correction].drops or cfg.reject != "none" or cfg.veto > 0
+    return CORRECTIONS[cfg.correction].drops or cfg.reject != "none"
 
 
 def sees_new(cfg: LossFlags) -> bool:
@@ -554,7 +556,7 @@ def mean_weight(batch, comm, stats, cfg: LossFlags, fresh) -> float:
     """The mean of keep * weight over all ranks: over tokens, or responses where a response has one
     weight.
 
-    As verl has it: before --reject and --veto, which do not change the mean."""
+    As verl has it: before --reject, which does not change the mean."""
     weight, keep, *_ = weight_and_mask(fresh, batch, stats, cfg)
     applied = weight * keep
     counted = batch.mask if applied.shape == batch.mask.shape else batch.mask.any(1, keepdim=True)
@@ -720,7 +722,7 @@ def check_has_cap(cfg: ObjectiveFlags) -> None:
 
 
 def check_rejection(cfg: ObjectiveFlags) -> None:
-    """Check --reject, --rs_low, --rs_high and --veto."""
+    """Check --reject, --rs_low and --rs_high."""
     rejects = "rs_low" in CORRECTIONS[cfg.correction].bounds
     need(
         not (rejects and cfg.reject in REJECTIONS),
@@ -739,11 +741,6 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
     need(
         cfg.reject_of == "all" or cfg.reject != "none",
         f"--reject_of={cfg.reject_of}: nothing is rejected; add --reject={', '.join(REJECTIONS)}, or leave it out",
-    )
-    need(0 <= cfg.veto < 1, f"--veto={cfg.veto}: a ratio in [0, 1), such as 1e-4; 0 is off")
-    need(
-        cfg.veto == 0 or cfg.veto > math.exp(-cfg.log_ratio_clamp),
-        f"--veto={cfg.veto}: no ratio is below exp(-{cfg.log_ratio_clamp:g}); raise --log_ratio_clamp, or the veto",
     )
 
 

@@ -492,7 +492,6 @@ def actor_config(cfg: Config):
         rs_high=None,
         reject="none",
         reject_of="all",
-        veto=0.0,
         clip=True,
         clip_low=low,
         clip_high=high,

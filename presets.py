@@ -14,7 +14,7 @@ DEFAULTS = {
     "obrs_target": "ref",
     "advantage": "grpo",
 }
-DEFAULTS |= {"reject": "none", "reject_of": "all", "correction_target": "ref", "veto": 0.0}
+DEFAULTS |= {"reject": "none", "reject_of": "all", "correction_target": "ref"}
 DEFAULTS |= {"cppo_beta": 0.0, "cppo_kl": "official"}
 PAPERS = {
     "none": {"correction": "none", "surrogate": "ppo"},  # the mismatch is ignored
@@ -146,10 +146,7 @@ SKYRL = {
     "skyrl_token_mask": {**PAPERS["none"], "reject": "token", "rs_low": 0.5, "rs_high": 2.0},
     "skyrl_outlier_mask": {
         **PAPERS["none"],
-        "reject": "seq_max",
-        "rs_low": 0.0,
-        "rs_high": 100.0,
-        "veto": 1e-4,
+        "reject": "seq_max:0:100,seq_min:1e-4:inf",
     },
 }
 # prime-rl's other loss bounds both directions at 0.1, for either sign of A

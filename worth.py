@@ -526,7 +526,6 @@ def on_policy_config(cfg: config.Config) -> config.Config:
     dropped = dict(
         reject="none",
         reject_of="all",
-        veto=0.0,
         positive_only=False,
         cppo_beta=0.0,
         router_replay=False,

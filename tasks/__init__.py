@@ -30,6 +30,7 @@ from tasks.data import (
     OwnTask,
     Table,
     choices_of,
+    columns_of,
     digest_of,
     file_of,
     is_own,
@@ -78,8 +79,8 @@ def make_task(
         f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS",
     )
     graded_otherwise = cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
-    keys = cfg.prompt_key, cfg.answer_key
-    rows = [] if is_custom else read_rows(name, flag, *keys, needed=not graded_otherwise)
+    columns = columns_of(cfg)
+    rows = [] if is_custom else read_rows(name, flag, columns, needed=not graded_otherwise)
     reward = reward_of(cfg, name, rows)
     wrong = next((row["answer"] for row in rows if not reward.can_grade(row["answer"])), "")
     need(
@@ -90,7 +91,7 @@ def make_task(
     if evaluates:
         reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
     style = Style.of(cfg, builtin.TEMPLATE_OF.get(reward.parts[0].name, "plain"))
-    task = OwnTask(name, style, reward, keys) if is_custom else Table(name, rows, style, reward)
+    task = OwnTask(name, style, reward, columns) if is_custom else Table(name, rows, style, reward)
     first = task.problem("train", 0)
     rewards.try_out(reward, Answer(first, first.answer, True))
     return task
@@ -251,8 +252,7 @@ def check(cfg: Config) -> None:
     )
     if cfg.task == "arith":
         files_alone = (
-            "prompt_key",
-            "answer_key",
+            "columns",
             "reward",
             "overlong",
             "system_prompt",
@@ -348,7 +348,7 @@ def is_graded_by(reward: str, name: str, cfg: TaskFlags) -> bool:
     rewards."""
     if name == "arith" or is_own(name):
         return False
-    rows = read_rows(name, "task", cfg.prompt_key, cfg.answer_key, needed=False)
+    rows = read_rows(name, "task", columns_of(cfg), needed=False)
     first = rewards.Reward(rewards.parts_of(reward)[:1])
     by_letter = first.parts[0].name == "letter"
     return all(choices_of(row["row"]) for row in rows) == by_letter and all(

@@ -2,8 +2,8 @@
 
     --task=FILE.jsonl | FILE.json | FILE.parquet | hf:NAME/SPLIT | hf:NAME@CONFIG/SPLIT | FILE.py:CLASS
 
-A row needs a prompt and an answer. Their columns are named by --prompt_key and --answer_key (a.b
-looks into nested ones), or found: problem, question, prompt (a text, or messages {role, content});
+A row needs a prompt and an answer. Their columns are named by --columns=PROMPT,ANSWER (a.b looks
+into nested ones), or found: problem, question, prompt (a text, or messages {role, content});
 answer, solution with a box, reward_model.ground_truth, answerKey, Correct Answer. Where a row has
 choices (`choices`, `options`, or GPQA's wrong answers) they are written below the question, and the
 answer becomes a letter. All columns reach the reward."""
@@ -24,6 +24,7 @@ from collections import Counter
 from decimal import Decimal
 from pathlib import Path
 
+from config import TaskFlags
 from machinery.flags import UserError, need, read_text
 from tasks.builtin import last_box
 from tasks.grading import attribute_of, described
@@ -39,10 +40,7 @@ ANSWERS = (
     "Correct Answer",
     "Answer",
 )
-NEEDS = (
-    "each row needs `problem` (or `question`, `prompt`) and `answer`, or name them with --prompt_key and "
-    "--answer_key"
-)
+NEEDS = "each row needs `problem` (or `question`, `prompt`) and `answer`, or name them with --columns=PROMPT,ANSWER"
 # never meant in an answer: \f, \b and the like, and \n in front of "u", "eq", "abla", "ot"
 CONTROL = r"[\x00-\x09\x0b-\x1f\x7f]|\n(?=u\b|eq\b|abla|ot\b)"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -125,7 +123,7 @@ class OwnRows:
     The class has `problem(split, index)`, which returns a row; `size`, its number of problems, or
     None; and, unless --reward names another, `reward(row, text, finish_reason)`."""
 
-    def __init__(self, name: str, needed: bool = True, keys: tuple[str, str] = ("", "")):
+    def __init__(self, name: str, needed: bool = True, columns: tuple[str, str] = ("", "")):
         path, _, attribute = name.rpartition(":")
         try:
             self.made = attribute_of(path, attribute)()
@@ -144,7 +142,11 @@ class OwnRows:
             size is None or counts,
             f"--task={name}: its size is {size!r:.50}; it must be a whole number of problems above 0, or None: endless",
         )
-        self.name, self.needed, self.keys = name, needed, keys  # needed: every row has an answer
+        self.name, self.needed, self.columns = (
+            name,
+            needed,
+            columns,
+        )  # needed: every row has an answer
 
     def row(self, split: str, index: int) -> dict:
         """A row, as `read_row` returns it."""
@@ -155,7 +157,7 @@ class OwnRows:
                 f"--task={self.name}: problem({split!r}, {index}) raised {described(e)}"
             ) from None
         return read_row(
-            made, f"{self.name}, {split} problem {index}", *self.keys, needed=self.needed
+            made, f"{self.name}, {split} problem {index}", *self.columns, needed=self.needed
         )
 
 
@@ -163,8 +165,8 @@ class OwnTask(Table):
     """A Table over a class: its rows are made when they are asked for, and come in the order of
     their numbers."""
 
-    def __init__(self, name: str, style: Style, reward, keys: tuple[str, str] = ("", "")):
-        self.own = OwnRows(name, reward.needs_answer, keys)
+    def __init__(self, name: str, style: Style, reward, columns: tuple[str, str] = ("", "")):
+        self.own = OwnRows(name, reward.needs_answer, columns)
         # the function that replies to the model's turns (tasks/turns.py), or ""
         replies = callable(getattr(self.own.made, "reply", None))
         self.environment = f"{name}.reply" if replies else ""
@@ -262,8 +264,19 @@ def label_of(name: str, whole: bool = False) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def columns_of(cfg: TaskFlags) -> tuple[str, str]:
+    """The columns of prompt and answer that --columns names; "" for one that it does not name.
+    UserError."""
+    names = [name.strip() for name in cfg.columns.split(",")] if cfg.columns else ["", ""]
+    need(
+        len(names) == 2,
+        f"--columns={cfg.columns}: write PROMPT,ANSWER; an empty one is found by its usual names",
+    )
+    return names[0], names[1]
+
+
 def read_rows(
-    name: str, flag: str = "task", prompt_key="", answer_key="", needed: bool = True
+    name: str, flag: str = "task", columns: tuple[str, str] = ("", ""), needed: bool = True
 ) -> list[dict]:
     """Rows {prompt, answer, row} of a file or data set. UserError, one sentence, names file and
     line.
@@ -273,10 +286,8 @@ def read_rows(
     count."""
     raw = [pair for part in mixed(name) for pair in from_place(part, flag)]
     if flag == "eval_task" and raw and isinstance(raw[0][1], dict):
-        prompt_key, answer_key = (
-            key if nested(raw[0][1], key) is not None else "" for key in (prompt_key, answer_key)
-        )
-    rows = [read_row(row, place, prompt_key, answer_key, needed) for place, row in raw]
+        columns = [key if nested(raw[0][1], key) is not None else "" for key in columns]
+    rows = [read_row(row, place, *columns, needed) for place, row in raw]
     need(rows, f"{name}: no problems in the file; {NEEDS}")
     return rows
 
@@ -455,7 +466,7 @@ def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
     named = f"`{key}`" if key else "`problem` or `question`"
     raise UserError(
         f"{place}: no {named} text; add one"
-        + ("" if key else ", or name the column with --prompt_key")
+        + ("" if key else ", or name the column with --columns=PROMPT,ANSWER")
     )
 
 
@@ -483,7 +494,7 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
     if key_name is not None or not (needed or key):
         return ""
     named = f"`{key}`" if key else "`answer`"
-    hint = "" if key else ", or name the column with --answer_key"
+    hint = "" if key else ", or name the column with --columns=PROMPT,ANSWER"
     raise UserError(f"{place}: no {named} that is a text or a number; add one{hint}")
 
 

@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from config import TaskFlags
 from machinery.flags import need
-from tasks.data import Table, read_rows
+from tasks.data import Table, columns_of, read_rows
 from tasks.prompts import Answer, Style
 from tasks.rewards import Reward, check_libraries
 
@@ -33,7 +33,7 @@ def grade_gold(path: str, cfg: TaskFlags) -> dict:
     """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and
     each exception.
 
-    cfg: --prompt_key and --answer_key count. UserError: another grader than `math`
+    cfg: --columns counts. UserError: another grader than `math`
     is asked for."""
     need(
         cfg.reward in ("", "math"),
@@ -41,9 +41,7 @@ def grade_gold(path: str, cfg: TaskFlags) -> dict:
     )
     reward = Reward()
     check_libraries(reward, path)
-    task = Table(
-        path, read_rows(path, "grade_gold", cfg.prompt_key, cfg.answer_key), Style(), reward
-    )
+    task = Table(path, read_rows(path, "grade_gold", columns_of(cfg)), Style(), reward)
     gold = changed = 0
     for start in tqdm(range(0, task.size, BATCH), desc="grade"):
         problems = [task.problem("test", i) for i in range(start, min(start + BATCH, task.size))]

@@ -185,7 +185,7 @@ def one_share(own: float, tokens: float, sequences: float, cfg) -> float:
 
 
 def weights_of(r: Response, advantage: float, cfg, lam: float, kappa: float) -> list[tuple[float, float]]:
-    """The policy's own correction, before --reject and --veto."""
+    """The policy's own correction, before --reject."""
     if cfg.correction in WITH_Z:
         out = [obrs(token, cfg, lam, kappa) for token in r.on]
     else:
@@ -263,7 +263,7 @@ def inside(x: float, low: float, high: float) -> float:
 
 
 def rejections(r: Response, advantage: float, cfg) -> list[float]:
-    """What --reject and --veto leave of each token."""
+    """What --reject leaves of each token."""
     c = cfg.log_ratio_clamp
     logs = [log_ratio(token, cfg.correction_target, "inf") for token in r.on]
     if not logs:
@@ -285,11 +285,11 @@ def rejections(r: Response, advantage: float, cfg) -> list[float]:
         "seq_sum_k3": [sum(k3)] * n,
         "seq_max_k3": [max(k3)] * n,
         "seq_max": [max(math.exp(clamp(x, c)) for x in logs)] * n,
+        "seq_min": [min(math.exp(clamp(x, c)) for x in logs)] * n,
     }[cfg.reject]
     low, high = (0.0, INF) if cfg.reject == "none" else (cfg.rs_low, cfg.rs_high)
     spared = cfg.reject_of == "negative" and advantage >= 0
-    vetoed = cfg.veto > 0 and any(math.exp(clamp(x, c)) < cfg.veto for x in logs)
-    return [0.0 if vetoed else 1.0 if spared else inside(x, low, high) for x in statistic]
+    return [1.0 if spared else inside(x, low, high) for x in statistic]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

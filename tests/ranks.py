@@ -43,7 +43,7 @@ UNEVEN_CASES = [
     ({"objective": "jackpot", "obrs_target": "new", "actor": "base:actor", "distill_kl_target": 0.05}, f64, "masked"),
     ({"objective": "tis", "actor": "base:actor", "distill_kl_target": 9.0}, f64, "empty"),
     ({"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5}, f64, "poor"),
-    ({"objective": "seq_mis", "rs_high": 0.01, "veto": 1e-8, **KEPT}, f64, "poor"),
+    ({"objective": "seq_mis", "rs_high": 0.01, "reject": "seq_min:1e-8:inf", **KEPT}, f64, "poor"),
     ({"objective": "geo_rs", "rs_low": 1e-6, "rs_high": 0.05, "loss_denominator": "kept"}, f64, "short"),
     ({"objective": "grpo", "reduction": "seq-mean-token-sum-norm"}, f64, "all poor"),
     ({"objective": "jackpot", "obrs_mask": "expected", **KEPT}, f64, "all masked"),

@@ -139,11 +139,9 @@ ROWS = [
 --distill_lambda=inf | --distill_lambda=inf: must be finite
 --distill_kl_target=-0.1 | --distill_kl_target=-0.1: must not be negative
 --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
---veto=1e-4 --log_ratio_clamp=9 | --veto=0.0001: no ratio is below exp(-9); raise --log_ratio_clamp, or the veto
 --obrs_lambda=1.4 --obrs_accept_rate=0.9 | --obrs_lambda=1.4: --obrs_accept_rate=0.9 chooses lambda; leave one out
 --distill_lambda=200 --distill_kl_target=0.1 | --distill_lambda=200.0: --distill_kl_target starts from it
 --objective=icepop --normalize_weights --loss_denominator=kept | --loss_denominator=kept: --normalize_weights already
---veto=1 | --veto=1.0: a ratio in [0, 1), such as 1e-4; 0 is off
 --is_cap=nan | --is_cap=nan: must be a number
 --tbpo_neg_high=0 | --tbpo_neg_high=0.0: the band's edges are 1 - clip_low and 1 + this; it must be above 0
 --cppo_beta=-1 | --cppo_beta=-1.0 --gepo_defence=0.0: must not be negative; 0 is off
@@ -221,7 +219,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --obrs_z=exact --actor=none | --obrs_z=exact: the whole vocabulary is known only with an --actor, ... use bracket
 --obrs_z=exact --delay=constant | --obrs_z=exact: the whole vocabulary is known only with an ... use bracket
 --loss_denominator=kept --obrs_target=new | --loss_denominator=kept with ... the update: add --kappa=exact
---objective=tis_adjusted --loss_denominator=kept --veto=1e-4 | --loss_denominator=kept: needs the drops before
+--objective=tis_adjusted --loss_denominator=kept --reject=seq_min | --loss_denominator=kept: needs the drops before
 --obrs_accept_rate=0.9 --obrs_target=new | --obrs_accept_rate with ... the update: add --kappa=exact
 --delay=lognormal --delay_min=50 --delay_max=20 | --delay_min=50.0 ... ve 0 and not above the longest
 --delay=weibull --delay_min=20 --delay_max=20 | --delay=weibull: two quantiles need ... use --delay=constant
@@ -325,7 +323,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=empty_problem.jsonl | empty_problem.jsonl, line 1: no `problem` or `question` text; add one
 --task=number_problem.jsonl | number_problem.jsonl, line 1: no `problem` or `question` text; add one
 --task=chat_problem.jsonl | chat_problem.jsonl, line 1: no `problem` or `question` text; add one
---task=other_keys.jsonl | other_keys.jsonl, line 1: no `answer` that is a text ... name the column with --answer_key
+--task=other_keys.jsonl | other_keys.jsonl, line 1: no `answer` that is a text ... name the column with --columns
 --task=capitals.jsonl | capitals.jsonl, line 1: no `problem` or `question` text; add one
 --task=list_answer.jsonl | list_answer.jsonl, line 1: no `answer` that is a text or a number; add one
 --task=null_answer.jsonl | null_answer.jsonl, line 1: no `answer` that is a text or a number; add one
@@ -367,8 +365,9 @@ HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such f
 --task=fine.jsonl --reward=own.py:nosuch | --reward=own.py:nosuch: cannot be loaded (AttributeError ... fix the file
 --task=fine.jsonl --reward=own.py:raises | --reward=own.py:raises: on the first problem ... ZeroDivisionError: ... line
 --task=fine.jsonl --reward=own.py:text | --reward=own.py:text: on the first problem ... neither a finite number nor a
---task=fine.jsonl --prompt_key=nosuch | fine.jsonl, line 1: no `nosuch` text; add one
---task=fine.jsonl --answer_key=nosuch | fine.jsonl, line 1: no `nosuch` that is a text or a number; add one
+--task=fine.jsonl --columns=nosuch, | fine.jsonl, line 1: no `nosuch` text; add one
+--task=fine.jsonl --columns=,nosuch | fine.jsonl, line 1: no `nosuch` that is a text or a number; add one
+--task=fine.jsonl --columns=problem | --columns=problem: write PROMPT,ANSWER; an empty one is found by its usual names
 --task=fine.jsonl --prompt_template=Q | --prompt_template=Q: needs {problem} once, where the problem stands; or one of
 --task=fine.jsonl --chat_template=nosuch | --chat_template=nosuch: no such file; give auto, off, or a file of Jinja
 --task=fine.jsonl --chat_kwargs=x | --chat_kwargs=x: write name=value, with commas between, such as enable_thinking

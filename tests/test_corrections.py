@@ -91,9 +91,9 @@ def corrected(new, batch, **flags):
         # R = 1: the kernel's 1; R = 64 with A < 0: 64^3 exp(2 (1 - 64))
         ("vespo", {}, [[1, 1, 1], [64**3 * math.exp(-126)] * 3], 1),
         ("vespo", {"log_ratio_clamp": LN(2)}, [[1, 1, 1], [8 * math.exp(-2)] * 3], 1),
-        ("none", {"veto": 0.6}, 1, [[0, 0, 0], [1, 1, 1]]),
-        ("is", {"veto": 0.4}, [[2, 0.5, 1], [4, 4, 4]], 1),
-        ("icepop", {"rs_low": 0.1, "rs_high": 3.0, "veto": 0.6}, [[2, 0.5, 1], [4, 4, 4]], 0),
+        ("none", {"reject": "seq_min", "rs_low": 0.6}, 1, [[0, 0, 0], [1, 1, 1]]),
+        ("is", {"reject": "seq_min:0.4:inf"}, [[2, 0.5, 1], [4, 4, 4]], 1),
+        ("icepop", {"rs_low": 0.1, "rs_high": 3.0, "reject": "seq_min:0.6:inf"}, [[2, 0.5, 1], [4, 4, 4]], 0),
         ("is", {"log_ratio_clamp": LN(3)}, [[2, 0.5, 1], [3, 3, 3]], 1),
         ("seq_is", {"log_ratio_clamp": LN(9)}, [[1, 1, 1], [9, 9, 9]], 1),
         ("geo_rs", {"log_ratio_clamp": LN(1.05), "rs_high": 1.1}, 1, 1),
@@ -145,9 +145,9 @@ def test_kpop_by_hand():
     assert torch.allclose(weight, torch.tensor([[1.2, 0.5 / 0.6, 1.0, 0.5]], dtype=f64))
 
 
-def test_a_veto_does_not_look_behind_the_end():
+def test_the_smallest_ratio_does_not_look_behind_the_end():
     new, b = tiny([[0.0, 0.0, -30.0], [0.0, -30.0, 0.0]], mask=[[True, True, False], [True, True, True]])
-    _, keep = corrected(new, b, objective="tis", veto=1e-4)
+    _, keep = corrected(new, b, objective="tis", reject="seq_min")
     assert keep.tolist() == [[1.0] * 3, [0.0] * 3]
 
 
@@ -193,10 +193,10 @@ def test_tis_adjusted_sees_new():
 
 @pytest.mark.parametrize("name", sorted(set(CORRECTIONS) - corrections.USES_Z - {"tis_adjusted"}))
 def test_a_correction_to_new_is_the_same_of_p_new(name):
-    """Weights, rejection and veto with p_new above p_inf; no gradient comes through them."""
+    """Weights and rejection with p_new above p_inf; no gradient comes through them."""
     moved = [[LN(0.3), LN(1.2), 0.1], [0.05, LN(2.5), -0.2]]
     new, b = tiny(LOG_R, new=moved)
-    flags = dict(correction=name, surrogate="reinforce", veto=0.05, rs_low=0.3, rs_high=1.7)
+    flags = dict(correction=name, surrogate="reinforce", rs_low=0.3, rs_high=1.7)
     flags |= {} if "rs_low" in CORRECTIONS[name].bounds else {"reject": "token"}
     got = corrected(new, b, **flags, correction_target="new")
     want = corrected(None, replace(b, logp_ref=new.logp.detach()), **flags)
@@ -417,7 +417,6 @@ FLOOR = 0.6
 C1 = 1.9
 C2 = 1.15
 CLAMP = 1.8
-VETO = 0.18
 RS = {  # bounds that some tokens or responses are inside of and some are not
     "none": (0.55, 1.45),
     "token": (0.5, 2.1),
@@ -427,6 +426,7 @@ RS = {  # bounds that some tokens or responses are inside of and some are not
     "seq_mean_k3": (0.06, 0.3),
     "token_k2": (0.004, 0.21),
     "seq_max": (1.4, 3.0),
+    "seq_min": (0.18, 0.75),
     "seq_sum_k2": (0.25, 1.5),
     "seq_mean_k2": (0.06, 0.3),
     "seq_max_k2": (0.14, 1.0),
@@ -434,7 +434,7 @@ RS = {  # bounds that some tokens or responses are inside of and some are not
     "seq_max_k3": (0.14, 1.0),
 }
 LENGTHS = (8, 5, 1, 6, 3)
-HOLES = ({2}, {0, 3}, set(), {5}, {1})  # tokens that carry no gradient; a veto would drop one of them
+HOLES = ({2}, {0, 3}, set(), {5}, {1})  # tokens that carry no gradient; seq_min would drop one of them
 TEMPERATURES = (0.7, 0.85, 1.0, 1.2, 1.5)
 ADV = (0.4, -0.7, 0.0, -0.2, 1.1)
 
@@ -589,6 +589,7 @@ def statistics_of(row):
     found = {"token": of_tokens[""], "token_k2": of_tokens["k2"], "token_k3": of_tokens["k3"]}
     whole = {"sequence": math.exp(clamped(sum(own))), "geo": math.exp(clamped(sum(own) / len(own)))}
     whole["seq_max"] = max(of_tokens[""])
+    whole["seq_min"] = min(of_tokens[""])
     for name in ("k2", "k3"):
         values = of_tokens[name]
         whole |= {f"seq_sum_{name}": sum(values), f"seq_mean_{name}": sum(values) / len(own)}
@@ -677,12 +678,6 @@ def expected_rejection(token, row, cfg):
     return is_inside(statistics_of(row)[cfg.reject][own], cfg.rs_low, cfg.rs_high)
 
 
-def expected_veto(row, cfg):
-    """0 where a veto drops the whole response."""
-    vetoed = any(math.exp(clamped(t.log_r())) < cfg.veto for t in learners(row))
-    return 0.0 if vetoed else 1.0
-
-
 def compare(cfg) -> tuple[list, list]:
     """The weights and keeps of all tokens that learn, after they were compared with the loop's."""
     new, batch = tensors()
@@ -695,13 +690,13 @@ def compare(cfg) -> tuple[list, list]:
         for token in learners(row):
             w, k = expected(cfg.correction, token, row, cfg)
             want_weight.append(w)
-            want_keep.append(k * expected_rejection(token, row, cfg) * expected_veto(row, cfg))
+            want_keep.append(k * expected_rejection(token, row, cfg))
     assert weight.tolist() == pytest.approx(want_weight, rel=1e-12)
     assert keep.tolist() == pytest.approx(want_keep, rel=1e-12)
     return want_weight, want_keep
 
 
-def loop_cfg(correction, reject="none", veto=0.0, **flags):
+def loop_cfg(correction, reject="none", **flags):
     """A configuration of any row with any rejection, also of those that `check` refuses; every number is another."""
     low, high = RS[reject]
     return replace(
@@ -710,7 +705,6 @@ def loop_cfg(correction, reject="none", veto=0.0, **flags):
         surrogate="ppo",
         ratio_base="new" if correction == "jackpot_adjusted" else "ref",
         reject=reject,
-        veto=veto,
         is_cap=CAP,
         is_floor=FLOOR,
         rs_low=low,
@@ -724,7 +718,7 @@ def loop_cfg(correction, reject="none", veto=0.0, **flags):
 
 
 def test_the_fixture_reaches_every_branch():
-    """Clamps, caps, bounds and the veto act on some tokens or responses and not on others; no number occurs twice."""
+    """Clamps, caps, and bounds act on some tokens or responses and not on others; no number occurs twice."""
     own = [t for row in RAGGED for t in learners(row)]
     r = [math.exp(clamped(t.log_r())) for t in own]
     by_row = [statistics_of(row) for row in RAGGED]
@@ -736,10 +730,9 @@ def test_the_fixture_reaches_every_branch():
         assert splits(statistics[name], FLOOR, CAP), name
     assert splits([t.log_r() for t in own], -CLAMP, CLAMP)
     assert splits([sum_of(row) for row in RAGGED], -CLAMP, CLAMP)
-    vetoed = {expected_veto(row, loop_cfg("is", veto=VETO)) for row in RAGGED}
-    assert vetoed == {0.0, 1.0}
-    hidden = [row for row in RAGGED if any(t.log_r() < math.log(VETO) for t in row if not t.learns)]
-    assert any(expected_veto(row, loop_cfg("is", veto=VETO)) for row in hidden)
+    least = math.log(RS["seq_min"][0])
+    hidden = [row for row in RAGGED if any(t.log_r() < least for t in row if not t.learns)]
+    assert any(statistics_of(row)["seq_min"][0] > math.exp(least) for row in hidden)
     assert {t.sampled in t.top() for t in own} == {True, False}
     for name in ("inf", "ref", "new"):
         numbers = [x for t in own for x in getattr(t, name)]
@@ -751,16 +744,15 @@ def splits(values, low, high):
     return min(values) < low < high < max(values) and any(low < x < high for x in values)
 
 
-@pytest.mark.parametrize("veto", [0.0, VETO])
 @pytest.mark.parametrize("reject", ["none", *REJECTIONS])
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_every_row_against_a_loop(name, reject, veto):
+def test_every_row_against_a_loop(name, reject):
     target = "new" if name == "jackpot_adjusted" else "ref"
-    _, keep = compare(loop_cfg(name, reject, veto, obrs_target=target, obrs_z="bracket"))
+    _, keep = compare(loop_cfg(name, reject, obrs_target=target, obrs_z="bracket"))
     refused = (
         reject != "none" and "rs_low" in CORRECTIONS[name].bounds
     )  # by corrections.check: both read the same bounds
-    if (reject != "none" or veto) and not refused:
+    if reject != "none" and not refused:
         assert 0 < sum(k > 0 for k in keep) < len(keep)
 
 

@@ -152,7 +152,7 @@ def test_layouts(name, tmp_path):
     ],
 )
 def test_a_named_column_is_the_answer(row, key, wanted, tmp_path):
-    ((_, answer),) = found(write(tmp_path / "x.jsonl", row), answer_key=key)
+    ((_, answer),) = found(write(tmp_path / "x.jsonl", row), columns=("", key))
     assert answer == wanted
 
 
@@ -174,12 +174,12 @@ def test_gpqa_shuffles_its_choices(tmp_path):
 def test_columns_by_name(tmp_path):
     row = {"problem": "no", "text": {"en": "yes"}, "meta": {"gold": 5}, "a.b": "c", "answer": "6"}
     path = write(tmp_path / "x.jsonl", row)
-    assert found(path, prompt_key="text.en", answer_key="meta.gold") == [("yes", "5")]
-    assert found(path, prompt_key="a.b") == [("c", "6")]
+    assert found(path, columns=("text.en", "meta.gold")) == [("yes", "5")]
+    assert found(path, columns=("a.b", "")) == [("c", "6")]
     with pytest.raises(ValueError, match="line 1: no `text.de` text; add one"):
-        found(path, prompt_key="text.de")
+        found(path, columns=("text.de", ""))
     with pytest.raises(ValueError, match="line 1: no `meta` that is a text or a number; add one"):
-        found(path, answer_key="meta")
+        found(path, columns=("", "meta"))
 
 
 def test_the_same_rows_in_every_format(tmp_path):
@@ -372,7 +372,7 @@ def test_held_out_sets_need_not_have_the_columns_of_the_training_file(tmp_path):
     mine, other = tmp_path / "mine.jsonl", tmp_path / "other.jsonl"
     write(mine, {"text": "mine?", "gold": "1", "answer": "9"})
     write(other, {"problem": "other?", "answer": "2"})
-    cfg = cfg_of(task=str(mine), prompt_key="text", answer_key="gold", eval_task=f"{mine},{other}")
+    cfg = cfg_of(task=str(mine), columns="text, gold", eval_task=f"{mine},{other}")
     usual = {"samples": 1, "temperature": 1.0, "max_tokens": 32}
     found = [one.task.problem("test", 0) for one in eval_sets(cfg, "eval_task", usual)]
     assert [(p.prompt.partition("\n")[0], p.answer) for p in found] == [("mine?", "1"), ("other?", "2")]
@@ -386,7 +386,7 @@ def test_a_class_of_ones_own_has_named_columns(tmp_path):
         "class T:\n    size = 1\n    def problem(self, split, index):\n"
         "        return {'text': 't', 'gold': '3', 'answer': '4'}\n",
     )
-    made = make_task(cfg_of(task=f"{own}:T", prompt_key="text", answer_key="gold", reward="math"))
+    made = make_task(cfg_of(task=f"{own}:T", columns="text,gold", reward="math"))
     assert made.problem("train", 0).answer == "3"
 
 
@@ -571,7 +571,7 @@ def test_a_reward_of_ones_own_needs_no_answer(tmp_path):
     problems = [made.problem("test", i) for i in range(2)]
     assert [(p.answer, p.prompt.partition("\n")[0]) for p in problems] == [("", "p"), ("", "q")]
     assert made.rewards([Answer(p, "2", True) for p in problems])[0] == [0.0, 1.0]
-    for flags in ({"reward": f"{own}:score,math*0.5"}, {}, {"reward": f"{own}:score", "answer_key": "gold"}):
+    for flags in ({"reward": f"{own}:score,math*0.5"}, {}, {"reward": f"{own}:score", "columns": ",gold"}):
         with pytest.raises(ValueError, match="x.json, row 1: no `.*` that is a text or a number"):
             make_task(cfg_of(task=task, **flags))
     unanswered = write(tmp_path / "two.py", ONE.format(n=3).replace('"answer": 3', '"n": 4'))
@@ -608,7 +608,7 @@ def test_evaluation_sets_have_settings_of_their_own(tmp_path):
             eval_sets(cfg_of(eval_task=text), "eval_task", usual)
 
 
-@pytest.mark.parametrize("flag", ["system_prompt", "prompt_template", "chat_kwargs", "reward", "prompt_key"])
+@pytest.mark.parametrize("flag", ["system_prompt", "prompt_template", "chat_kwargs", "reward", "columns"])
 def test_arith_has_its_own(flag):
     with pytest.raises(ValueError, match=f"--{flag}=x: --task=arith has its own; leave it out"):
         make_cfg(**{flag: "x"})

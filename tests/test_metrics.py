@@ -523,7 +523,8 @@ CORRECT = {
 def correct(made: list[Response], cfg, stats) -> None:
     """Fill in weight, keep and clipped of every token."""
     for r in made:
-        vetoed = any(ratio(t, cfg) < cfg.veto for t in r.trained)
+        least = float(cfg.reject.split(":")[1]) if cfg.reject.startswith("seq_min") else 0.0
+        vetoed = any(ratio(t, cfg) < least for t in r.trained)
         for t in r.tokens:
             t.weight, t.keep = CORRECT[cfg.correction](r, t, cfg, stats)
             if vetoed:
@@ -774,7 +775,7 @@ CASES = {
     "tis": {"objective": "tis", "is_cap": 1.7},
     "icepop": {"objective": "icepop", "rs_low": 0.4, "rs_high": 3.0},
     "seq_tis": {"objective": "seq_tis", "is_cap": 3.0},
-    "seq_mis with a veto": {"objective": "seq_mis", "rs_low": 0.01, "rs_high": 8.0, "veto": 0.15},
+    "seq_mis with seq_min": {"objective": "seq_mis", "rs_low": 0.01, "rs_high": 8.0, "reject": "seq_min:0.15:inf"},
     "obrs": {"objective": "jackpot", "obrs_lambda": 1.3, "obrs_c1": 1.1},
     "obrs, expected mask": {"objective": "jackpot", "obrs_mask": "expected"},
     "obrs, target new": {"objective": "jackpot", "obrs_target": "new", "obrs_lambda": 0.7},

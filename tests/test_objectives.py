@@ -657,7 +657,7 @@ def test_the_policys_kept_denominator_and_mean_weight_are_not_the_actors():
     assert torch.equal(plain, scaled)
 
 
-@pytest.mark.parametrize("flags", [dict(reject="geo"), dict(veto=0.9), dict(is_floor=1.9)])
+@pytest.mark.parametrize("flags", [dict(reject="geo"), dict(reject="seq_min:0.9:inf"), dict(is_floor=1.9)])
 def test_what_the_policy_drops_or_bounds_is_not_the_actors(flags):
     plain, _ = actor_loss(objective="tis")
     same, _ = actor_loss(objective="tis", **flags)

@@ -469,7 +469,7 @@ CASES |= {
     "seq_tis --normalize_weights=True": SEQUENCE | dict(normalize=True),
     "seq_mis --normalize_weights=True": dict(weight="R kept inside", high=4.0, normalize=True),
     "tis --is_floor=0.7": TIS | dict(floor=0.7),
-    "tis --veto=0.4": TIS | dict(veto=0.4),
+    "tis --reject=seq_min:0.4:inf": TIS | dict(veto=0.4),
     "tis --dual_clip=1.3": TIS | dict(dual=1.3),
     "z_tis --obrs_c1=0.7": dict(budget="Z min(r, C / Z)", cap=0.7),
     "jackpot --obrs_c1=0.7": dict(budget="accepted", cap=0.7),

@@ -380,11 +380,7 @@ MUTANTS = {
         ('kept if cfg.reject_of == "all" else', "kept if True else"),
         ("return tis(logp_new - logp_inf, is_cap", "return tis(logp_inf - logp_new, is_cap"),
         ("        elif hasattr(cfg, name):", "        elif False:"),
-        (
-            "low = (token_ratio(batch.log_r, cfg.log_ratio_clamp) < cfg.veto) & batch.mask",
-            "low = token_ratio(batch.log_r, cfg.log_ratio_clamp) < cfg.veto",
-        ),
-        ("keep = keep * ~low.any(1, keepdim=True)", "keep = keep * ~low"),
+        ("x.masked_fill(~mask, math.inf).amin(1, keepdim=True)", "x.amin(1, keepdim=True)"),
         (' and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"', ' and cfg.surrogate != "reinforce"'),
         (' and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"', ' and cfg.ratio_base == "ref"'),
         ('late = cfg.samplers != "local" or', "late ="),
