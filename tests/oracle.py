@@ -64,21 +64,6 @@ class Bounds:
     drop: bool = False  # tbpo_mismatch: drop outside instead of capping
 
 
-# the actor's own correction has these; the policy's come from flags
-USUAL = {
-    "tis": Bounds(cap=2.0),
-    "icepop": Bounds(low=0.5, high=5.0),
-    "kpop": Bounds(high=0.1),
-    "areal_drop": Bounds(cap=5.0),
-    "seq_tis": Bounds(cap=4.0),
-    "prefix_tis": Bounds(cap=1.0),
-    "seq_mis": Bounds(high=4.0),
-    "geo_rs": Bounds(low=0.999, high=1.001),
-    "geo_rs_seq_tis": Bounds(cap=4.0, low=0.999, high=1.001),
-    "tbpo_mismatch": Bounds(cap=2.0),
-}
-
-
 def clamp(x: float, c: float) -> float:
     return max(-c, min(c, x))
 
@@ -523,7 +508,7 @@ def actors_part(result: Result, responses: list[Response], adv, share, distill_l
     own_clip = ("gspo", "tbpo", "gmpo", "dppo_tv", "dppo_kl")
     low, high = (0.2, 0.28) if cfg.surrogate in own_clip else (cfg.clip_low, cfg.clip_high)
     for i, r in enumerate(responses):
-        weighed = correct("tis", r, "actor_ref", USUAL["tis"], cfg.log_ratio_clamp, adv[i])
+        weighed = correct("tis", r, "actor_ref", Bounds(cap=2.0), cfg.log_ratio_clamp, adv[i])
         for token, (w, k) in zip(r.on, weighed, strict=True):
             x = log_ratio(token, "actor", "actor_ref")
             ratio = math.exp(clamp(x, cfg.log_ratio_clamp))

@@ -399,8 +399,8 @@ AXES = {
 }
 CROSSED = list(AXES)[:5]
 NO_FLAG = ("edges", "carried_kappa", "carried_distill", "updates", "ranks", "wild")
-HAS_CAP = ("tis", "tis_adjusted", "areal_drop", "seq_tis", "prefix_tis", "geo_rs_seq_tis", "tbpo_mismatch")
-REJECTS = ("icepop", "kpop", "seq_mis", "geo_rs", "geo_rs_seq_tis")
+HAS_CAP = [name for name, row in CORRECTIONS.items() if "is_cap" in row.bounds]
+REJECTS = [name for name, row in CORRECTIONS.items() if "rs_low" in row.bounds]
 REJECT_BOUNDS = {"token": (0.6, 1.6), "sequence": (0.4, 2.0), "geo": (0.85, 1.15), "token_k3": (0.001, 0.12)}
 REJECT_BOUNDS |= {"seq_mean_k3": (0.01, 0.1), "token_k2": (0.001, 0.12), "seq_mean_k2": (0.01, 0.1)}
 REJECT_BOUNDS |= {"seq_max": (1.1, 2.0), "seq_min": (0.45, 1.2), "seq_max_k2": (0.02, 0.3), "seq_max_k3": (0.02, 0.3)}
