@@ -191,31 +191,3 @@ def solve_lambda(ratio, rate: float) -> float:
     upper = torch.cat([r[1:], r.new_tensor([torch.inf])])
     inside = (lam >= r * (1 - 1e-12)) & (lam <= upper * (1 + 1e-12))
     return float(lam[inside.nonzero()[0, 0]])
-
-
-def solve_lambda_context(p_tgt, p_inf, rate: float) -> float:
-    """Theorem 3.4 for one enumerated context: the lambda with sum_x min(p_inf, p_tgt / lambda) =
-    rate.
-
-    p_tgt, p_inf: 1-D probabilities. rate in (0, 1) gives the unique lambda if it can be reached;
-    above p_inf(supp p_tgt) no lambda reaches it (ValueError). rate = 1: the largest lambda that
-    rejects nothing, min p/q."""
-    p, q = torch.as_tensor(p_tgt).double(), torch.as_tensor(p_inf).double()
-    if not 0.0 < rate <= 1.0:
-        raise ValueError(f"the acceptance rate must lie in (0, 1], not {rate}")
-    reachable = float(q[p > 0].sum())
-    if rate > reachable * (1 + 1e-12):
-        raise ValueError(
-            f"an acceptance rate of {rate} cannot be reached: p_inf has only "
-            f"{reachable:.6g} of its mass where p_tgt > 0"
-        )
-    p, q = p[q > 0], q[q > 0]
-    if rate >= reachable * (1 - 1e-12):
-        return float((p / q)[p > 0].min())
-    order = (p / q).argsort()  # below lambda the target limits, above it the proposal
-    r, p_sum = (p / q)[order], p[order].cumsum(0)
-    q_rest = q.sum() - q[order].cumsum(0)
-    lam = p_sum / (rate - q_rest)
-    upper = torch.cat([r[1:], r.new_tensor([torch.inf])])
-    inside = (rate > q_rest) & (lam >= r * (1 - 1e-12)) & (lam <= upper * (1 + 1e-12))
-    return float(lam[inside.nonzero()[0, 0]])

@@ -236,19 +236,27 @@ def stale_prefix(case: Case) -> Iterator[Finding]:
 def scale_of_one(case: Case) -> Iterator[Finding]:
     """The scales of one linear layer are 1: they were never loaded."""
     fmt = case.scorer.fmt
-    for name, layer in quant.quantized_linears(case.model).items() if fmt is not None else ():
+    layers = quant.quantized_linears(case.model) if fmt is not None else {}
+    low_bit = [layer for layer in layers.values() if isinstance(layer, quant.LowBitLinear)]
+    for layer in low_bit:
+        q, s = layer.quantized_weight()
+        # a CPU multiplies float8 numbers in float32: cast them once, not in each of the passes
+        layer.loaded = q.float() if q.is_floating_point() and not q.is_cuda else q, s
+    for name, layer in layers.items():
         if not case.tries(name):
             continue
         if isinstance(layer, quant.LowBitLinear):
-            q, s = layer.quantized_weight()
+            q, s = layer.loaded
             layer.loaded = q, torch.ones_like(s)
             logp = case.logp()
-            layer.loaded = None
+            layer.loaded = q, s
         else:
             q, _ = quant.quantize(layer.weight, fmt.qmax, fmt.dtype, fmt.group)
             with put({"weight": layer.weight}, {"weight": q.to(layer.weight.dtype)}):
                 logp = case.logp()
         yield case.finding(name, logp)
+    for layer in low_bit:
+        layer.loaded = None
 
 
 def truncated_head(case: Case) -> Iterator[Finding]:
