@@ -387,8 +387,8 @@ class TaskFlags:
     """arith (generated sums; the default of embedded models); FILE.jsonl, .json or .parquet;
     hf:NAME/SPLIT (a data set); several of these with commas (a mix); FILE.py:CLASS (your own)."""
     columns: str = ""
-    """PROMPT,ANSWER: columns of the problem and of its answer, a.b for a nested one; empty: problem,
-    question or prompt, and answer, solution, reward_model.ground_truth, ..."""
+    """prompt=NAME,answer=NAME: columns of the problem and of its answer, a.b for a nested one;
+    default: problem, question or prompt; answer, solution, reward_model.ground_truth, ..."""
     reward: str = ""
     """Sum of parts, NAME*WEIGHT with commas: math (the last \\boxed{}), gsm8k, praxis, letter, boxed, think,
     FILE.py:FUNCTION (tasks/rewards.py); default math, letter where rows have choices, or the reward

@@ -22,7 +22,11 @@ def main(argv: list[str] | None = None) -> dict:
     """The report as a dictionary, which --out writes. UserError: one sentence."""
     if any(word.split("=")[0] == "--rollouts" for word in (sys.argv[1:] if argv is None else argv)):
         return doctor.main(argv)
-    cfg = parse_flags(ProbeFlags, argv, "python -m probe --model=FOLDER --key=value ...")
+    cfg = parse_flags(
+        ProbeFlags,
+        argv,
+        "python -m probe --model=FOLDER --key=value ...  (--rollouts=FILE --help: of a dump)",
+    )
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(ProbeFlags, argv)})
     if cfg.model.strip() and not cfg.model.startswith("base:"):
         cfg = fill(cfg, {"rollout_dtype": cfg.dtype})

@@ -27,7 +27,7 @@ from eval import write_result
 from machinery.flags import UserError, check_result, need, parse_flags
 from probe.gaps import by_length, by_prefix, distances, ess, k3
 from probe.verdicts import Evidence, judged
-from tasks.data import from_file
+from tasks.data import from_file, named_columns
 
 COLUMNS = {  # in order of preference
     "sampler": (
@@ -96,7 +96,7 @@ def read(path: str, columns: str = "") -> Dump:
     """The responses of a file. UserError: one sentence."""
     rows = from_file(path, "rollouts")
     need(rows, f"--rollouts={path}: no rows")
-    named = named_columns(columns)
+    named = named_columns(columns, COLUMNS)
     first = rows[0][1]
     need(isinstance(first, dict), f"--rollouts={path}: its rows are not objects with columns")
     at = {kind: named.get(kind) or column_of(kind, first) for kind in COLUMNS}
@@ -127,17 +127,6 @@ def read(path: str, columns: str = "") -> Dump:
     ids = None if any(part[2] is None for part in parts) else padded([part[2] for part in parts])
     length = np.array([len(part[0]) for part in parts])
     return Dump(padded([p[0] for p in parts]), padded([p[1] for p in parts]), length, ids, notes)
-
-
-def named_columns(text: str) -> dict[str, str]:
-    """--columns. UserError: one sentence."""
-    pairs = [part.partition("=") for part in text.split(",") if part]
-    for kind, _, name in pairs:
-        need(
-            kind in COLUMNS and name,
-            f"--columns={text}: write KIND=NAME with commas, where a kind is one of {', '.join(COLUMNS)}",
-        )
-    return {kind: name for kind, _, name in pairs}
 
 
 def column_of(kind: str, row: dict) -> str:

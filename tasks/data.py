@@ -2,8 +2,8 @@
 
     --task=FILE.jsonl | FILE.json | FILE.parquet | hf:NAME/SPLIT | hf:NAME@CONFIG/SPLIT | FILE.py:CLASS
 
-A row needs a prompt and an answer. Their columns are named by --columns=PROMPT,ANSWER (a.b looks
-into nested ones), or found: problem, question, prompt (a text, or messages {role, content});
+A row needs a prompt and an answer. Their columns are named by --columns=prompt=NAME,answer=NAME (a.b
+looks into nested ones), or found: problem, question, prompt (a text, or messages {role, content});
 answer, solution with a box, reward_model.ground_truth, answerKey, Correct Answer. Where a row has
 choices (`choices`, `options`, or GPQA's wrong answers) they are written below the question, and the
 answer becomes a letter. All columns reach the reward."""
@@ -40,7 +40,7 @@ ANSWERS = (
     "Correct Answer",
     "Answer",
 )
-NEEDS = "each row needs `problem` (or `question`, `prompt`) and `answer`, or name them with --columns=PROMPT,ANSWER"
+NEEDS = "each row needs `problem` (or `question`, `prompt`) and `answer`; --columns=prompt=NAME,answer=NAME names others"
 # never meant in an answer: \f, \b and the like, and \n in front of "u", "eq", "abla", "ot"
 CONTROL = r"[\x00-\x09\x0b-\x1f\x7f]|\n(?=u\b|eq\b|abla|ot\b)"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -264,15 +264,22 @@ def label_of(name: str, whole: bool = False) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def named_columns(text: str, kinds) -> dict[str, str]:
+    """Kind -> column, from the value of --columns: KIND=NAME with commas. UserError: one
+    sentence."""
+    pairs = [part.strip().partition("=") for part in text.split(",") if part]
+    for kind, _, name in pairs:
+        need(
+            kind in kinds and name,
+            f"--columns={text}: write KIND=NAME with commas, where a kind is one of {', '.join(kinds)}",
+        )
+    return {kind: name for kind, _, name in pairs}
+
+
 def columns_of(cfg: TaskFlags) -> tuple[str, str]:
-    """The columns of prompt and answer that --columns names; "" for one that it does not name.
-    UserError."""
-    names = [name.strip() for name in cfg.columns.split(",")] if cfg.columns else ["", ""]
-    need(
-        len(names) == 2,
-        f"--columns={cfg.columns}: write PROMPT,ANSWER; an empty one is found by its usual names",
-    )
-    return names[0], names[1]
+    """The columns of prompt and answer that --columns names; "" for one that it does not name."""
+    named = named_columns(cfg.columns, ("prompt", "answer"))
+    return named.get("prompt", ""), named.get("answer", "")
 
 
 def read_rows(
@@ -466,7 +473,7 @@ def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
     named = f"`{key}`" if key else "`problem` or `question`"
     raise UserError(
         f"{place}: no {named} text; add one"
-        + ("" if key else ", or name the column with --columns=PROMPT,ANSWER")
+        + ("" if key else ", or name the column with --columns=prompt=NAME")
     )
 
 
@@ -494,7 +501,7 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
     if key_name is not None or not (needed or key):
         return ""
     named = f"`{key}`" if key else "`answer`"
-    hint = "" if key else ", or name the column with --columns=PROMPT,ANSWER"
+    hint = "" if key else ", or name the column with --columns=answer=NAME"
     raise UserError(f"{place}: no {named} that is a text or a number; add one{hint}")
 
 

@@ -365,9 +365,9 @@ HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such f
 --task=fine.jsonl --reward=own.py:nosuch | --reward=own.py:nosuch: cannot be loaded (AttributeError ... fix the file
 --task=fine.jsonl --reward=own.py:raises | --reward=own.py:raises: on the first problem ... ZeroDivisionError: ... line
 --task=fine.jsonl --reward=own.py:text | --reward=own.py:text: on the first problem ... neither a finite number nor a
---task=fine.jsonl --columns=nosuch, | fine.jsonl, line 1: no `nosuch` text; add one
---task=fine.jsonl --columns=,nosuch | fine.jsonl, line 1: no `nosuch` that is a text or a number; add one
---task=fine.jsonl --columns=problem | --columns=problem: write PROMPT,ANSWER; an empty one is found by its usual names
+--task=fine.jsonl --columns=prompt=nosuch | fine.jsonl, line 1: no `nosuch` text; add one
+--task=fine.jsonl --columns=answer=nosuch | fine.jsonl, line 1: no `nosuch` that is a text or a number; add one
+--task=fine.jsonl --columns=problem | --columns=problem: write KIND=NAME with commas, where a kind is one of
 --task=fine.jsonl --prompt_template=Q | --prompt_template=Q: needs {problem} once, where the problem stands; or one of
 --task=fine.jsonl --chat_template=nosuch | --chat_template=nosuch: no such file; give auto, off, or a file of Jinja
 --task=fine.jsonl --chat_kwargs=x | --chat_kwargs=x: write name=value, with commas between, such as enable_thinking

@@ -372,7 +372,7 @@ def test_held_out_sets_need_not_have_the_columns_of_the_training_file(tmp_path):
     mine, other = tmp_path / "mine.jsonl", tmp_path / "other.jsonl"
     write(mine, {"text": "mine?", "gold": "1", "answer": "9"})
     write(other, {"problem": "other?", "answer": "2"})
-    cfg = cfg_of(task=str(mine), columns="text, gold", eval_task=f"{mine},{other}")
+    cfg = cfg_of(task=str(mine), columns="prompt=text, answer=gold", eval_task=f"{mine},{other}")
     usual = {"samples": 1, "temperature": 1.0, "max_tokens": 32}
     found = [one.task.problem("test", 0) for one in eval_sets(cfg, "eval_task", usual)]
     assert [(p.prompt.partition("\n")[0], p.answer) for p in found] == [("mine?", "1"), ("other?", "2")]
@@ -386,7 +386,7 @@ def test_a_class_of_ones_own_has_named_columns(tmp_path):
         "class T:\n    size = 1\n    def problem(self, split, index):\n"
         "        return {'text': 't', 'gold': '3', 'answer': '4'}\n",
     )
-    made = make_task(cfg_of(task=f"{own}:T", columns="text,gold", reward="math"))
+    made = make_task(cfg_of(task=f"{own}:T", columns="prompt=text,answer=gold", reward="math"))
     assert made.problem("train", 0).answer == "3"
 
 
@@ -571,7 +571,7 @@ def test_a_reward_of_ones_own_needs_no_answer(tmp_path):
     problems = [made.problem("test", i) for i in range(2)]
     assert [(p.answer, p.prompt.partition("\n")[0]) for p in problems] == [("", "p"), ("", "q")]
     assert made.rewards([Answer(p, "2", True) for p in problems])[0] == [0.0, 1.0]
-    for flags in ({"reward": f"{own}:score,math*0.5"}, {}, {"reward": f"{own}:score", "columns": ",gold"}):
+    for flags in ({"reward": f"{own}:score,math*0.5"}, {}, {"reward": f"{own}:score", "columns": "answer=gold"}):
         with pytest.raises(ValueError, match="x.json, row 1: no `.*` that is a text or a number"):
             make_task(cfg_of(task=task, **flags))
     unanswered = write(tmp_path / "two.py", ONE.format(n=3).replace('"answer": 3', '"n": 4'))

@@ -559,7 +559,7 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
 
 def test_a_remote_sampler_is_told_every_flag_of_task_and_prompts(tmp_path):
     file = str(table(tmp_path / "x.jsonl", "2"))
-    cfg = replace(make_cfg(max_tokens=8), task=file, reward="gsm8k*0.5,think", overlong=3, columns="problem,")
+    cfg = replace(make_cfg(max_tokens=8), task=file, reward="gsm8k*0.5,think", overlong=3, columns="prompt=problem")
     run = SimpleNamespace(context=20, stop_ids=[1], probe_ids=lambda: np.zeros((1, 3), int))
     said = describe_run(cfg, run, "policy", 0, 0, 1)
     own = {f.name for kind in (config.TaskFlags, config.PromptFlags) for f in fields(kind)}
