@@ -40,7 +40,7 @@ ANSWERS = (
     "Correct Answer",
     "Answer",
 )
-NEEDS = "each row needs `problem` (or `question`, `prompt`) and `answer`; --columns=prompt=NAME,answer=NAME names others"
+NEEDS = "a row needs `problem` (or `question`, `prompt`) and `answer`, or --columns=prompt=NAME,answer=NAME"
 # never meant in an answer: \f, \b and the like, and \n in front of "u", "eq", "abla", "ot"
 CONTROL = r"[\x00-\x09\x0b-\x1f\x7f]|\n(?=u\b|eq\b|abla|ot\b)"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
