@@ -107,14 +107,13 @@ class Ticket(NamedTuple):
 class DelaySource(LocalSource):
     """A LocalSource with one engine that plays `cfg.delay_samplers` delayed samplers in turn.
 
-    store: the folder of old versions. writes: whether this rank writes there, one of those that
-    share a disk. Every rank runs the same clock with the same draws."""
+    store: the folder of old versions, which the first rank writes. Every rank runs the same clock
+    with the same draws."""
 
-    def __init__(self, *args, cfg: Config, store: Path, writes: bool = True, **more):
+    def __init__(self, *args, cfg: Config, store: Path, **more):
         super().__init__(*args, **more)
         self.cfg = cfg
         self.store = Path(store)
-        self.writes = writes
         self.layout: checkpoint.Layout | None = None  # of a version's file, once there is one
         self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max)
         self.longest = (
@@ -144,7 +143,7 @@ class DelaySource(LocalSource):
         if self.broadcast and version - max(self.broadcast) < self.cfg.sync_every:
             return
         self.layout = self.layout or checkpoint.Layout(named_tensors)
-        if self.writes:
+        if self.rank == 0:
             self.layout.write(self.path(version), named_tensors)
         else:  # every rank must ask for every tensor, as often
             deque(named_tensors, maxlen=0)
@@ -163,7 +162,7 @@ class DelaySource(LocalSource):
         everywhere = set().union(*from_all(needed, own_group("delay")))
         for old in set(self.broadcast) - everywhere:
             del self.broadcast[old]
-            if self.writes:
+            if self.rank == 0:
                 self.path(old).unlink(missing_ok=True)
 
     def needed(self) -> set[int]:

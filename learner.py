@@ -71,7 +71,6 @@ class Comm:
         self.on = dist.is_initialized()
         self.rank = dist.get_rank() if self.on else 0
         self.size = dist.get_world_size() if self.on else 1
-        self.writes = self.rank == 0  # shared files of this disk; run.locked sets it on more disks
         self.device = device
 
     @classmethod

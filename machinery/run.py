@@ -241,9 +241,7 @@ def open_source(cfg: Config, run, comm, sleeps: bool = True):
     }
     if cfg.delay == "none":
         return LocalSource(*parts, **options)
-    return DelaySource(
-        *parts, cfg=cfg, store=run.folder / "versions", writes=comm.writes, **options
-    )
+    return DelaySource(*parts, cfg=cfg, store=run.folder / "versions", **options)
 
 
 def open_eval_engine(cfg: Config, run, comm):
@@ -273,20 +271,18 @@ WRITTEN += ("curves.png", "metrics.jsonl", "config.json")
 @contextmanager
 def locked(cfg: RunFlags, comm):
     """The run folder, checked and locked for this run while the context lasts. UserError: one
-    sentence.
-
-    Without a common file system each node has a folder, and its first rank writes the shared files
-    (comm.writes)."""
+    sentence. All nodes must see the folder."""
     with ExitStack() as stack:
         mark = secrets.randbits(48)
         if comm.rank == 0:
             stack.enter_context(claim_folder(cfg, mark))
         mark = int(comm.max([mark if comm.rank == 0 else 0])[0])
         lock = Path(cfg.out) / LOCK
-        if comm.rank and LOCAL_RANK == 0 and not (lock.exists() and lock.read_text() == str(mark)):
-            comm.writes = True
-            stack.enter_context(claim_folder(cfg, mark))
-        comm.barrier()
+        seen = comm.rank == 0 or (lock.exists() and lock.read_text() == str(mark))
+        need(
+            not comm.any(not seen),
+            f"--out={cfg.out}: some node does not see this folder; name one on a file system that all nodes share",
+        )
         yield
 
 
@@ -477,13 +473,13 @@ def model_folder(flag: str, cfg: Config, comm) -> str | None:
     if name == "none":
         return None
     if name.startswith("base:"):
-        return made_once(comm, comm.writes, lambda cached: warmstart.base_model(flag, name, cfg))
+        return made_once(comm, comm.rank == 0, lambda cached: warmstart.base_model(flag, name, cfg))
     folder = name
     if is_hub_id(name):
         folder = made_once(
             comm, LOCAL_RANK == 0, lambda cached: checkpoint.from_hub(flag, name, cached)
         )
-    return made_once(comm, comm.writes, lambda cached: checkpoint.text_folder(folder))
+    return made_once(comm, comm.rank == 0, lambda cached: checkpoint.text_folder(folder))
 
 
 def made_once(comm, first: bool, make) -> str:

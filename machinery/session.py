@@ -65,7 +65,7 @@ class Session:
             self.values = self.controllers.pop("values", {})
         self.saved_at = self.step
         self.saving: checkpoint.Saving | None = None  # the checkpoint that is being written
-        if comm.writes:
+        if comm.rank == 0:
             prepare_folder(self.run)
         comm.barrier()  # nobody writes there before
         self.log = Log(self.run.folder, cfg, self.step) if comm.rank == 0 else None

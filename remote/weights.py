@@ -1,8 +1,8 @@
-"""Published weights on disk: one file for all ranks that share it, written tensor by tensor.
+"""Published weights on disk: one file for all ranks, written tensor by tensor.
 HeteroRL, section 4.2.
 
 Gathered weights come one tensor after the other, and every rank must ask for each of them; the rank
-that writes (comm.writes: one of those that share a disk) puts it where it belongs and forgets it,
+that writes, the first one, puts it where it belongs and forgets it,
 so no rank holds a second model. That needs to know all names, types and shapes before: the first
 publication reads the stream twice. Next to the file lie its manifest and, over ZeroMQ, the
 delta from the file before; every rank maps all three.
@@ -25,7 +25,7 @@ from remote.account import VERSIONS, retain_weights, write_atomically
 
 
 class Store:
-    """The folder of published weights, the same for all ranks that share a disk.
+    """The folder of published weights, the same for all ranks.
 
     with_deltas: compare each file with the one before."""
 
@@ -40,7 +40,7 @@ class Store:
         """Write a version; (its file, when it was published). Collective. named_tensors: can be
         read more than once."""
         path = self.folder / f"v{version:06d}.safetensors"
-        if self.comm.writes:
+        if self.comm.rank == 0:
             self._write(path, named_tensors)
         else:
             for _ in range(1 if self.files else 2):  # as often as the rank that writes does

@@ -120,7 +120,7 @@ def test_ranks_that_have_the_same_weights_copy_them_once(run):
     def snapshots(sharded: bool) -> list:
         made = []
         for rank in range(3):
-            learner.comm, learner.sharded = SimpleNamespace(rank=rank, size=3, writes=rank == 0), sharded
+            learner.comm, learner.sharded = SimpleNamespace(rank=rank, size=3), sharded
             made.append(checkpoint.Snapshot(run, 3, learner, source, [], {}))
         return made
 

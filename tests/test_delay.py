@@ -227,10 +227,10 @@ def test_a_version_stays_on_disk_as_long_as_a_group_of_any_rank_waits_for_it(fol
 
 
 def test_nobody_holds_a_second_model(folders, tmp_path):
-    """A version is written and loaded tensor by tensor, once for both ranks of a disk, which ask for every tensor as
+    """A version is written and loaded tensor by tensor, once for both ranks, which ask for every tensor as
     often; where no broadcast is due, neither asks."""
     ranks = [delayed(folders, tmp_path / str(rank), sync_every=2) for rank in range(2)]
-    ranks[1].writes = False
+    ranks[1].rank = 1
     for source in ranks:
         streams = [Stream(add=v) for v in range(5)]
         for v, stream in enumerate(streams):

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +44,28 @@ def parameters_of(V, H, inner, layers, heads, kv, d, tied) -> int:
     """Parameters of a Qwen3: embedding, head, attention with its two norms of heads, gated MLP, norms."""
     attention = H * heads * d + 2 * H * kv * d + heads * d * H + 2 * d
     return V * H * (1 if tied else 2) + layers * (attention + 3 * H * inner + 2 * H) + H
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Plans without activations, which take a second each: the test is about other categories."""
+    none = footprint.Activations({"policy": 0, "actor": 0}, 0, 0)
+    monkeypatch.setattr(plan, "measure", lambda cfg, configs, *batch: none)
+    monkeypatch.setattr(plan, "publishing", lambda *args: 0)
+
+
+@pytest.fixture
+def measured_once(monkeypatch):
+    """Activations are measured once for each of the flags of the learner."""
+    measure, known = plan.measure, {}
+
+    def remembered(cfg, configs, *batch):
+        key = repr((cfg.micro_tokens, cfg.gradient_checkpointing, configs, batch))
+        if key not in known:
+            known[key] = measure(cfg, configs, *batch)
+        return known[key]
+
+    monkeypatch.setattr(plan, "measure", remembered)
 
 
 def test_states_by_hand():
@@ -204,7 +227,7 @@ def test_a_proof_by_hand():
     assert made == max(2 * 4 * V * 512, footprint.of_proof(usual, wide, ids, gathered=False))
 
 
-def test_vllm_sleeps_on_a_gpu():
+def test_vllm_sleeps_on_a_gpu(unmeasured):
     gpu = dict(objective="grpo", rollout="vllm", rollout_memory=0.5)
     made = plan.plan_of(make_cfg(**gpu), {"policy": small()}, 37, 1, gpu_gib=10.0)
     assert made.categories["engine"] == 5 * plan.GIB
@@ -215,7 +238,7 @@ def test_vllm_sleeps_on_a_gpu():
         assert plans_of_it.of_stage("evaluate") == plans_of_it.of_stage("roll out")
 
 
-def test_an_engine_that_sleeps_with_its_weights_lays_them_down_in_the_host():
+def test_an_engine_that_sleeps_with_its_weights_lays_them_down_in_the_host(unmeasured):
     gpu = dict(objective="grpo", rollout="vllm", rollout_memory=0.5, rollout_dtype="bfloat16")
 
     def host(gpu_gib=10.0, **changes):
@@ -229,7 +252,7 @@ def test_an_engine_that_sleeps_with_its_weights_lays_them_down_in_the_host():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "hf"])
-def test_remote_samplers_have_the_engine(engine):
+def test_remote_samplers_have_the_engine(engine, unmeasured):
     cfg = make_cfg(objective="grpo", rollout=engine, rollout_memory=0.5, max_tokens=90)
     here, remote = (
         plan.plan_of(replace(cfg, samplers=samplers), {"policy": small()}, 37, 1, gpu_gib=10.0)
@@ -239,7 +262,7 @@ def test_remote_samplers_have_the_engine(engine):
     assert here.of_stage("roll out") - remote.of_stage("roll out") == here.categories["engine"]
 
 
-def test_an_engine_takes_what_it_needs_where_its_share_is_less():
+def test_an_engine_takes_what_it_needs_where_its_share_is_less(unmeasured):
     cfg = make_cfg(objective="grpo", rollout="vllm", rollout_memory=0.5, max_tokens=90)
     P, of_a_token = P_SMALL, 2 * 6 * 2 * 24 * 4  # keys and values, layers, heads, size, float32
     engine = plan.plan_of(cfg, {"policy": small()}, 37, 2, gpu_gib=1e-4).categories["engine"]
@@ -250,7 +273,7 @@ def test_an_engine_takes_what_it_needs_where_its_share_is_less():
     assert torchs.categories["engine"] == 4 * P + 32 * 127 * of_a_token  # a cache for a rank's responses
 
 
-def test_an_evaluation_by_hand():
+def test_an_evaluation_by_hand(unmeasured):
     """Nothing more of what samples; of the other a second engine, or a cache in plain torch, and under FSDP a copy."""
     of_a_token = 2 * 6 * 2 * 24 * 4
     two = {"policy": small(), "actor": small(num_hidden_layers=3, layer_types=["full_attention"] * 3)}
@@ -280,7 +303,7 @@ def test_an_evaluation_by_hand():
     assert evaluation(one, eval_engine="torch", **longer) == (37 + longer["max_tokens"]) * of_a_token
 
 
-def test_a_second_engine_stays():
+def test_a_second_engine_stays(unmeasured):
     """Of the policy, whose weights it needs at the least; one engine of a process can sleep, and that is the first."""
     two = {"policy": small(), "actor": small(num_hidden_layers=3, layer_types=["full_attention"] * 3)}
     usual = dict(objective="tis", actor="base:actor", rollout="vllm", rollout_memory=0.25, max_tokens=90)
@@ -296,7 +319,7 @@ def test_a_second_engine_stays():
         assert stages(gpu_gib, eval_engine="second", eval_every=-1) == without
 
 
-def test_without_evaluations_it_may_fit():
+def test_without_evaluations_it_may_fit(measured_once):
     """A whole copy of the policy on each of 8 ranks is what it takes most memory for."""
     cfg = make_cfg(actor="base:actor", max_tokens=20, micro_tokens=60, parallel="fsdp", eval_problems=4000)
     two = {"policy": small(), "actor": small(num_hidden_layers=1, layer_types=["full_attention"])}
@@ -310,18 +333,9 @@ def test_without_evaluations_it_may_fit():
 BIG = dict(objective="grpo", max_tokens=400, micro_tokens=8000, train_batch=256, rollout_batch=256)
 
 
-def test_what_would_make_it_fit_is_tried_in_order(monkeypatch):
+def test_what_would_make_it_fit_is_tried_in_order(measured_once):
     cfg = make_cfg(**BIG)
     configs = {"policy": small()}
-    measure, known = plan.measure, {}
-
-    def measured_once(cfg, configs, *batch):
-        key = repr((cfg, batch))
-        if key not in known:
-            known[key] = measure(cfg, configs, *batch)
-        return known[key]
-
-    monkeypatch.setattr(plan, "measure", measured_once)  # each takes seconds, and the same come again
     usual = plan.plan_of(cfg, configs, 37, 2)
     fits, says = plan.verdict(cfg, configs, 37, usual, usual.peak / plan.GIB)
     assert fits and "it fits" in says
@@ -347,7 +361,7 @@ def test_ranks_that_do_not_divide_the_batch_are_not_proposed():
     assert [n for flag, _, n in plan.mends(cfg, 20, 1) if "ranks" in flag] == [2, 4]
 
 
-def test_what_does_not_help_is_not_proposed():
+def test_what_does_not_help_is_not_proposed(measured_once):
     """vLLM sleeps in the update, so a smaller share of the GPU does not make that smaller."""
     cfg = make_cfg(**BIG, rollout="vllm", rollout_memory=0.6)
     gpu_gib = 0.3
@@ -358,18 +372,20 @@ def test_what_does_not_help_is_not_proposed():
     )
 
 
-def test_the_longest_row_is_the_longest_that_fits():
+def test_the_longest_row_is_the_longest_that_fits(monkeypatch):
     """Or shorter, by no more than a hundredth of the memory. Where the context fits, it is that; where no token, 0."""
     cfg = make_cfg(**{**BIG, "micro_tokens": 64}, rollout="hf")
     configs = {"policy": small(max_position_embeddings=200)}
 
     def peak(length):
-        return plan.plan_of(replace(cfg, max_tokens=length - 37), configs, 37, 1).peak
+        return 10**6 + 3000 * length + 40 * length**2
 
-    at_110, context = peak(110), peak(200)
-    found = plan.longest_row(cfg, configs, 37, 1, (at_110 + 10) / plan.GIB)
-    assert 90 < found <= 110 and 0.99 * at_110 < peak(found) <= at_110 < peak(111) < context
-    assert plan.longest_row(cfg, configs, 37, 1, context / plan.GIB) == 200
+    monkeypatch.setattr(
+        plan, "plan_of", lambda cfg, configs, prompt, *more: SimpleNamespace(peak=peak(prompt + cfg.max_tokens))
+    )
+    found = plan.longest_row(cfg, configs, 37, 1, (peak(110) + 10) / plan.GIB)
+    assert 100 < found <= 110 and 0.99 * peak(110) < peak(found)
+    assert plan.longest_row(cfg, configs, 37, 1, peak(200) / plan.GIB) == 200
     assert plan.longest_row(cfg, configs, 37, 1, (peak(38) - 10) / plan.GIB) == 0
     assert plan.longest_row(cfg, configs, 200, 1, 80.0) == 0  # a prompt as long as the context
 

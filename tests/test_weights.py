@@ -84,11 +84,11 @@ def test_nobody_holds_a_second_model(tmp_path):
 
 
 class Rank(Comm):
-    """Of a learner whose ranks are threads and share a disk."""
+    """Of a learner with threads as ranks."""
 
     def __init__(self, rank, meet, values):
         super().__init__()
-        self.rank, self.size, self.writes = rank, 2, rank == 0
+        self.rank, self.size = rank, 2
         self.meet, self.all = meet, values
 
     def max(self, values):

@@ -12,10 +12,7 @@
 
 Everything is copied to the host between two updates (Snapshot), and a thread writes it while the
 run goes on (Saving): under a temporary name, which is renamed once. A checkpoint is complete or
-absent. Digests find later damage, and the checkpoint before it is used.
-
-Nodes without a common file system each have such a folder, with the files that their own ranks
-write; at a resume they send each other what they lack (complete)."""
+absent. Digests find later damage, and the checkpoint before it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ import functools
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -56,7 +52,6 @@ from machinery.checkpoint.models import (
 )
 from machinery.checkpoint.shards import (
     Copies,
-    complete,
     from_all,
     read_shards,
     saving_group,
@@ -75,7 +70,6 @@ __all__ = [
     "check_family",
     "check_rows",
     "check_weights",
-    "complete",
     "from_hub",
     "load_model",
     "one_sentence",
@@ -148,7 +142,6 @@ class Snapshot:
         self.run = run
         self.final = Path(run.cfg.out) / "checkpoints" / f"step_{step:06d}"
         self.rank = learner.comm.rank
-        self.writes = learner.comm.writes  # the first rank on its disk
         self.group = saving_group()
         shared = {
             "format": FORMAT,
@@ -203,7 +196,7 @@ def write(snapshot: Snapshot) -> Path:
         spare = Path(tempfile.gettempdir()) / f"{run}-{final.name}"
         saved_there = not write_at(spare, snapshot)
         raise UserError(not_written(final, why, spare if saved_there else None))
-    if snapshot.writes:
+    if snapshot.rank == 0:
         for old in folders(cfg.out)[: -cfg.keep]:
             if old.is_symlink():
                 old.unlink()
@@ -219,7 +212,7 @@ def write_at(final: Path, snapshot: Snapshot) -> str:
     rank, group = snapshot.rank, snapshot.group
     scratch = final.with_name(final.name + ".writing")
     attempt = Attempt(group)
-    if snapshot.writes:
+    if snapshot.rank == 0:
         attempt(shutil.rmtree, scratch, ignore_errors=True)
         attempt(scratch.mkdir, parents=True)
     if attempt.failed():
@@ -237,13 +230,13 @@ def write_at(final: Path, snapshot: Snapshot) -> str:
         attempt((scratch / "learner.pt").write_bytes, snapshot.shared)
     attempt((scratch / f"rank{rank}.pt").write_bytes, snapshot.own)
     digests = from_all(attempt(digests_of, scratch, rank), group)
-    if not attempt.failed() and snapshot.writes:
+    if not attempt.failed() and rank == 0:
         attempt(seal, scratch, digests)
         attempt(shutil.rmtree, final, ignore_errors=True)
         attempt(os.replace, scratch, final)
         attempt(flush, final.parent)
     failed = attempt.failed()
-    if snapshot.writes and failed:
+    if rank == 0 and failed:
         shutil.rmtree(scratch, ignore_errors=True)
     return attempt.why if failed else ""
 
@@ -366,15 +359,8 @@ def writer_of(path: Path) -> int:
 
 
 def seal(folder: Path, digests: list[dict]) -> None:
-    """Write digests.json from those of each rank, of the files on this disk, and the folders onto
-    it."""
-    joined = {
-        name: known
-        for part in digests
-        if part
-        for name, known in part.items()
-        if (folder / name).is_file()
-    }
+    """Write digests.json from the digests of each rank, and flush the folders."""
+    joined = {name: known for part in digests if part for name, known in part.items()}
     text = json.dumps(dict(sorted(joined.items())), indent=1)
     (folder / "digests.json").write_text(text + "\n", encoding="utf-8")
     for path in (
@@ -440,29 +426,18 @@ def newest(out: Path | str, part: str = "") -> Path | None:
 
 
 def to_resume(cfg: Config, comm) -> Path | None:
-    """The checkpoint to resume from, the same on every rank, and whole on every disk; None if the
-    run was killed before its first.
+    """The checkpoint to resume from, the same on every rank; None if the run was killed before its
+    first.
 
-    UserError: checkpoints were deleted, a disk has none, or it cannot be dealt out to this number
-    of ranks."""
-    chosen = newest(cfg.out) if comm.writes else None  # one rank of a disk reads all bytes
-    number = int(chosen.name[5:]) if chosen else -1
-    minus_oldest, newest_of_all = comm.max([-number, number] if comm.writes else [-math.inf, -1])
-    number = -int(minus_oldest)  # the newest that all disks have
-    message = f"--resume: {cfg.out} has no whole checkpoint on some node's disk; bring its part"
-    need(number >= 0 or newest_of_all < 0, message)
+    UserError: checkpoints were deleted, or it cannot be dealt out to this number of ranks."""
+    chosen = newest(cfg.out) if comm.rank == 0 else None  # it reads all bytes
+    number = int(comm.max([int(chosen.name[5:]) if chosen else -1])[0])
     if number < 0:
         if comm.rank == 0:
             check_none_lost(cfg.out)
         return None
     folder = Path(cfg.out) / "checkpoints" / f"step_{number:06d}"
-    complete(folder, comm)
     before = shared_by_ranks(folder, mmap=True)["n_ranks"]
-    lost = [i for i in range(before) if not (folder / f"rank{i}.pt").is_file()]
-    need(
-        not lost,
-        f"--resume: {folder} lacks the files of rank {min(lost, default=0)} and its node; copy them there",
-    )
     need(
         before == comm.size or (cfg.delay == "none" and cfg.samplers == "local"),
         f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; each has samplers of its "

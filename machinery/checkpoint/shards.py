@@ -24,9 +24,6 @@ warnings.filterwarnings(
 )
 
 
-PIECE = 64 * 2**20  # bytes of a file that are sent at once
-
-
 def saving_group():
     """The process group of checkpoints, which a thread writes."""
     return own_group("checkpoints")
@@ -53,52 +50,6 @@ def from_all(x, group) -> list:
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, x, group=group)
     return values
-
-
-def complete(folder: Path, comm) -> None:
-    """Give every disk all files of a checkpoint, where the nodes have no common file system.
-    Collective.
-
-    Each missing file comes from the first rank that has it, in pieces of 64 MiB."""
-    if comm.size == 1:
-        return
-    group = saving_group()
-    missing_files = (
-        sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-        if comm.writes
-        else None
-    )
-    on_disks = [names for names in from_all(missing_files, group) if names is not None]
-    owners = {}
-    for rank, names in enumerate(from_all(missing_files, group)):
-        for name in names or ():
-            owners.setdefault(name, rank)
-    for name, owner in owners.items():
-        if all(name in names for names in on_disks):
-            continue
-        lacks = comm.writes and name not in missing_files
-        _send(folder / name, owner, lacks, comm, group)
-
-
-def _send(path: Path, owner: int, lacks: bool, comm, group) -> None:
-    """One file from the rank `owner` to those that lack it. Collective."""
-    size = from_all(path.stat().st_size if comm.rank == owner else 0, group)[owner]
-    part = path.with_name(path.name + ".coming")
-    source = open(path, "rb") if comm.rank == owner else None  # noqa: SIM115  closed below
-    if lacks:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    target = open(part, "wb") if lacks else None  # noqa: SIM115
-    for start in range(0, size, PIECE):
-        piece = torch.empty(min(PIECE, size - start), dtype=torch.uint8)
-        if source:
-            source.readinto(piece.numpy())
-        dist.broadcast(piece, owner, group=group)
-        if target:
-            target.write(piece.numpy())
-    for file in filter(None, (source, target)):
-        file.close()
-    if lacks:
-        part.replace(path)
 
 
 class Copies:

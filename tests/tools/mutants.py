@@ -135,7 +135,7 @@ TESTS = {
     ],
     "machinery/checkpoint/shards.py": [
         *CHECKPOINT,
-        "test_train.py::test_two_nodes_without_a_common_file_system_train_save_and_resume",
+        "test_train.py::test_two_ranks_train_and_resume_on_any_number",
     ],
     "model/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
     "machinery/checkpoint/state.py": ["test_checkpoint.py"],
@@ -821,7 +821,7 @@ MUTANTS = {
         ("control = re.search(CONTROL, answer) if needed else None", "control = re.search(CONTROL, answer)"),
         ('not needed or braces.count("{") == braces.count("}")', "True"),
         ('if flag == "eval_task" and raw', "if False and raw"),
-        ("*self.keys, needed=self.needed", "needed=self.needed"),
+        ("*self.columns, needed=self.needed", "needed=self.needed"),
         ("        random.Random(prompt).shuffle(listed)", "        pass"),
         ('random.Random(f"{self.seed}/{epoch}").shuffle(self.order)', "random.Random(self.seed).shuffle(self.order)"),
         ("if not limit or n <= limit]", "if not limit or n < limit]"),
@@ -911,7 +911,6 @@ MUTANTS = {
         ('    read_shards(learner, folder / "shards")\n', "    pass\n"),
         ('shared.get("format") == FORMAT,', "True,"),
         ("        before == comm.size or (", "        True or ("),
-        ("    number = -int(minus_oldest)  # the newest that all disks have", "    number = int(newest_of_all)"),
         ('    match = re.fullmatch(r"rank(\\d+)\\.pt|__(\\d+)_\\d+\\.distcp", path.name)', "    match = None"),
         (
             '            "source": source.dealt([state["source"] for state in states]),',
@@ -937,7 +936,6 @@ MUTANTS = {
         ('local.to("cpu", copy=True)', 'local.to("cpu")'),
         ("return further_group(dist.group.WORLD, use) if", "return further_group(dist.group.WORLD, 0) if"),
         ("        if key not in self.made:", "        if True:"),
-        ("        if all(name in names for names in on_disks):", "        if True:"),
     ],
     "machinery/checkpoint/state.py": [
         (
@@ -1054,7 +1052,7 @@ MUTANTS = {
         ('key=lambda row: -row["sampled"])', 'key=lambda row: row["sampled"])'),
         ('rows.sort(key=lambda row: -row["explained"])', 'rows.sort(key=lambda row: row["explained"])'),
         ("for name, x in kept.items():", "for name, x in ():"),
-        ("            layer.loaded = None", "            pass"),
+        ("            layer.loaded = q, s\n", "            pass\n"),
         ('case.logp(temperature=1.0, cut="none"), case.logp())', 'case.logp(temperature=1.0, cut="none"))'),
         ("noise.sum() > RANDOM * left.sum()", "noise.sum() >= 0"),
     ],
