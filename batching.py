@@ -1,12 +1,12 @@
-"""From ragged groups to padded tensors: the one place where anything is padded.
+"""Batching: pad ragged groups into tensors, and split batches into micro-batches.
 
-A batch is B responses, each laid out as prompt then response then padding, so that causal attention
-needs no mask: padding lies behind everything that could look at it. Quantities of response tokens
-are (B, T); position t of a row is its t-th response token, whatever the length of its prompt.
+A batch is B rows of prompt, response and padding, in this order, so that causal attention needs no
+mask: no prompt or response token attends to padding. Quantities of response tokens are (B, T);
+position t is the t-th response token, independent of the prompt length.
 
     collate            groups -> Batch
-    micro_batches      rows of a batch -> micro-batches within a budget of tokens
-    write_ref_columns  the learner's ref pass, stored with the groups
+    micro_batches      rows of a batch -> micro-batches within a token budget
+    write_ref_columns  store the results of the ref pass with the groups
 """
 
 from __future__ import annotations
@@ -24,35 +24,34 @@ from sampling import Sampling
 
 @dataclass
 class Batch:
-    """B responses of whole or partial groups. None: not known (yet)."""
+    """B responses of whole or partial groups. None: not computed."""
 
     ids: torch.Tensor  # (B, S) int64     prompt + response, padded on the right with 0
     prompt_len: torch.Tensor  # (B,) int64
     length: torch.Tensor  # (B,) int64       response tokens
     group: torch.Tensor  # (B,) int64       index of the group inside this rank's batch
     reward: torch.Tensor  # (B,) float32
-    cut: torch.Tensor  # (B,) bool       ended by --max_tokens
-    spread: torch.Tensor  # (B,) bool       the rewards of its group differ
-    adv: torch.Tensor  # (B, 1) float32   advantage: the same for every token of a response
+    cut: torch.Tensor  # (B,) bool       truncated at --max_tokens
+    spread: torch.Tensor  # (B,) bool       the rewards of the response's group differ
+    adv: torch.Tensor  # (B, 1) float32   advantage, the same for all tokens of a response
     sampling: torch.Tensor  # (B, 4) float32   the learner's temperature, top_p, top_k, min_p
     staleness: torch.Tensor  # (B, 2) float32   age of the sampling weights: in updates, in seconds
     tokens: torch.Tensor  # (B, T) int64     response tokens
     mask: torch.Tensor  # (B, T) bool      tokens that may carry a gradient
-    logp_inf: torch.Tensor  # (B, T) float32   as the engine sampled them
+    logp_inf: torch.Tensor  # (B, T) float32   computed by the engine while sampling
     # (B, T) float64 OBRS's draws, a function of (seed, uid, response, position)
     mask_uniforms: torch.Tensor
-    # (B, T, 1 + K (+ K)) sampled token, engine's top-K (, learner's own top-K)
+    # (B, T, 1 + K (+ K)) sampled token, engine's top-K (, policy's top-K)
     support_ids: torch.Tensor
-    support_logp: torch.Tensor  # the same shape: log p_inf there, -inf for a token already listed
-    # (B, T) float32 the engine's K-th probability: no token outside the support has more
+    support_logp: torch.Tensor  # same shape: log p_inf of support_ids, -inf for duplicates
+    # (B, T) float32 the engine's K-th probability, a bound on p_inf outside the support
     p_kth: torch.Tensor
-    routed: torch.Tensor | None = (
-        None  # (B, S, layers, k) int16: experts of each token that the engine read, else -1
-    )
+    # (B, S, layers, k) int16: experts of each token that the engine processed, else -1
+    routed: torch.Tensor | None = None
     allowed: list | None = (
         None  # B pairs (offsets, ids): the tokens that truncated sampling allowed
     )
-    # the ref columns: from the learner's pass at the start of this step's updates (names of
+    # ref columns: results of the ref pass before the updates on this rollout batch (names of
     # model.TokenStats + "_ref")
     logp_ref: torch.Tensor | None = None  # (B, T)
     support_logp_ref: torch.Tensor | None = None  # (B, T, ...) policy on the support
@@ -65,9 +64,8 @@ class Batch:
     kl_after_ref: torch.Tensor | None = (
         None  # (B, T)    KL(p_ref || distribution of the accepted tokens)
     )
-    logp_start: torch.Tensor | None = (
-        None  # (B, T)    of the frozen model that the run started from
-    )
+    # (B, T)    log-probability under the frozen model that the run started from
+    logp_start: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.length)
@@ -79,14 +77,14 @@ class Batch:
 
     @property
     def exists(self) -> torch.Tensor:
-        """(B, T) bool: real response tokens, whether or not they carry a gradient."""
+        """(B, T) bool: response tokens, with or without gradient; False on padding."""
         return (
             torch.arange(self.tokens.shape[1], device=self.length.device)[None]
             < self.length[:, None]
         )
 
     def select(self, rows) -> Batch:
-        """The rows given, trimmed to their longest."""
+        """A batch of these rows, trimmed to the longest row."""
         rows = torch.as_tensor(rows, dtype=torch.long, device=self.length.device)
         T = max(1, int(self.length[rows].max()))
         S = int((self.prompt_len + self.length)[rows].max())
@@ -144,13 +142,13 @@ def grpo_no_std(reward):
 
 
 def rloo(reward):
-    """R minus the mean of the others = G / (G - 1) (R - mean)."""
+    """R - mean of the group's remaining rewards = G / (G - 1) (R - mean)."""
     return grpo_no_std(reward) * (len(reward) / max(1, len(reward) - 1))
 
 
 def maxrl(reward):
-    """(R - mean) / mean, of rewards that are not negative: the more, the harder the problem. MaxRL
-    (arXiv 2602.02710), prime-rl."""
+    """(R - mean) / mean, of nonnegative rewards: larger for harder problems. MaxRL (arXiv
+    2602.02710), prime-rl."""
     mean = reward.mean()
     return grpo_no_std(reward) / mean if mean > 0 else torch.zeros_like(reward)
 
@@ -169,11 +167,10 @@ def advantage_of(reward, cfg: ObjectiveFlags):
 
 
 def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0.0) -> Batch:
-    """Pad whole groups into one batch: advantages by group, mask uniforms, and the groups' ref
-    columns.
+    """Pad whole groups into one batch, with advantages, mask uniforms and the groups' ref columns.
 
-    version, now: the learner's updates and clock, from which staleness is measured. UserError:
-    allowed sets are to be replayed and a group has none."""
+    version, now: the learner's version and clock, to compute staleness. UserError:
+    --keep_sampling_mask=replay, and a group has no recorded allowed sets."""
     pairs = [(g, r) for g in groups for r in g.responses]
     responses = [r for _, r in pairs]
     T = max(1, *(len(r.tokens) for r in responses))
@@ -221,7 +218,7 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
 
 
 def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
-    """Sequences (R, L) as a batch that scores every token but the first, at temperature 1."""
+    """Convert sequences (R, L) to a batch that scores tokens 1 to L - 1, at temperature 1."""
     nothing = {
         "topk_ids": np.zeros((ids.shape[1] - 1, 0), np.int32),
         "topk_logp": np.zeros((ids.shape[1] - 1, 0)),
@@ -237,15 +234,14 @@ def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
 
 
 def trained_tokens(r: Response, cfg: ObjectiveFlags) -> np.ndarray:
-    """The tokens of a response that the loss is about, bool (L,): none of a response that was cut,
-    with --mask_cut."""
+    """The loss mask of a response, bool (L,); with --mask_cut all False if truncated."""
     masked = cfg.mask_cut and r.finish_reason == "length"
     return np.zeros_like(r.loss_mask) if masked else r.loss_mask
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:
-    """(B, T, ...) from B arrays (length, ...), padded at the end; T = 0: the longest. dtype:
-    float32, or of `fill`."""
+    """Pad B arrays (length, ...) at the end to (B, T, ...); T = 0: the longest length. dtype:
+    default float32, or bool if `fill` is."""
     T = T or max(len(row) for row in rows)
     dtype = dtype or (np.bool_ if isinstance(fill, bool) else np.float32)
     out = np.full((len(rows), T) + rows[0].shape[1:], fill, dtype)
@@ -255,15 +251,13 @@ def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tenso
 
 
 def support_logp(r) -> np.ndarray:
-    """log p_inf on a response's support (L, 1 + K); a sampled token that is in the top-K is listed
-    once, not twice."""
+    """log p_inf on a response's support (L, 1 + K); -inf in column 0 if it is also in the top-K."""
     listed = (r.topk_ids == r.tokens[:, None]).any(1)
     return np.column_stack([np.where(listed, -np.inf, r.logp_inf), r.topk_logp])
 
 
 def allowed_sets(pairs, cfg: SamplingFlags) -> list | None:
-    """The (offsets, ids) that truncated sampling allowed each response, where the learner is to
-    replay them."""
+    """(offsets, ids) of the allowed tokens of each response, to replay; None without replay."""
     if cfg.keep_sampling_mask != "replay" or not any(g.sampling.truncates for g, _ in pairs):
         return None
     missing = next((g for g, r in pairs if r.allowed_ids is None), None)
@@ -276,8 +270,8 @@ def allowed_sets(pairs, cfg: SamplingFlags) -> list | None:
 
 
 def routed(pairs, S: int) -> torch.Tensor:
-    """The experts that the engine chose, (B, S, layers, k) int16; -1 for the last token, which it
-    did not read."""
+    """The experts that the engine chose, (B, S, layers, k) int16; -1 for the last token, which the
+    engine does not process, and for padding."""
     missing = next((g for g, r in pairs if r.routed is None), None)
     if missing is not None:
         raise UserError(
@@ -288,8 +282,8 @@ def routed(pairs, S: int) -> torch.Tensor:
 
 
 def scored_with(sampling, keep_sampling_mask: str) -> list[float]:
-    """How the learner scores a group: its temperature always, its truncation only where it is
-    recomputed."""
+    """The learner's temperature, top_p, top_k and min_p for a group; no truncation unless
+    --keep_sampling_mask=recompute."""
     if keep_sampling_mask == "recompute":
         return [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]
     return [sampling.temperature, 1.0, 0.0, 0.0]
@@ -301,11 +295,11 @@ def scored_with(sampling, keep_sampling_mask: str) -> list[float]:
 
 
 def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int]], int]:
-    """(rows of each micro-batch, longest first; tokens of all of them together).
+    """(rows of each micro-batch, longest first; total number of tokens).
 
-    A micro-batch has at most `budget` tokens, or one row. Padding counts: n rows make n times their
-    longest prompt and response. With `share` the rows of a group stand together and their prompt is
-    read once: n times the longest response, and the longest prompt once a group."""
+    A micro-batch has at most `budget` tokens, or one row. Padding counts: n rows cost n times the
+    longest prompt and response. With `share` the rows of a group are adjacent and their prompt is
+    processed once: n times the longest response, plus the longest prompt once per group."""
     prompt, response, group = (x.tolist() for x in (batch.prompt_len, batch.length, batch.group))
     width = response if share else [p + n for p, n in zip(prompt, response, strict=True)]
 
@@ -325,8 +319,7 @@ def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int
 
 
 def longest_first(width: list[int], group: list[int], share: bool) -> list[int]:
-    """The rows in falling width; with `share` whole groups in falling width of their longest
-    row."""
+    """Row indices by decreasing width; with `share`, whole groups by decreasing longest width."""
     rows = range(len(width))
     if not share:
         return sorted(rows, key=lambda r: -width[r])
@@ -342,8 +335,8 @@ def longest_first(width: list[int], group: list[int], share: bool) -> list[int]:
 
 
 def write_ref_columns(groups: list[Rollout], columns: dict[str, torch.Tensor]) -> None:
-    """Store the learner's ref pass with the groups, ragged again. columns: name -> (B, T, ...) in
-    collate's order."""
+    """Store the results of the ref pass with the groups, without padding. columns: name -> (B, T,
+    ...) in the order of `collate`."""
     host = {name: x.cpu().numpy() for name, x in columns.items()}
     b = 0
     for g in groups:

@@ -1,6 +1,6 @@
-"""Corrections: a weight and a keep-mask for each token or response that another policy sampled.
+"""Corrections: a weight and a keep-mask for each token or response that a different policy sampled.
 
-    loss = - reduce( keep * sg(weight) * surrogate )          weight and keep come from here
+    loss = - reduce( keep * sg(weight) * surrogate )          this file computes weight and keep
 
     log_r = log p_ref - log p_inf        inf: the policy that sampled; ref: the learner before the first
                                          update on this rollout batch
@@ -11,12 +11,12 @@
 Log-ratios are clamped to +- `clamp` (`--log_ratio_clamp`, 20) before exp, sequence sums after
 summing.
 
-Each correction is a pure function of tensors and numbers, and a row in CORRECTIONS. A new
-correction is a function and a row. Functions are called by parameter name: log_r, mask, adv, clamp
-and the like are tensors and numbers of the batch, and every other parameter is the flag of that
-name. Defaults of is_cap, rs_low and rs_high are the defaults of the flags. The first line of the
-docstring is the entry in `python objectives.py`. OBRS, Jackpot's correction, has its own file
-(obrs.py)."""
+Each correction is a pure function of tensors and numbers, and a row in CORRECTIONS. To add a
+correction, add a function and a row. Arguments are passed by parameter name: log_r, mask, adv,
+clamp and the like are tensors and numbers of the batch; every other parameter is the flag with
+its name. Defaults of is_cap, rs_low and rs_high are the defaults of the flags. `python
+objectives.py` prints the first paragraph of each docstring. OBRS, Jackpot's correction, is in
+obrs.py."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from machinery.flags import UserError, choice, need
 from sampling import Sampling
 
 CLAMP = obrs.CLAMP
-KPOP_EDGE = 1e-6  # probabilities lie at least this far from 0 and 1
+KPOP_EDGE = 1e-6  # probabilities are clamped to [edge, 1 - edge]
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ratios from log-ratios (B, T): per token, or one number a response (B, 1)
+# Ratios from log-ratios (B, T): per token, or one number per response (B, 1)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -52,24 +52,23 @@ def seq_ratio(log_r, mask, clamp=CLAMP):
 
 
 def prefix_ratio(log_r, mask, clamp=CLAMP):
-    """R_t = exp(sum_{s<=t} log_r_s), (B, T): a response's ratio up to each token, that token with
-    it."""
+    """R_t = exp(sum_{s<=t} log_r_s), (B, T): the ratio of the tokens up to and including t."""
     return token_ratio((log_r * mask).cumsum(1), clamp)
 
 
 def geo_ratio(log_r, mask, clamp=CLAMP):
-    """exp(mean_t log_r) = R^(1/T), (B, 1): the same whatever the length."""
+    """exp(mean_t log_r) = R^(1/T), (B, 1): the geometric mean of the token ratios."""
     return token_ratio(seq_mean(log_r, mask), clamp)
 
 
 def token_k2(log_r, clamp=CLAMP):
-    """(log r)^2 / 2, (B, T): each token's share of the k2 estimate of KL(inf || ref). Schulman."""
+    """(log r)^2 / 2, (B, T): each token's term in the k2 estimate of KL(inf || ref). Schulman."""
     return log_r.clamp(-clamp, clamp) ** 2 / 2
 
 
 def token_k3(log_r, clamp=CLAMP):
-    """r - 1 - log r >= 0, (B, T): each token's share of the k3 estimate of KL(inf || ref)."""
-    x = log_r.clamp(-clamp, clamp).double()  # near 0 the two terms cancel: x^2 / 2 is left
+    """r - 1 - log r >= 0, (B, T): each token's term in the k3 estimate of KL(inf || ref)."""
+    x = log_r.clamp(-clamp, clamp).double()  # near 0 the two terms cancel to x^2 / 2
     return (torch.expm1(x) - x).to(log_r.dtype)
 
 
@@ -84,22 +83,21 @@ def seq_mean(x, mask):
 
 
 def seq_max(x, mask):
-    """The largest of a response's tokens, (B, 1), of values that are never negative; 0 for an empty
-    response."""
+    """Maximum over a response's tokens of nonnegative values, (B, 1); 0 for an empty response."""
     return x.masked_fill(~mask, 0.0).amax(1, keepdim=True)
 
 
 def seq_min(x, mask):
-    """The smallest of a response's tokens, (B, 1); infinite for an empty response."""
+    """Minimum over a response's tokens, (B, 1); infinite for an empty response."""
     return x.masked_fill(~mask, math.inf).amin(1, keepdim=True)
 
 
 def loglinear_ref(logp_new, logp_inf, age):
-    """log p_ref without a pass for it, (B, T): log p_inf + a (log p_new - log p_inf), a = (d - 1) /
-    d.
+    """Estimate of log p_ref without a ref pass, (B, T): log p_inf + a (log p_new - log p_inf),
+    a = (d - 1) / d.
 
-    age d, (B, 1): how many updates old the sampling weights are. It estimates the policy of one
-    update ago; at d = 0 p_ref is p_new, a = 1 (AReaL's `loglinear` has a = 0 there)."""
+    age d, (B, 1): age of the sampling weights in updates. The estimate is of the policy one update
+    ago. At d = 0, a = 1 and p_ref is p_new; AReaL's `loglinear` has a = 0 at d = 0."""
     age = age.to(logp_inf)
     a = torch.where(age >= 1, (age - 1) / age.clamp_min(1), 1.0)
     return logp_inf + a * (logp_new - logp_inf)
@@ -111,7 +109,7 @@ def inside(x, low, high):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Corrections: -> (weight, keep), each (B, T) or (B, 1). None of them carries gradient.
+# Corrections: -> (weight, keep), each (B, T) or (B, 1), without gradient.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +132,7 @@ def tis(log_r, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 
 
 def tis_adjusted(logp_new, logp_inf, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
-    """weight min(p_new / p_inf, C), for --ratio_base=new: PPO's inner clip never acts. Jackpot
+    """weight min(p_new / p_inf, C), for --ratio_base=new, where PPO's clip never acts. Jackpot
     section 10.1."""
     return tis(logp_new - logp_inf, is_cap, is_floor, clamp)
 
@@ -147,8 +145,8 @@ def icepop(log_r, rs_low=0.5, rs_high=5.0, clamp=CLAMP):
 
 
 def kpop(log_r, logp_inf, rs_low=0.0, rs_high=0.1, clamp=CLAMP):
-    """weight r, tokens dropped where max(D(p, q), D(q, p)) lies outside [low, high]: KL of "this token
-    or another one", p of the learner, q of the sampler. KPop (Ring); verl, AReaL, prime-rl."""
+    """weight r, tokens with max(D(p, q), D(q, p)) outside [low, high] dropped; D: binary KL (this
+    token or not), p of the learner, q of the sampler. KPop (Ring); verl, AReaL, prime-rl."""
     q = logp_inf.exp().clamp(KPOP_EDGE, 1 - KPOP_EDGE)
     p = (logp_inf + log_r).exp().clamp(KPOP_EDGE, 1 - KPOP_EDGE)
     this, other = (p / q).log(), ((1 - p) / (1 - q)).log()
@@ -159,15 +157,14 @@ def kpop(log_r, logp_inf, rs_low=0.0, rs_high=0.1, clamp=CLAMP):
 
 
 def areal_drop(log_r, is_cap=5.0, clamp=CLAMP):
-    """weight r, tokens with r > C dropped. TRL's token_mask. TIS says that AReaL drops the whole
-    sample: --objective=is --reject=seq_max:0:5."""
+    """weight r, tokens with r > C dropped. TRL's token_mask. According to TIS, AReaL drops the
+    response: --objective=is --reject=seq_max:0:5."""
     r = token_ratio(log_r, clamp)
     return r, (r <= is_cap).to(r.dtype)
 
 
 def z_tis(log_r, z, obrs_c1, clamp=CLAMP):
-    """weight Z min(r, c1 / Z): OBRS in expectation, without its mask; the control for it
-    (obrs.py)."""
+    """weight Z min(r, c1 / Z): OBRS in expectation; the control for OBRS's mask (obrs.py)."""
     weight = (z * token_ratio(log_r, clamp)).clamp_max(obrs_c1)
     return weight, torch.ones_like(weight)
 
@@ -193,27 +190,27 @@ def seq_mis(log_r, mask, rs_low=0.0, rs_high=4.0, clamp=CLAMP):
 def prefix_tis(log_r, mask, is_cap=1.0, is_floor=0.0, clamp=CLAMP):
     """weight min(R_t, C), C = 1: truncated per-decision importance sampling.
 
-    Without a cap E_inf[R_t X_t] = E_ref[X_t] for every X_t that the first t tokens determine:
-    context and token count as under ref. Later tokens enter through the advantage alone and stay
-    the sampler's. So the weight has t factors where R has all, and less variance. The unbounded
-    form is CTPO's ratio, arXiv 2605.07331; the cap is that of tis, and it bounds the effect of one
-    response on a batch."""
+    Without a cap, E_inf[R_t X_t] = E_ref[X_t] for every X_t that the first t tokens determine: the
+    prefix up to t is reweighted to ref. Later tokens affect the term only through the advantage
+    and keep the sampler's distribution. The weight has t factors, R has T, so the weight has less
+    variance. The unbounded form is CTPO's ratio, arXiv 2605.07331. As in tis, the cap bounds the
+    effect of one response on a batch."""
     weight = prefix_ratio(log_r, mask, clamp).clamp(is_floor, is_cap)
     return weight, torch.ones_like(weight)
 
 
 def retrace(log_r, mask, clamp=CLAMP):
-    """weight prod_{s<=t} min(r_s, 1): the traces of Retrace(1), with the token's own ratio."""
+    """weight prod_{s<=t} min(r_s, 1): the traces of Retrace(1), the ratio of token t included."""
     weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)
     return weight, torch.ones_like(weight)
 
 
 def retrace_seq(log_r, mask, clamp=CLAMP):
-    """weight prod_{s<=t} min(r_s, 1) min(R, 1): a token counts less if it, an earlier token or the
+    """weight prod_{s<=t} min(r_s, 1) min(R, 1): less than 1 if the token, an earlier token or the
     whole response is less likely under ref than under inf.
 
-    Ours. Of 62 nonnegative weights that ignore the advantage, none is better by two standard errors
-    (results/worth.md)."""
+    Ours. In results/worth.md, no nonnegative weight that ignores the advantage beats it by two
+    standard errors, of 80 weights compared."""
     weight, keep = retrace(log_r, mask, clamp)
     return weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep
 
@@ -222,8 +219,8 @@ def vespo(log_r, mask, adv, positive=(2.0, 3.0), negative=(3.0, 2.0), clamp=CLAM
     """weight R^k exp(lambda (1 - R)), 1 at R = 1 and highest at R = k / lambda. VESPO, arXiv
     2602.10693.
 
-    positive, negative: (k, lambda) where A >= 0, and where A < 0. The form and these numbers are
-    TRL's (GRPOTrainer.get_gamma_weights); there R is p_new / p_inf, `--correction_target=new`."""
+    positive, negative: (k, lambda) for A >= 0 and for A < 0. The formula and these numbers are
+    TRL's (GRPOTrainer.get_gamma_weights), with R = p_new / p_inf (`--correction_target=new`)."""
     seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)
     weight = torch.where(
         adv >= 0, soft_kernel(seq_log_r, *positive), soft_kernel(seq_log_r, *negative)
@@ -243,50 +240,48 @@ def geo_rs(log_r, mask, rs_low=0.999, rs_high=1.001, clamp=CLAMP):
 
 
 def geo_rs_seq_tis(log_r, mask, is_cap=4.0, rs_low=0.999, rs_high=1.001, is_floor=0.0, clamp=CLAMP):
-    """weight min(R, C) on the responses that geo_rs keeps. Praxis; verl."""
+    """weight min(R, C), responses outside low <= exp(mean log r) <= high dropped. Praxis; verl."""
     weight, _ = seq_tis(log_r, mask, is_cap, is_floor, clamp)
     _, keep = geo_rs(log_r, mask, rs_low, rs_high, clamp)
     return weight, keep
 
 
 def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
-    """weight exp(mean log r), capped two-sided to [1/C, C], C = 2. QaRL section 3.2; AReaL's
-    sequence ratio.
+    """weight exp(mean log r), clamped to [1/C, C], C = 2. QaRL section 3.2; AReaL's sequence ratio.
 
-    is_floor: a lower bound in place of 1/C."""
+    is_floor: lower bound that replaces 1/C."""
     m = geo_ratio(log_r, mask, clamp).clamp(is_floor or 1 / is_cap, is_cap)
     return m, torch.ones_like(m)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# GEPO's group expectation (the HeteroRL text, Eq. 9 to 15): another base of gspo's ratio,
+# GEPO's group expectation (HeteroRL, Eq. 9 to 15): a different denominator of gspo's ratio,
 # `--ratio_base=group`
 #
-# A delayed sampler's q may give a response a probability close to 0; then p / q explodes. GEPO
-# divides by the expectation of q over the group. p and q are length-normalised, one number a
-# response:
+# If a delayed sampler's q gives a response a probability close to 0, p / q diverges. GEPO divides
+# by the expectation of q over the group. p and q are length-normalised, one number per response:
 #
 #     p = exp(mean_t log p_new),  q = exp(mean_t log p_inf)
 #     E = sum_group q^2 / sum_group q               Eq. 11, `weighted`: an estimate of E_q[q^2] / E_q[q]
-#       = mean_group q                              `mean`: unbiased for E_q[q], which Eq. 11 is not
+#       = mean_group q                              `mean`: unbiased for E_q[q]; Eq. 11 is biased
 #     w = p / E                                     Eq. 12
 #     w = p / (e sg(p) + (1 - e) E)                 Eq. 15, defensive mixing, e = clip(c Var_group q, 0, 0.99)
 #
-# The group is a prompt's, by its id, and E is made once a step from whole groups
-# (objectives.prepare_group), so no micro-batch can split it. Everything stays in log space: extreme
-# probabilities are finite.
+# A group is the responses to one prompt. E is computed once per step from whole groups
+# (objectives.prepare_group), so micro-batches do not change E. All computation is in log space, so
+# extreme probabilities stay finite.
 #
 # Theorem 1: Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither
-# length-normalised nor estimated. Its first half is Var(p/q) + 1 = sum p^2/q >= exp KL; where p and
-# q are close the group's expectation may well be the worse weight.
+# length-normalised nor estimated. Its first half is Var(p/q) + 1 = sum p^2/q >= exp KL. If p and q
+# are close, the group expectation can be the worse weight.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def log_group_mean(mean_logp_inf, group, how: str = "weighted"):
-    """log E of each response's group, (B,). Eq. 11, or the plain mean.
+    """log E of each response's group, (B,): Eq. 11, or the plain mean.
 
-    mean_logp_inf: (B,), -inf for a response without tokens; group: (B,) ids. A group without any
-    token has 0."""
+    mean_logp_inf: (B,), -inf for a response without tokens; group: (B,) ids. The result is 0 for a
+    group without tokens."""
     log_q = mean_logp_inf
     if how == "mean":
         count = torch.where(log_q == -math.inf, -math.inf, 0.0).to(log_q)
@@ -303,8 +298,7 @@ def log_group_sum(x, group):
 
 
 def group_mixing(mean_logp_inf, group, c: float):
-    """e = clip(c Var q, 0, 0.99), (B,): population variance of q in the response's group. Eq.
-    15."""
+    """e = clip(c Var q, 0, 0.99), (B,), with the population variance of q in the group. Eq. 15."""
     same = (group[:, None] == group[None, :]) & (mean_logp_inf > -math.inf)[None, :]
     q, n = mean_logp_inf.exp(), same.sum(1).clamp_min(1)
     mean = (same * q).sum(1) / n
@@ -313,24 +307,23 @@ def group_mixing(mean_logp_inf, group, c: float):
 
 
 def group_log_base(mean_logp_new, log_group_mean, mixing):
-    """log of GEPO's denominator, log (e p + (1 - e) E), each (B, 1), no gradient. Eq. 15; with e =
-    0 Eq. 12."""
+    """log of GEPO's denominator, log (e p + (1 - e) E), (B, 1), no gradient. Eq. 15; Eq. 12 if
+    e = 0."""
     return torch.logaddexp(mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean)
 
 
 def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
-    """CPPO's KL between new and inf: exp(d) - d - 1 of each token, (B, T), with gradient; k2: d^2 /
-    2.
+    """CPPO's KL between new and inf, (B, T), with gradient: exp(d) - d - 1; k2: d^2 / 2.
 
     official: d = log p_inf - log p_new, as in the released code; its mean under inf is chi2 - KL,
-    not a KL. k3: d = log p_new - log p_inf, with mean KL(inf || new). k2, an approximation:
-    prime-rl's, --cppo_beta=0.002."""
+    not a KL. k3: d = log p_new - log p_inf; its mean under inf is KL(inf || new). k2 approximates
+    the KL; prime-rl uses it, with --cppo_beta=0.002."""
     d = logp_inf - logp_new if how == "official" else logp_new - logp_inf
     return d * d / 2 if how == "k2" else token_k3(d, clamp)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One row a correction
+# One row per correction
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -338,21 +331,20 @@ def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
 class Correction:
     """A correction: its function, and the properties that other files use.
 
-    function: (...) -> (weight, keep), and for OBRS (weight, keep, logs), called by parameter
-    name."""
+    function: (...) -> (weight, keep), or (weight, keep, logs) for OBRS; arguments are passed by
+    parameter name (`call`)."""
 
     function: Callable
-    level: str = (
-        ""  # "token" or "sequence": weights are r or R; metrics count the weights beyond the bounds
-    )
-    drops: bool = False  # it rejects tokens or responses
-    counts_drops_as_zero: bool = False  # metrics take a dropped weight as 0
-    needs_z: bool = False  # it needs the sum over the vocabulary of OBRS (obrs.py)
+    # granularity of the weights, "token" or "sequence"; metrics count weights outside the bounds
+    level: str = ""
+    drops: bool = False  # the correction rejects tokens or responses
+    counts_drops_as_zero: bool = False  # metrics count a dropped weight as 0
+    needs_z: bool = False  # the correction needs OBRS's Z, a sum over the vocabulary (obrs.py)
     plain: bool = False  # all weights are 1
 
     @functools.cached_property
     def bounds(self) -> dict[str, float]:
-        """The flags that bound it, with their defaults."""
+        """The flags that bound the weights or masks, with their defaults."""
         parameters = inspect.signature(self.function).parameters
         return {
             n: parameters[n].default for n in ("is_cap", "rs_low", "rs_high") if n in parameters
@@ -360,8 +352,7 @@ class Correction:
 
 
 def call(function, cfg: LossFlags, /, **known):
-    """The function's result; an argument is the known value, or else the flag, of its parameter's
-    name."""
+    """Call `function`; each parameter takes known[name] if present, else the flag cfg.name."""
     values = {}
     for name in inspect.signature(function).parameters:
         if name in known:
@@ -372,11 +363,11 @@ def call(function, cfg: LossFlags, /, **known):
 
 
 def obrs_correction(new, batch, stats, cfg: LossFlags):
-    """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept by a draw with probability a (obrs.py).
+    """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept with probability a (obrs.py).
     Jackpot."""
     target = obrs.target_of(new, batch, cfg.obrs_target)
     z = obrs.token_z(target, batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z)
-    # p_ref / p_tgt undoes the surrogate's p_new / p_ref, and only that
+    # p_ref / p_tgt is needed only if the surrogate has the ratio p_new / p_ref
     moves = cfg.obrs_target == "new" and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"
     weight, keep, accept = obrs.correction(
         target.logp,
@@ -395,7 +386,7 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
 
 
 def z_tis_correction(new, batch, stats, cfg: LossFlags):
-    """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for its mask."""
+    """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for OBRS's mask."""
     z = obrs.token_z(
         obrs.target_of(new, batch, "ref"), batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z
     )
@@ -441,22 +432,21 @@ class Rejection:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Its default bounds, by flag."""
+        """The default bounds, by flag."""
         return {"rs_low": self.low, "rs_high": self.high}
 
 
 def of_token(estimate):
-    """A statistic of single tokens, (B, T)."""
+    """Statistic of single tokens, (B, T)."""
     return lambda log_r, mask, clamp: estimate(log_r, clamp)
 
 
 def of_response(estimate, aggregate):
-    """A statistic of responses, (B, 1): the tokens' estimates, summed, averaged or their
-    maximum."""
+    """Statistic of responses, (B, 1): the tokens' estimates, aggregated (sum, mean, max or min)."""
     return lambda log_r, mask, clamp: aggregate(estimate(log_r, clamp), mask)
 
 
-# k2 and k3 are divergences of inf from ref, never negative, so they have one upper bound. Names and
+# k2 and k3 estimate KL(inf || ref) and are nonnegative: their default lower bound is 0. Names and
 # defaults are verl's
 REJECTIONS = {
     "token": Rejection(of_token(token_ratio), 0.5, 5.0),
@@ -476,11 +466,11 @@ REJECTIONS = {
 
 
 def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
-    """(statistic, lowest, highest) of each that --reject names.
+    """(statistic, lowest, highest) of each statistic in --reject.
 
-    One name alone has the bounds --rs_low and --rs_high. In a list, as in verl's, each has its own:
-    NAME:LOW:HIGH, or NAME with its default bounds. UserError: no such statistic, or no such
-    bounds."""
+    A single name has the bounds --rs_low and --rs_high. In a list, as in verl, each statistic has
+    separate bounds: NAME:LOW:HIGH, or NAME with its default bounds. UserError: a statistic is
+    unknown or its bounds are invalid."""
     if cfg.reject == "none":
         return []
     if cfg.reject in REJECTIONS:
@@ -506,7 +496,7 @@ def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
 
 
 def weight_and_mask(new, batch, stats, cfg: LossFlags):
-    """(weight, keep) or (weight, keep, logs) of --correction on one micro-batch."""
+    """(weight, keep) or (weight, keep, logs) of --correction for one micro-batch."""
     return call(
         CORRECTIONS[cfg.correction].function,
         cfg,
@@ -526,9 +516,9 @@ def weight_and_mask(new, batch, stats, cfg: LossFlags):
 def apply_correction(new, batch, stats, cfg: LossFlags):
     """(weight, keep, logs) of the correction, combined with the drops of `--reject`.
 
-    correction_target: "new" has p_new above p_inf, in weights and statistics, instead of p_ref.
-    reject_of: "negative" drops only tokens of negative advantage: lowering the probability of
-    tokens that the policy hardly samples any more teaches little and moves it much."""
+    correction_target "new": ratios are p_new / p_inf instead of p_ref / p_inf. reject_of
+    "negative": drop only tokens with negative advantage; lowering the probability of already
+    unlikely tokens has little benefit and changes the policy a lot."""
     if cfg.correction_target == "new":
         batch = replace(batch, logp_ref=new.logp.detach())
     weight, keep, *logs = weight_and_mask(new, batch, stats, cfg)
@@ -545,18 +535,16 @@ def can_drop(cfg: ObjectiveFlags) -> bool:
 
 
 def sees_new(cfg: LossFlags) -> bool:
-    """Whether weights or masks depend on the policy during the update, and are unknown before
-    it."""
+    """Whether weights or masks depend on p_new, so that they are unknown before the update."""
     z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
     of_new = cfg.correction_target == "new" or cfg.ref_from == "loglinear"
     return cfg.correction == "tis_adjusted" or of_new or z_new
 
 
 def mean_weight(batch, comm, stats, cfg: LossFlags, fresh) -> float:
-    """The mean of keep * weight over all ranks: over tokens, or responses where a response has one
-    weight.
+    """Mean of keep * weight over the tokens of all ranks, or over responses if weights are (B, 1).
 
-    As verl has it: before --reject, which does not change the mean."""
+    As in verl, the mean is taken before --reject."""
     weight, keep, *_ = weight_and_mask(fresh, batch, stats, cfg)
     applied = weight * keep
     counted = batch.mask if applied.shape == batch.mask.shape else batch.mask.any(1, keepdim=True)
@@ -565,11 +553,11 @@ def mean_weight(batch, comm, stats, cfg: LossFlags, fresh) -> float:
 
 
 def actor_is_sampler(cfg: Config) -> bool:
-    """Whether the learner's actor is the policy that sampled, up to the engine's arithmetic.
+    """Whether the actor's distribution equals the sampler's up to numerical noise.
 
-    False where groups may come from older weights, where the engine rounds weights or its cache
-    otherwise, and where it samples from a truncated distribution that the learner scores whole.
-    Arithmetic in 16 bits (--rollout_dtype) counts as the same policy."""
+    False if groups can come from older weights, if engine and actor use different quantization or
+    KV-cache formats, or if the engine samples from a truncated distribution and the learner scores
+    the full vocabulary. A 16-bit --rollout_dtype counts as numerical noise."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
     rounded = (
         cfg.learner_quant not in ("aligned", cfg.rollout_quant) or cfg.kv_cache_dtype != "auto"
@@ -579,8 +567,8 @@ def actor_is_sampler(cfg: Config) -> bool:
 
 
 def exact_z_known(cfg: Config) -> bool:
-    """Whether the learner sees both whole distributions of OBRS: two models, target ref, and no
-    budget."""
+    """Whether the learner can compute Z exactly: two models, target ref, no budget, and an actor
+    that is the sampler."""
     return (
         cfg.actor != "none"
         and cfg.obrs_target == "ref"
@@ -595,14 +583,15 @@ def exact_z_known(cfg: Config) -> bool:
 
 
 def default_bounds(cfg: ObjectiveFlags) -> dict:
-    """Defaults of the bounds that the chosen correction and rejection read."""
+    """Default bounds of the chosen correction and rejection."""
     rows = (CORRECTIONS.get(cfg.correction), REJECTIONS.get(cfg.reject))
     return {name: value for row in rows if row for name, value in row.bounds.items()}
 
 
 def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
-    """An objective's axes, without those of a correction, rejection or surrogate that the flags
-    replace."""
+    """The preset's values, minus bounds that belong to a component overridden on the command line.
+
+    axes: the preset; components: correction, rejection, surrogate."""
     rows = {
         "correction": CORRECTIONS.get(axes.get("correction")),
         "reject": REJECTIONS.get(axes.get("reject")),
@@ -619,9 +608,11 @@ def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
 
 
 def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
-    """A warning where the weights of whole responses leave less than a quarter of the responses, and
-    the corrections that still work at this distance; "" elsewhere. logged: metrics of an update."""
-    clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5  # then an ESS near 1 is false
+    """A warning if sequence weights have an effective sample size below 1/4; else "".
+
+    logged: metrics of an update. The warning names corrections that work at this mismatch."""
+    # clamped weights are equal, so their ESS is near 1 and means nothing
+    clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5
     share = 0.0 if clamped else logged["rollout_corr/seq_eff_sample_size"]
     of_prefixes = cfg.correction in ("prefix_tis", "retrace_seq")
     by_response = of_prefixes or CORRECTIONS[cfg.correction].level == "sequence"
@@ -635,7 +626,7 @@ def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
 
 
 def check(cfg: Config) -> None:
-    """UserError, one sentence: flags of corrections that contradict each other."""
+    """Raise UserError, one sentence, if flags of corrections contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))
     rejections(cfg)
     need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
@@ -650,8 +641,7 @@ def check(cfg: Config) -> None:
 
 
 def check_target(cfg: LossFlags) -> None:
-    """Check the numerator policy of the weights, and statistics that are needed before the
-    update."""
+    """Check --correction_target, and flags that need the weights before the update."""
     of_new = cfg.correction_target == "new"
     need(
         not of_new or cfg.correction not in USES_Z,
@@ -667,7 +657,7 @@ def check_target(cfg: LossFlags) -> None:
         f"--correction={cfg.correction}" if cfg.ref_from == "pass" else f"--ref_from={cfg.ref_from}"
     )
     within = "--correction_target=new" if of_new else within
-    late = cfg.correction not in USES_Z and sees_new(cfg)  # OBRS has sentences of its own
+    late = cfg.correction not in USES_Z and sees_new(cfg)  # check_obrs reports on OBRS
     need(
         not late or cfg.loss_denominator != "kept" or not can_drop(cfg),
         f"--loss_denominator=kept: needs the drops before the update starts, but {within} is computed during it; "
@@ -690,7 +680,7 @@ def check_target(cfg: LossFlags) -> None:
 
 
 def check_caps(cfg: ObjectiveFlags) -> None:
-    """UserError: --is_cap or --is_floor does not fit the correction."""
+    """Raise UserError if --is_cap or --is_floor does not fit the correction."""
     bounds = CORRECTIONS[cfg.correction].bounds
     cap = f"--is_cap={cfg.is_cap}: a cap of weights, at least 0.01"
     need(cfg.is_cap is None or cfg.is_cap >= 0.01, cap)
@@ -745,7 +735,7 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
 
 
 def check_obrs(cfg: Config) -> None:
-    """Check the flags of OBRS, and the statistics that it needs before the update."""
+    """Check the flags of OBRS, and flags that need OBRS's statistics before the update."""
     z, new = cfg.correction in USES_Z, cfg.obrs_target == "new"
     need(cfg.obrs_c1 > 0, f"--obrs_c1={cfg.obrs_c1}: must be above 0")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")

@@ -1,28 +1,28 @@
 """Delayed samplers in one process, on a virtual clock: HeteroRL, section 4.1. Exact, and
 reproducible bit for bit.
 
-There are `--delay_samplers` samplers, and each holds a model version of its own. A sampler draws a
-delay D, goes on sampling with the model it has until D seconds have passed, loads the newest
-version broadcast by then, and draws again. As in the paper, D is the whole latency of the network.
-A sampler never idles, and the learner trains on groups in order of arrival.
+Each of `--delay_samplers` samplers has a separate model version. A sampler draws a delay D, samples
+with its current version until D seconds have passed, then loads the newest broadcast version and
+draws a new delay. As in the paper, D is the total network latency. Samplers never idle, and the
+learner trains on groups in order of arrival.
 
-The clock is virtual: an update takes `--step_seconds` and sampling takes no time, so delays become
-model versions:
+The clock is virtual: an update takes `--step_seconds` and sampling takes no time, so delays
+translate to model versions:
 
-    time of version v  =  v step_seconds (+ the time that the learner had to wait for groups)
-    D                  <= max_staleness step_seconds        (--max_staleness=0: the synchronous loop)
+    time of version v  =  v step_seconds (+ the time that the learner waited for groups)
+    D                  <= max_staleness step_seconds        (--max_staleness=0: synchronous)
 
 The distributions of D between lo and hi seconds are fitted so that
 P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, and then clipped to [lo, hi]:
 
     lognormal     mu = log sqrt(lo hi), sigma = log(hi / lo) / (2 z), z the normal quantile of 1 - a
     weibull       k = log(log a / log(1 - a)) / log(hi / lo), log scale = log hi - log(-log a) / k
-    exponential   rate = -log a / hi: it has one parameter, so only P(D > hi) = a is met
+    exponential   rate = -log a / hi: one parameter, so only P(D > hi) = a is satisfied
     constant      hi
 
 A group is sampled when the learner takes it, with the weights that its sampler had when the group
-was made. This is exact because a sample is a pure function of weights and seeds (rollout.py), and a
-group that a bound drops is never computed. Old versions stay on disk as long as a sampler, a
+was made. This is exact because samples are a pure function of weights and seeds (rollout.py).
+Groups dropped by a bound are never computed. Old versions stay on disk as long as a sampler, a
 waiting group or a checkpoint needs them."""
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from source import LocalSource, given_back_if_it_fails
 
 @dataclass(frozen=True)
 class DelayDistribution:
-    """A distribution of delays in seconds by its quantile function; formulas at the top of the
-    file."""
+    """A distribution of delays in seconds; formulas at the top of the file."""
 
     kind: str
     low: float
@@ -53,7 +52,7 @@ class DelayDistribution:
     mass: float = 0.995  # share of the delays between low and high
 
     def fit(self) -> dict[str, float]:
-        """The parameters that meet the two quantiles."""
+        """The parameters that satisfy the two quantile conditions."""
         a = (1 - self.mass) / 2
         span = math.log(self.high / self.low)
         if self.kind == "lognormal":
@@ -69,7 +68,7 @@ class DelayDistribution:
         return {}
 
     def quantile(self, u: float) -> float:
-        """The delay below which a share u of the delays lies, 0 < u < 1, clipped to [low, high]."""
+        """The u-quantile of the delay, 0 < u < 1, clipped to [low, high]."""
         fitted = self.fit()
         if self.kind == "lognormal":
             log_delay = fitted["mu"] + fitted["sigma"] * NormalDist().inv_cdf(u)
@@ -90,22 +89,22 @@ class DelayDistribution:
 class SimulatedSampler:
     """A simulated sampler."""
 
-    version: int  # that it holds
-    until: float  # virtual seconds: when it loads the next one
+    version: int  # of its current weights
+    until: float  # virtual seconds: when it loads the next version
     draws: int  # delays drawn so far
-    groups: int = 0  # made so far
+    groups: int = 0  # groups made so far
 
 
 class Ticket(NamedTuple):
     """A group that a sampler has made and the learner has not taken yet."""
 
-    number: int  # which group of this source
-    version: int  # of the weights that it is sampled with
+    number: int  # index of the group in this source
+    version: int  # of the sampling weights
     made_at: float  # virtual seconds
 
 
 class DelaySource(LocalSource):
-    """A LocalSource with one engine that plays `cfg.delay_samplers` delayed samplers in turn.
+    """A LocalSource with one engine that simulates `cfg.delay_samplers` delayed samplers.
 
     store: the folder of old versions, which the first rank writes. Every rank runs the same clock
     with the same draws."""
@@ -114,7 +113,7 @@ class DelaySource(LocalSource):
         super().__init__(*args, **more)
         self.cfg = cfg
         self.store = Path(store)
-        self.layout: checkpoint.Layout | None = None  # of a version's file, once there is one
+        self.layout: checkpoint.Layout | None = None  # of a version's file; None before the first
         self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max)
         self.longest = (
             math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
@@ -124,7 +123,7 @@ class DelaySource(LocalSource):
             int, float
         ] = {}  # version -> virtual time, for the versions still on disk
         self.tickets: list[Ticket] = []
-        self.made = 0.0  # groups made that have no ticket yet: a fraction, below 1 between calls
+        self.made = 0.0  # groups made without a ticket: a fraction, below 1 between calls
         self.waited = 0.0  # virtual seconds that the learner has waited for groups
         self.dropped = Counter()  # groups dropped by "staleness" and by "window"
         self.pinned = [set(), set()]  # versions that the last two checkpoints need
@@ -137,15 +136,15 @@ class DelaySource(LocalSource):
     # -------------------------------------------------------------------------------------------------------
 
     def publish(self, version: int, named_tensors) -> None:
-        """Broadcast: put the weights where samplers will find them, every `--sync_every` updates.
-        Collective. Where no broadcast is due, no rank asks for them. named_tensors: can be read
-        more than once."""
+        """Broadcast the weights: store them for the samplers, every `--sync_every` updates.
+        Collective. If no broadcast is due, no rank reads the tensors (reading is collective).
+        named_tensors: can be read more than once."""
         if self.broadcast and version - max(self.broadcast) < self.cfg.sync_every:
             return
         self.layout = self.layout or checkpoint.Layout(named_tensors)
         if self.rank == 0:
             self.layout.write(self.path(version), named_tensors)
-        else:  # every rank must ask for every tensor, as often
+        else:  # reading is collective: every rank must read every tensor equally often
             deque(named_tensors, maxlen=0)
         self.broadcast[version] = self.now(version)
         if not self.samplers:
@@ -153,12 +152,12 @@ class DelaySource(LocalSource):
                 SimulatedSampler(version, self.delay(i, 0), 1)
                 for i in range(self.cfg.delay_samplers)
             ]
-        # Before old versions are deleted: a sampler whose delay ended since the last broadcast
-        # loads one of them.
+        # Before old versions are deleted: samplers with delays that ended since the last broadcast
+        # load old versions.
         self.reload(self.now(version))
         needed = self.needed().union(*self.pinned)
-        # With --dynamic_sampling ranks take unequal numbers of groups, and others of them wait.
-        # Where all have met, the new file is whole.
+        # With --dynamic_sampling ranks take unequal numbers of groups, so ranks need different old
+        # versions. `from_all` is also a barrier, after which the new file is complete.
         everywhere = set().union(*from_all(needed, own_group("delay")))
         for old in set(self.broadcast) - everywhere:
             del self.broadcast[old]
@@ -166,8 +165,7 @@ class DelaySource(LocalSource):
                 self.path(old).unlink(missing_ok=True)
 
     def needed(self) -> set[int]:
-        """The versions that must stay on disk: the newest, those that samplers hold, those of
-        waiting groups."""
+        """The versions that must stay on disk: the newest, the samplers', the waiting groups'."""
         held = {sampler.version for sampler in self.samplers}
         waiting = {ticket.version for ticket in self.tickets}
         return {max(self.broadcast)} | held | waiting
@@ -179,14 +177,12 @@ class DelaySource(LocalSource):
     # -----------------------------------------------------------------------------------------------------
 
     def delay(self, sampler: int, draw: int) -> float:
-        """The delay number `draw` of a sampler, in virtual seconds: a pure function of the run's
-        seed."""
+        """Delay number `draw` of a sampler, virtual seconds: a pure function of the run's seed."""
         u = float(uniforms(1, "delay", self.cfg.seed, sampler, draw)[0])
         return min(self.distribution.quantile(max(u, 2.0**-53)), self.longest)
 
     def reload(self, now: float) -> None:
-        """Samplers load the newest version at the end of their delay and draw a new delay, up to
-        `now`."""
+        """Advance samplers to `now`: after each delay, load the newest version and draw a delay."""
         for i in range(len(self.samplers)):
             self.reload_one(i, now)
 
@@ -198,14 +194,12 @@ class DelaySource(LocalSource):
             sampler.version = max(v for v, t in self.broadcast.items() if t <= loaded_at)
             sampler.until = loaded_at + delay
             sampler.draws += 1
-            if delay == 0:  # the next delay would be over at once, for ever
+            if delay == 0:  # a further delay of 0 would end at the same time: endless loop
                 break
 
     def make(self, n_groups: int, learner_version: int, share: float = 1.0) -> None:
-        """Samplers make `--sampler_rate` groups in turn for each that is wanted, in this share of a
-        batch's time.
-
-        Groups that are too old are then dropped."""
+        """Advance samplers by `share` of a batch's time; they make sampler_rate * n_groups * share
+        groups, round-robin. Then drop groups that are too old."""
         now = self.now(learner_version)
         self.reload(now)
         self.made += self.cfg.sampler_rate * n_groups * share
@@ -217,14 +211,14 @@ class DelaySource(LocalSource):
         ]
 
     def begin(self, made_at: float) -> None:
-        """A group of the sampler that has made the fewest, with the weights that it has."""
+        """Make a group with the current weights of the sampler that has made the fewest groups."""
         sampler = min(self.samplers, key=lambda sampler: sampler.groups)
         self.tickets.append(Ticket(self.sequence, sampler.version, made_at))
         self.sequence += 1
         sampler.groups += 1
 
     def still_wanted(self, ticket: Ticket, learner_version: int, now: float) -> bool:
-        """Is the group within both bounds on age? If not, it is counted as dropped, once."""
+        """Whether the group is within both age bounds; otherwise count it as dropped."""
         most = self.cfg.max_staleness
         if most is not None and learner_version - ticket.version > most:
             self.dropped["staleness"] += 1
@@ -235,8 +229,7 @@ class DelaySource(LocalSource):
         return False
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
-        """The next n groups in order of arrival; the clock advances by whole steps until n are
-        there."""
+        """The next n groups in order of arrival; the clock advances by whole steps to wait."""
         self.remember("sequence", "samplers", "tickets", "made", "waited", "dropped")
         with given_back_if_it_fails(self):
             groups = self.with_spread(
@@ -246,7 +239,7 @@ class DelaySource(LocalSource):
         return groups
 
     def take(self, n_groups: int, learner_version: int) -> list[Ticket]:
-        """The next n tickets; the clock advances until n are there."""
+        """The next n tickets; the clock advances until there are n tickets."""
         self.make(n_groups, learner_version)
         waits = 0
         while len(self.tickets) < n_groups:
@@ -263,7 +256,7 @@ class DelaySource(LocalSource):
         return taken
 
     def sample_tickets(self, taken: list[Ticket]) -> list[Rollout]:
-        """The groups of these tickets, each sampled with the version it was made with."""
+        """Sample the groups of these tickets, each with the version of its ticket."""
         groups: dict[int, Rollout] = {}
         for version in sorted({ticket.version for ticket in taken}):
             if version != self.version:
@@ -274,7 +267,7 @@ class DelaySource(LocalSource):
         return [groups[ticket.number] for ticket in taken]
 
     def lend(self, named_tensors):
-        """The engine with these weights; the next rollout loads its version again."""
+        """The engine with these weights loaded; the next rollout reloads its version."""
         self.version = -1
         return super().lend(named_tensors)
 
@@ -282,7 +275,7 @@ class DelaySource(LocalSource):
     # ---------------------------------------------------------------------------------------
 
     def metrics(self, summed=Counter) -> dict[str, float]:
-        """As for LocalSource; waiting and dropped groups are summed over ranks."""
+        """LocalSource's metrics, and clock, versions, waiting groups and dropped groups."""
         counts = summed({**self.dropped, "waiting": len(self.tickets)})
         return {
             **super().metrics(summed),
@@ -306,8 +299,8 @@ class DelaySource(LocalSource):
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a checkpoint. UserError: a version that a sampler or a waiting group needs is
-        not on disk."""
+        """Restore a checkpoint's state. UserError: a version that a sampler or a waiting group
+        needs is not on disk."""
         super().load_state_dict(state)
         self.samplers = [SimulatedSampler(**sampler) for sampler in state["samplers"]]
         self.tickets = [Ticket(*ticket) for ticket in state["tickets"]]
@@ -329,8 +322,7 @@ MOST_WAITS = 100_000  # steps of the virtual clock
 
 
 def check_distribution(flags) -> None:
-    """UserError, one sentence, if the flags (train.py's or a remote sampler's) describe no
-    distribution."""
+    """Raise UserError, one sentence, if the flags (of any command) define no distribution."""
     need(
         0 < flags.delay_min <= flags.delay_max < math.inf,
         f"--delay_min={flags.delay_min} --delay_max={flags.delay_max}: "
@@ -343,7 +335,7 @@ def check_distribution(flags) -> None:
 
 
 def check(cfg: Config) -> None:
-    """UserError, one sentence, if train.py's flags about delays contradict each other."""
+    """Raise UserError, one sentence, if train.py's flags of delays contradict each other."""
     check_distribution(cfg)
     for name in ("delay_samplers", "sync_every"):
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
@@ -364,8 +356,8 @@ def check(cfg: Config) -> None:
 
 
 def check_bounds(cfg: Config) -> None:
-    """UserError, one sentence, if a bound on age cannot be met, or if waiting groups are not
-    bounded."""
+    """Raise UserError, one sentence, if an age bound cannot be satisfied, or if the number of
+    waiting groups is unbounded."""
     most = cfg.max_staleness
     if most is not None and most < 0:
         raise UserError(
@@ -383,7 +375,7 @@ def check_bounds(cfg: Config) -> None:
             "bound them with --max_staleness or --window_seconds"
         )
     if cfg.delay != "none" and not math.isinf(cfg.window_seconds):
-        # steps with groups that wait at the same time
+        # number of steps within the window
         steps = 1 + int(cfg.window_seconds * (1 - 1e-9) / cfg.step_seconds)
         if cfg.sampler_rate * (1 + (steps - 1) * cfg.train_batch / cfg.rollout_batch) < 1:
             raise UserError(
@@ -393,7 +385,7 @@ def check_bounds(cfg: Config) -> None:
 
 
 def check_remote(cfg: Config) -> None:
-    """UserError, one sentence, if the flags of remote samplers contradict each other."""
+    """Raise UserError, one sentence, if flags of remote samplers contradict each other."""
     zmq = "://" in cfg.samplers
     need(cfg.give_up > 0, f"--give_up={cfg.give_up}: must be above 0")
     need(cfg.samplers.strip(), "--samplers is empty: write local, tcp://HOST:PORT or a folder")

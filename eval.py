@@ -2,12 +2,12 @@
 
     python eval.py --model=out/demo                           # a run folder: its newest checkpoint's policy
     python eval.py --model=FOLDER --task=a.jsonl,b.jsonl:samples=32:temperature=0.6 --max_tokens=2048 --out=scores.json
-    python eval.py --model=FOLDER --task=FILE.jsonl --show_prompt     # the first prompts, as the model sees them
-    python eval.py --follow=out/run                           # every checkpoint of a run, as it comes, into its metrics
-    python eval.py --grade_gold=FILE.jsonl                    # no model: does the grader accept the file's own answers?
+    python eval.py --model=FOLDER --task=FILE.jsonl --show_prompt  # print the first prompts
+    python eval.py --follow=out/run         # evaluate each new checkpoint into the run's metrics
+    python eval.py --grade_gold=FILE.jsonl  # no model: grade the file's answers with the grader
 
-pass@k of a problem with c right among n samples is 1 - C(n-c, k) / C(n, k), the mean over all
-k-subsets (Chen et al. 2021); its standard error is taken over problems."""
+pass@k of a problem with c correct among n samples is 1 - C(n-c, k) / C(n, k), the mean over all
+k-subsets (Chen et al. 2021). Standard errors are over problems."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ from sampling import Sampling
 from tasks import EvalSet, encode, eval_sets, grade_all, prompts, stop_ids, turns
 from tasks.gold import grade_gold
 
-PROBLEMS = 512  # unless --problems names a number
+PROBLEMS = 512  # default of --problems
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k of the n samples, drawn without replacement, hold at least one of the c
-    right ones."""
+    """Probability that k of n samples, drawn without replacement, include at least one of the c
+    correct samples."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def mean_se(x) -> tuple[float, float]:
-    """Mean and its standard error over problems; NaN for a single one."""
+    """Mean and standard error over problems; the error is NaN for a single problem."""
     x = np.asarray(x, np.float64)
     return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
 
@@ -89,18 +89,18 @@ def solve(
     ends: list[int],
     write=None,
 ):
-    """Right answers among `samples` responses to each held-out problem, and the mean length.
+    """Sample and grade `samples` responses to each held-out problem. Returns correctness (0 or 1),
+    (len(indices), samples), and the mean length in tokens.
 
-    indices: numbers of problems. ends: tokens that end a response (tasks.stop_ids). write(problem,
-    group): called with each problem's graded responses. Returns (len(indices), samples) of 0 / 1,
-    and tokens."""
+    indices: problem numbers. ends: tokens that end a response (tasks.stop_ids). write(problem,
+    group): callback for each problem's graded responses."""
     right, lengths, chunk = [], [], tasks.at_once(samples)
     rounds = -(-len(indices) // chunk)
     bar = tqdm(total=rounds, desc="evaluate", leave=False, disable=rounds < 2)
     start = 0
     while engine.any_rank(
         start < len(indices)
-    ):  # ranks that are one engine sample together, if need be nothing
+    ):  # ranks sharing one engine must all call generate, even with no prompts
         problems = [task.problem("test", i) for i in indices[start : start + chunk]]
         prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
         seeds = [
@@ -122,23 +122,22 @@ def solve(
 
 
 def drawn_as(one: EvalSet, sampling: Sampling) -> Sampling:
-    """The settings with a set's temperature and length; at temperature 0 the most likely token
-    alone."""
+    """The settings with the set's temperature and maximum length; temperature 0: top_k = 1."""
     if one.temperature == 0:
         return replace(sampling, temperature=1.0, top_k=1, max_tokens=one.max_tokens)
     return replace(sampling, temperature=one.temperature, max_tokens=one.max_tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Within a training run. Functions with a learner are collective: every rank must call them
+# Within a training run. Functions with a parameter `learner` are collective
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
-    """A sampler in plain torch with the current weights of the learner's policy or actor.
+    """A plain torch sampler with the current weights of the learner's policy or actor.
 
-    Under FSDP it has a whole copy of the weights, because shards cannot decode; aligned where the
-    learner's is."""
+    Under FSDP the sampler has a full copy of the weights, because shards cannot decode. The copy is
+    quantized like the learner's model."""
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
@@ -154,11 +153,10 @@ def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
 
 
 def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
-    """pass@1 of the learner's own policy or actor on the held-out sets of the run, spread over
-    ranks.
+    """pass@1 of the learner's policy or actor on the run's held-out sets, distributed over ranks.
 
-    engine: one with that model's weights; None: a plain sampler. The mean over problems; with
-    several sets the mean of their means, and mean@n of each set under its name."""
+    engine: an engine with this model's weights; None: a plain torch sampler. pass@1 is the mean
+    over problems; with several sets it is the mean over sets, with mean@n of each set by name."""
     if not run.eval_sets:
         return {}
     cfg, engine = run.cfg, engine or sampler_of(learner, name, run.cfg)
@@ -190,8 +188,8 @@ def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
 
 
 def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) -> dict[str, float]:
-    """The metrics of an evaluation from each set's mean and standard error. sets: their labels,
-    responses a problem."""
+    """The metrics of an evaluation. sets: (label, responses per problem); scores: (mean, standard
+    error) of each set."""
     values = {}
     if len(sets) > 1:
         for (label, n), (mean, se) in zip(sets, scores, strict=True):
@@ -209,7 +207,7 @@ def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) ->
 class ModelFlags(SampleFlags):
     """Model and problems"""
 
-    task: str = "arith"  # train.py asks for it where the model is not embedded
+    task: str = "arith"  # in train.py --task has a default only with embedded models
     model: str = ""
     """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id,
     or base:policy."""
@@ -250,8 +248,8 @@ class Setup:
     sets: list[EvalSet]
     folder: str  # of the model
     tokenizer: object
-    most: int  # maximum number of held-out problems of each set
-    context: int  # tokens of the longest prompt and response
+    most: int  # maximum number of held-out problems per set
+    context: int  # maximum length of prompt plus response, in tokens
     vocabulary: int
     stop_ids: list[int]
 
@@ -264,15 +262,14 @@ class Setup:
         return self.count(self.sets[0])
 
     def count(self, one: EvalSet) -> int:
-        """Problems of a set that are used."""
+        """Number of problems to use from a set."""
         return self.most if one.task.size is None else min(self.most, one.task.size)
 
 
 def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Setup:
-    """Find task and model. UserError: one sentence.
+    """Open the task sets and the model, and check them. UserError: one sentence.
 
-    problems: their number, unless --problems names one. sampler: folder of another model that
-    samples."""
+    problems: default of --problems. sampler: folder of a different model that samples."""
     defaults = {
         "samples": cfg.samples,
         "temperature": cfg.temperature,
@@ -320,7 +317,7 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
 
 
 def check_context(one: EvalSet, longest: int, limit: int) -> None:
-    """UserError if prompt and response of a set do not fit into the model's context."""
+    """Raise UserError if prompts and responses of a set can exceed the model's context."""
     need(
         longest + one.max_tokens <= limit,
         f"--max_tokens={one.max_tokens}: the longest prompt of {one.label} has {longest} tokens, together more than "
@@ -329,7 +326,7 @@ def check_context(one: EvalSet, longest: int, limit: int) -> None:
 
 
 def check(cfg: ModelFlags, greedy: bool = False) -> None:
-    """UserError, one sentence: flags that are wrong on their own. greedy: --temperature may be 0."""
+    """Raise UserError, one sentence, if a flag is invalid. greedy: --temperature may be 0."""
     for name in ("samples", "max_tokens", "quant_group", "problems"):
         if (n := getattr(cfg, name)) is not None:
             need(n >= 1, f"--{name}={n}: must be at least 1")
@@ -343,7 +340,7 @@ def check(cfg: ModelFlags, greedy: bool = False) -> None:
 
 
 def check_only_samples(cfg: EvalFlags) -> None:
-    """UserError: a flag of a learner, which an evaluation does not have."""
+    """Raise UserError if a learner's flag is set, since an evaluation has no learner."""
     for name in ("learner_quant", "exact", "router_replay"):
         value = getattr(cfg, name)
         need(
@@ -353,10 +350,10 @@ def check_only_samples(cfg: EvalFlags) -> None:
 
 
 def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
-    """The folder with config.json behind --model, or another flag. The embedded models are those of
-    this task.
+    """The model folder (with config.json) of --model or of a different flag. Embedded models are
+    those trained on this task.
 
-    which: "policy" or "actor", the one to take from a run or a checkpoint."""
+    which: "policy" or "actor", the model to take from a run or a checkpoint."""
     name = getattr(cfg, flag)
     if name.startswith("base:"):
         other = (
@@ -367,7 +364,7 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
     root = Path(name)
     newest = checkpoint.newest(root, which) or root
     for folder in (root, root / which, newest / which):
-        path = folder / "config.json"  # a run has one too, which is not a model's
+        path = folder / "config.json"  # a run's config.json has no model_type
         if path.is_file() and "model_type" in read_json(
             path, "copy it again, or name another folder"
         ):
@@ -382,7 +379,7 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
 
 
 def evaluate(cfg: EvalFlags) -> dict:
-    """Sample, grade, and print pass@k with standard errors, set by set."""
+    """Sample, grade, and print pass@k with standard errors for each set. Returns the results."""
     check(cfg, greedy=True)
     check_only_samples(cfg)
     setup = open_setup(cfg, PROBLEMS)
@@ -408,7 +405,7 @@ def evaluate(cfg: EvalFlags) -> dict:
 
 
 def ks_of(text: str | None, n: int) -> list[int]:
-    """--k as numbers. UserError: one is not between 1 and n."""
+    """--k as a list of numbers; default [1, n]. UserError: a number is not between 1 and n."""
     if text is None:
         return sorted({1, n})
     ks = [int(k) if k.strip().isdecimal() else 0 for k in text.split(",")]
@@ -420,8 +417,7 @@ def ks_of(text: str | None, n: int) -> list[int]:
 
 
 def evaluate_set(engine, one: EvalSet, setup: Setup, cfg: EvalFlags, written: Responses | None):
-    """Right answers (problems, samples) and the mean length on one set; earlier results are read
-    from the file."""
+    """Correctness (problems, samples) and mean length on one set; reuses results in the file."""
     ids = [one.task.problem("test", i).id for i in range(setup.count(one))]
     known = written.known[one.label] if written else {}
     todo = [i for i, id in enumerate(ids) if id not in known]
@@ -438,9 +434,9 @@ def evaluate_set(engine, one: EvalSet, setup: Setup, cfg: EvalFlags, written: Re
 
 
 def scores(one: EvalSet, right, length: float, ks: list[int]) -> dict:
-    """mean@n and pass@k of a set with their standard errors over problems; printed."""
+    """Compute and print mean@n and pass@k of a set with standard errors over problems."""
     n = one.samples
-    means = {f"mean@{n}": right.mean(1)}  # one number a problem
+    means = {f"mean@{n}": right.mean(1)}  # one number per problem
     for k in ks:
         means[f"pass@{k}"] = [pass_at_k(n, int(c), k) for c in right.sum(1)]
     out = {"problems": len(right), "samples": n, "response_length": length}
@@ -453,10 +449,9 @@ def scores(one: EvalSet, right, length: float, ks: list[int]) -> dict:
 
 
 class Responses:
-    """Every response of an evaluation, in X.responses.jsonl next to --out=X.json: a line for each
-    graded problem.
+    """The responses of an evaluation in X.responses.jsonl (--out=X.json), one line per problem.
 
-    The first line has the flags; the same command reads the lines and continues."""
+    The first line contains the flags. The same command continues from the file."""
 
     def __init__(self, path: Path, labels: list[str]):
         self.path = path
@@ -465,7 +460,7 @@ class Responses:
 
     @classmethod
     def open(cls, cfg: EvalFlags, setup: Setup) -> Responses:
-        """UserError: the file holds another evaluation."""
+        """Open the file, or create it. UserError: the file is of a different evaluation."""
         path = Path(cfg.out).with_suffix(".responses.jsonl")
         check_output("out", str(path))
         responses = cls(path, [eval_set.label for eval_set in setup.sets])
@@ -486,7 +481,7 @@ class Responses:
             lines and lines[0] == head,
             f"{path}: holds responses of another evaluation, or to other problems; name another --out, or remove it",
         )
-        # a kill may have cut the last one
+        # a kill can leave a partial last line
         complete_lines = [line for line in lines if line.endswith("\n")]
         for n, line in enumerate(complete_lines[1:], 2):
             row = tasks.parsed(line, f"{path}, line {n}")
@@ -496,7 +491,7 @@ class Responses:
         return responses
 
     def writer(self, one: EvalSet, tokenizer, known: dict):
-        """Callback of `solve` for the graded responses of each problem."""
+        """The callback `write` of `solve`: append a problem's graded responses to the file."""
 
         def write(problem, group) -> None:
             row = {
@@ -534,15 +529,15 @@ def show_prompt(cfg: EvalFlags) -> dict:
 # Following a run
 # ---------------------------------------------------------------------------------------------------------------------
 
-POLL = 5.0  # seconds between two looks into the run's folder
+POLL = 5.0  # seconds between two polls of the run's folder
 
 
 def follow(cfg: EvalFlags, argv: list[str]) -> dict:
-    """Evaluate every checkpoint of a run, oldest first, each in a process; results go to
+    """Evaluate every checkpoint of a run, oldest first, each in a subprocess; append the results to
     RUN/eval.jsonl.
 
-    argv: the flags given, which hold before the run's own. Ends when no process trains in the
-    folder any more."""
+    argv: flags given here override the run's. Returns when no process trains in the folder and
+    every checkpoint is evaluated."""
     run, looked_at = Path(cfg.follow), set()
     need(
         holds_run(run),
@@ -559,7 +554,7 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
         f"--{key}={x}" for key, x in given.items()
     ]
     while True:
-        trains = is_locked(run)  # before the look, so that its last writes are seen
+        trains = is_locked(run)  # checked before listing, so the last checkpoint is not missed
         done = {row["step"] for row in rows(run / EVALUATED)} | looked_at
         todo = [folder for folder in checkpoint.folders(run) if steps_of(folder) - 1 not in done]
         for folder in todo[:1]:
@@ -582,12 +577,12 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
 
 
 def steps_of(folder: Path) -> int:
-    """The updates before a checkpoint."""
+    """Number of updates before a checkpoint."""
     return int(folder.name.removeprefix("step_"))
 
 
 def flags_of_run(saved: dict, sets: str | None = None) -> list[str]:
-    """Flags to evaluate the held-out sets of a run. UserError: the run has none."""
+    """Flags to evaluate the held-out sets of a run. UserError: this run has no held-out set."""
     task = sets or saved["eval_task"] or saved["task"]
     need(
         sets or saved["eval_task"] or task == "arith",
@@ -607,13 +602,12 @@ def flags_of_run(saved: dict, sets: str | None = None) -> list[str]:
 
 
 def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str, float]:
-    """The metrics of one model of a checkpoint, by this command in a process of its own; none where
-    that fails."""
+    """The metrics of one model of a checkpoint: runs eval.py in a subprocess; {} on failure."""
     samples = name == ("actor" if saved["actor"] != "none" else "policy")
     rounds = (
         saved["learner_quant"] != "none" or evaluated_by(SimpleNamespace(**saved), name) == "own"
     )
-    # as the run evaluates it
+    # quantized as in the run's evaluations
     low_bits = ["rollout_quant", "quant_group"] if samples and rounds else []
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "scores.json"
@@ -649,8 +643,8 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
 
 
 def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
-    """The flags with defaults filled in. UserError: a flag of `required` has no default for a model
-    of your own."""
+    """The flags with defaults filled in. UserError: a flag of `required` is not set, and the model
+    is not embedded."""
     is_custom = cfg.model.strip() and not cfg.model.startswith("base:")
     missing = [
         f"--{flag}={PROPOSED[flag]}"
@@ -666,7 +660,7 @@ def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Run the command; returns the result that --out writes. UserError: one sentence."""
+    """Run the command; return the result, which --out writes. UserError: one sentence."""
     cfg = parse_flags(EvalFlags, argv, "python eval.py --model=FOLDER --key=value ...")
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(EvalFlags, argv)})
     if cfg.follow:
@@ -695,7 +689,7 @@ def main(argv: list[str] | None = None) -> dict:
 
 
 def write_result(out: str, result: dict) -> None:
-    """Write a result to the JSON file of --out, if one is named."""
+    """Write a result to the JSON file `out`, unless `out` is empty."""
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         named = {"command": sys.argv[1:], **result}

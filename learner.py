@@ -1,9 +1,9 @@
 """The learner: policy and optional actor, scored and trained through one wrapped module.
 
     score(batch, needs) -> TokenStats       no gradient, any number of micro-batches
-    update(batch, stats) -> metrics         one optimizer step: forward, loss, backward for each micro-batch, clip, step
+    update(batch, stats) -> metrics         one optimizer step over all micro-batches
 
-The forward is in model/, the loss in objectives.py, the optimizers in machinery/optim.py.
+The forward pass is in model/, the loss in objectives.py, the optimizers in machinery/optim.py.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from sampling import Sampling
 # Ranks
 # ---------------------------------------------------------------------------------------------------------------------
 
-# read before vLLM is imported: it overwrites such variables
+# read before vLLM is imported, because vLLM overwrites these variables
 LOCAL_RANK = from_environment("LOCAL_RANK", 0)
-MAX_SKIPS = 5  # non-finite updates in a row after which a run stops
+MAX_SKIPS = 5  # consecutive non-finite updates after which a run stops
 WORLD_SIZE = from_environment("WORLD_SIZE", 1)
-FOREVER = 10 * 365 * 86400.0  # seconds: the longest that torch is told to wait
+FOREVER = 10 * 365 * 86400.0  # seconds: upper bound of the timeout given to torch
 
 
 class Comm:
-    """Sums, gathers and maxima over ranks; the identity for one process."""
+    """Sums, gathers and maxima over ranks; identities in a single process."""
 
     def __init__(self, device="cpu"):
         self.on = dist.is_initialized()
@@ -75,8 +75,8 @@ class Comm:
 
     @classmethod
     def start(cls, patience: float) -> Comm:
-        """This rank's device and process group under torchrun; one process otherwise. patience:
-        seconds a rank waits."""
+        """Set this rank's device, and under torchrun start its process group. patience: timeout of
+        collective calls, seconds."""
         patience = timedelta(seconds=min(patience, FOREVER))
         missing = [x for x in ("RANK", "MASTER_ADDR", "MASTER_PORT") if x not in os.environ]
         need(
@@ -94,7 +94,7 @@ class Comm:
             gpus >= max(ranks_on_host, LOCAL_RANK + 1),
             f"torchrun --nproc_per_node={ranks_on_host}: this host has {gpus} GPU(s); start as many ranks as GPUs",
         )
-        # before anything else asks for a GPU, and gets the first one
+        # first, because other libraries use the current GPU, by default GPU 0
         torch.cuda.set_device(LOCAL_RANK)
         cuda_device = torch.device("cuda", LOCAL_RANK)
         if WORLD_SIZE > 1:
@@ -106,7 +106,7 @@ class Comm:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values) -> list[float]:
-        """The same for maxima."""
+        """Maxima over ranks of a list of scalars, in float64."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values, op) -> list[float]:
@@ -118,7 +118,7 @@ class Comm:
         return t.tolist()
 
     def sum_counts(self, counts: dict[str, float]) -> Counter:
-        """Sums over ranks of named counts; ranks may have different names."""
+        """Sums over ranks of named counts; the names may differ between ranks."""
         if not self.on:
             return Counter(counts)
         gathered = [None] * self.size
@@ -129,11 +129,11 @@ class Comm:
         return total
 
     def any(self, condition) -> bool:
-        """Whether the condition holds on any rank; all get the same answer."""
+        """Whether the condition is true on any rank; the same result on all ranks."""
         return self.max([bool(condition)])[0] > 0
 
     def cat(self, x: torch.Tensor) -> torch.Tensor:
-        """The 1-D tensors of all ranks, without NaN, joined in rank order."""
+        """The 1-D tensors of all ranks, concatenated in rank order, without NaN."""
         if not self.on:
             return x
         n = int(self.max([len(x)])[0])
@@ -148,9 +148,8 @@ class Comm:
             dist.barrier()
 
     def end(self) -> None:
-        """Leave the process group, all ranks together; remains may keep Python from ending. Last
-        call."""
-        if WORLD_SIZE > 1 and dist.is_initialized():  # vLLM's shutdown may have ended it
+        """Leave the process group, all ranks together, so that Python can exit. The last call."""
+        if WORLD_SIZE > 1 and dist.is_initialized():  # vLLM's shutdown may have destroyed it
             dist.barrier()
             dist.destroy_process_group()
 
@@ -161,13 +160,13 @@ class Comm:
 
 
 class Learner:
-    """Owns the models, their optimizers and the parallel wrapper. Batches go in on the CPU."""
+    """The models, their optimizers and the parallel wrapper. Input batches are on the CPU."""
 
     def __init__(
         self, policy, actor, cfg: Config, comm: Comm, vocabulary: int | None = None, start=None
     ):
-        """vocabulary: token ids that there are (model.PolicyAndActor). start: the frozen model that
-        --kl_coef holds the policy to; None without it."""
+        """vocabulary: number of valid token ids (model.PolicyAndActor). start: the frozen reference
+        model of --kl_coef, or None."""
         self.cfg = cfg
         self.comm = comm
         self.device = comm.device
@@ -177,7 +176,7 @@ class Learner:
         own_format = quant.learner_format(cfg)
         sampler = policy if actor is None else actor
         quant.align(sampler, own_format)
-        if start is not None:  # in the format of the policy
+        if start is not None:  # the same format as the policy
             quant.align(start.requires_grad_(False), own_format if actor is None else None)
         if cfg.exact:
             exact.apply(sampler)
@@ -190,7 +189,7 @@ class Learner:
         autocast = memory.compute_type(cfg)
         options = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
         self.models = PolicyAndActor(policy, actor, *options, start)
-        self.models.eval()  # dropout stays off: scoring and training see one distribution
+        self.models.eval()  # no dropout: scoring and training use the same distribution
         self.wrapped = self._wrap(autocast)
         self.optimizers = {
             n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names
@@ -199,10 +198,10 @@ class Learner:
             torch.device(self.device).type, enabled=cfg.dtype == "float16"
         )
         self.version = 0  # updates so far
-        self.skipped = 0  # of them without a step, for a non-finite loss or gradient
+        self.skipped = 0  # updates skipped because of a non-finite loss or gradient
         self.skipped_in_a_row = 0
-        self.rejected = 0  # of them without a token that was kept
-        self.error = ""  # why the run should end here
+        self.rejected = 0  # updates with all tokens rejected
+        self.error = ""  # reason to stop the run
 
     @property
     def has_actor(self) -> bool:
@@ -213,8 +212,9 @@ class Learner:
         return self.comm.on and self.cfg.parallel == "fsdp"
 
     def _wrap(self, compute: torch.dtype | None):
-        """The models where they belong, with their weights. compute: type of the products, if of 16
-        bits."""
+        """Shard or move the models to their device, load weights and wrap them.
+
+        compute: matmul dtype if 16-bit."""
         if self.sharded:
             memory.shard(self.models, self.device, self.comm.size, compute)
         memory.fill(self.models, self.device)
@@ -232,13 +232,12 @@ class Learner:
 
     @torch.no_grad()
     def score(self, batch: Batch, needs: Needs) -> TokenStats:
-        """TokenStats of a whole batch with the weights as they are, micro-batch by micro-batch,
-        without gradient."""
+        """TokenStats of a whole batch with the current weights, without gradient."""
         out: dict[str, torch.Tensor] = {}
         with self._casts_kept():
             for rows, micro, share in self._micro(batch):
                 statistics = self.wrapped(micro, needs, share)
-                if rows is None:  # filler: another rank has more micro-batches
+                if rows is None:  # padding: a different rank has more micro-batches
                     continue
                 for name, x in statistics.items():
                     if name not in out:
@@ -246,7 +245,7 @@ class Learner:
                     out[name][rows, : x.shape[1]] = x
         self.models.end_replay()
         if self.sharded:
-            self.wrapped.reshard()  # no backward will do it: leave the shards as the owners
+            self.wrapped.reshard()  # without a backward pass FSDP does not reshard
         return TokenStats(**{name: x.cpu() for name, x in out.items()})
 
     def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:
@@ -261,14 +260,14 @@ class Learner:
         """The support's columns, extended by the policy's top-K."""
         if self.has_actor and corrections.actor_is_sampler(self.cfg):
             top_logp_inf = new.top_actor_logp
-        else:  # unknown: the policy's value, at most the engine's K-th
+        else:  # unknown: use the policy's probability, capped at the engine's K-th
             top_logp_inf = torch.minimum(new.top_logp, batch.p_kth.log()[..., None])
         same = new.top_ids[..., None] == batch.support_ids[:, :, None, :]  # (B, T, K, S)
         top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)
         support_logp = batch.support_logp
         if (
             self.cfg.obrs_z == "approx"
-        ):  # the text's set: the sampled token (column 0) only where a top-K has it
+        ):  # the paper's set: the sampled token (column 0) only if a top-K contains it
             support_logp = support_logp.clone()
             support_logp[..., 0].masked_fill_(~same[..., 0].any(-1), -torch.inf)
         return {
@@ -278,11 +277,11 @@ class Learner:
         }
 
     def _micro(self, batch: Batch):
-        """(rows, micro-batch, whether to share prompts) by token budget.
+        """Yield (rows, micro-batch, whether prompts are shared) within the token budget.
 
-        Every rank makes the same choice and has as many of them: one with fewer repeats its last
-        row (rows = None). Prompts are shared where that saves 15 % of the tokens: the responses'
-        attention then needs a mask, which costs some kernels their speed."""
+        All ranks make the same choice and yield equally many micro-batches: a rank with fewer
+        repeats its last row (rows = None). Prompts are shared if sharing saves at least 15 % of the
+        tokens, because it needs an attention mask, with which some kernels are slower."""
         plain, plain_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=False)
         shared, shared_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=True)
         plain_tokens, shared_tokens = self.comm.sum([plain_tokens, shared_tokens])
@@ -298,16 +297,16 @@ class Learner:
     # --------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch. Returns the metrics of the step,
-        global over ranks."""
+        """One optimizer step on this rank's share of a batch. Returns the step's metrics over all
+        ranks."""
         logged = self.backward(batch, stats)
-        # a rejection does not mask entropy and CPPO's KL
+        # rejection does not mask the entropy bonus and CPPO's KL
         alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
         all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
         return logged | self._step(logged["loss"], all_rejected)
 
     def backward(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
-        """The gradient of a batch's loss, over all ranks, into .grad; the metrics of it."""
+        """Write the gradient of a batch's loss over all ranks to .grad; return the metrics."""
         cfg = self.cfg
         needs = needs_of_update(cfg, self.has_actor, stats.lam, batch.logp_ref is not None)
         sums, total = Sums(), torch.zeros((), dtype=torch.float64, device=self.device)
@@ -321,7 +320,7 @@ class Learner:
                     loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
                     if rows is None:
                         loss = loss * 0.0
-                    # both wrappers average over ranks; we sum
+                    # both wrappers average over ranks; the loss is a sum
                     self.scaler.scale(loss * self.comm.size).backward()
                 if rows is None:
                     continue
@@ -335,9 +334,8 @@ class Learner:
         return logged | {"loss": self.comm.sum([total])[0]}
 
     def _unscale(self) -> None:
-        """Gradients in their own units again. Where one overflowed in float16, the next backward
-        has half the loss scale; after 2,000 that did not it has twice the scale. The same on every
-        rank, as the gradients are."""
+        """Unscale the gradients. The loss scale halves after an overflow and doubles after 2,000
+        backward passes without one. Gradients and loss scale are the same on all ranks."""
         if not self.scaler.is_enabled():
             return
         for optimizer in chain.from_iterable(self.optimizers.values()):
@@ -345,34 +343,35 @@ class Learner:
         self.scaler.update()
 
     def dot(self, a, b) -> float:
-        """<a, b> of two directions in a model's weights, the same number on every rank: one tensor
-        for each parameter, under FSDP this rank's shard of it."""
+        """<a, b> of two directions in a model's weights, the same number on every rank. a, b: one
+        tensor per parameter; under FSDP this rank's shard."""
         partial_sum = sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
         total = self.comm.sum([partial_sum])[0]
         return total if self.sharded else total / self.comm.size
 
     def _casts_kept(self):
-        """A context in which weights are cast once for all micro-batches. FSDP casts its shards."""
+        """Context in which weights are cast once for all micro-batches. FSDP casts its shards."""
         return contextlib.nullcontext() if self.sharded else self.models.casts_kept()
 
     def _gradient_sync(self, last: bool):
-        """A context in which DDP reduces gradients over ranks in the last micro-batch's backward
-        alone. FSDP reduces them in every one, so that a rank keeps its part alone."""
+        """Context in which DDP reduces gradients over ranks only in the last micro-batch's backward
+        pass. FSDP reduces in every backward pass, so that a rank stores only its shard."""
         if self.comm.on and not self.sharded and not last:
             return self.wrapped.no_sync()
         return contextlib.nullcontext()
 
     def _step(self, loss: float, all_rejected: bool = False) -> dict[str, float]:
-        """Clip, check, step. A non-finite loss or gradient skips the step on every rank; too many
-        in a row stop the run (`error`). An overflow of float16 that a smaller loss scale can cure
-        is not counted.
+        """Clip, check, step. A non-finite loss or gradient skips the step on every rank; MAX_SKIPS
+        consecutive skips stop the run (`error`). A float16 overflow at a loss scale of 1 or more is
+        not counted.
 
-        all_rejected: of a batch that was rejected whole the policy learns nothing (its optimizer's
-        momentum must not move it either); the update is counted."""
+        all_rejected: if every token was rejected, skip the policy's optimizer step, because
+        momentum would change the weights; the update is counted."""
         norms = {name: self._clip(name) for name in self.names}
         finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
         factor, out = schedule(self.version, self.cfg), {}
-        self.version += 1  # before the first model moves: an error between the two leaves no boundary to save at
+        # if the second model's step raises, version != step, and `rescue` does not save
+        self.version += 1
         for name in self.names:
             prefix = "" if name == "policy" else "actor/"
             lr = self.lr[name] * factor
@@ -405,11 +404,11 @@ class Learner:
         return "weights and rollouts are finite; lower --lr, or look at --is_cap and --grad_clip"
 
     def is_finite(self) -> bool:
-        """Whether all weights are numbers, on every rank. Collective."""
+        """Whether all weights are finite, on every rank. Collective."""
         return not self.comm.any(optim.not_finite(self.models))
 
     def _clip(self, name: str) -> float:
-        """Clip one model's gradient; its norm before."""
+        """Clip one model's gradient; return its norm before clipping."""
         norm = nn.utils.clip_grad_norm_(getattr(self.models, name).parameters(), self.cfg.grad_clip)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
@@ -425,40 +424,37 @@ class Learner:
     # --------------------------------------------------------------------------------------------
 
     def named_tensors(self, name: str, whole=whole):
-        """Yields (Hugging Face name, whole detached tensor) of one model, `lm_head.weight`
-        included; collective."""
+        """Yield (Hugging Face name, full detached tensor) of one model, including `lm_head.weight`.
+        Collective."""
         return self.stream(name, self.model_state(name), whole)
 
     def model_state(self, name: str) -> dict[str, torch.Tensor]:
-        """One model's parameters and buffers as they lie on this rank, adapters and
-        `lm_head.weight` included."""
+        """One model's parameters and buffers on this rank, with adapters and `lm_head.weight`."""
         state = getattr(self.models, name).state_dict()
-        if "lm_head.weight" not in state:  # tied heads are dropped from some state dicts
+        if "lm_head.weight" not in state:  # some state dicts omit tied heads
             state["lm_head.weight"] = state[
                 next(k for k in state if k.endswith("embed_tokens.weight"))
             ]
         return state
 
     def stream(self, name: str, state: dict, whole):
-        """Yields (Hugging Face name, tensor) of a `model_state`, or of a copy of one, made whole by
-        `whole`."""
+        """Yield (Hugging Face name, tensor gathered by `whole`) of a `model_state` or its copy."""
         return lora.merged(getattr(self.models, name), state, whole)
 
     def adapter(self, name: str) -> lora.Adapter | None:
-        """The adapters of one model; None where it learns whole. Collective."""
+        """The adapters of one model; None if all its weights are trained. Collective."""
         if not lora.learns(self.cfg, name):
             return None
         return lora.Adapter.of(getattr(self.models, name), whole)
 
     def published(self, name: str, packed: bool) -> Published:
-        """The tensors that an engine loads of one model, linear layers in the rollout's format if
-        it has one.
+        """The tensors of one model for an engine, linear layers in the rollout format, if any.
 
         The stream can be read more than once; each reading is collective.
 
-        packed: in low bits, as quant.py stores them. Remote samplers quantize received weights
-        themselves, unless low-bit tensors are sent. Matrices are rounded to the engine's type before
-        they are gathered."""
+        packed: low-bit tensors as quant.py stores them. Remote samplers quantize received weights
+        themselves, unless they receive low-bit tensors. Matrices are rounded to the engine's dtype
+        before they are gathered."""
         whole_of = self._whole_for_engine(name, packed)
         if not self._quantizes(packed):
             return Published(lambda: self.named_tensors(name, whole_of))
@@ -468,18 +464,18 @@ class Learner:
         )
 
     def _quantizes(self, packed: bool) -> bool:
-        """Whether published matrices are in low bits."""
+        """Whether published matrices are low-bit."""
         return self.rollout_format is not None and (self.cfg.samplers == "local" or packed)
 
     def _whole_for_engine(self, name: str, packed: bool):
-        """How a published tensor is gathered from all ranks."""
-        routes = routers_of(getattr(self.models, name))  # some engines hold them in float32
+        """The function that gathers a published tensor from all ranks."""
+        routes = routers_of(getattr(self.models, name))  # some engines keep routers in float32
         dtype = None if routes or self._quantizes(packed) else engine_type(self.cfg)
         return partial(whole_in, dtype) if dtype else whole
 
     def verified(self, name: str, packed: bool, published: Published) -> Published:
-        """The same stream, in which two tensors are compared with the learner's parameters as they
-        are now; others at each version. SyncError while it is read: they differ, so that old
+        """The stream `published`, with a check of two tensors, different ones at each version,
+        against the learner's current parameters. Reading raises SyncError if they differ: old
         weights would be published. Collective."""
 
         def read():
@@ -510,10 +506,9 @@ class Learner:
         return Published(read)
 
     def logprobs(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 by one model's own forward: (R, L) -> float32 (R, L -
-        1).
+        """log p(ids[t] | ids[:t]) for t >= 1 of one model: (R, L) -> float32 (R, L - 1).
 
-        In the precision of the weights: rounding to 16 bits would hide a small update."""
+        Computed in the precision of the weights, because 16-bit rounding hides a small update."""
         stats = self._in_full_precision(batching.of_rows(ids, self.cfg), Needs())
         return (stats.logp if name == "policy" else stats.actor_logp).numpy()
 
@@ -530,8 +525,7 @@ class Learner:
         return stats
 
     def agreement(self, batch: Batch) -> Agreement:
-        """How far this learner is from the engine on a batch that was sampled from the same
-        weights. Collective."""
+        """Compare learner and engine on a batch sampled with the same weights. Collective."""
         part = batch.select(range(min(len(batch), 16)))
         model = getattr(self.models, self.names[-1])
 
@@ -559,11 +553,11 @@ class Learner:
         return Agreement(distance(learner_p, engine), floor, plain)
 
     def check_heads(self, ids: np.ndarray) -> None:
-        """UserError, one sentence, if model/head.py makes other logits than a model itself.
-        Collective.
+        """Raise UserError, one sentence, if model/head.py computes different logits than the
+        model's own head. Collective.
 
-        In the precision of the weights, whatever autocast rounds to: it is the function that is
-        compared. ids: token ids (R, L)."""
+        The comparison is in full precision, since it tests the function and not the rounding. ids:
+        token ids (R, L)."""
         longest = min(
             rows_at_once(getattr(self.models, name).config, ids.shape[1]) for name in self.names
         )
@@ -595,7 +589,7 @@ class Learner:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """The inverse of state_dict."""
+        """Restore the state of `state_dict`."""
         for counter in ("version", "skipped", "skipped_in_a_row", "rejected"):
             setattr(self, counter, state[counter])
         if self.scaler.is_enabled():
@@ -605,7 +599,7 @@ class Learner:
         """Trainable weights (model/weight) and optimizer states (model/weight/kind) of one model on
         this rank.
 
-        Writing into these tensors changes the learner."""
+        The tensors are not copies: writing to them changes the learner."""
         names = self._learning(name)
         tensors = {key: p.detach() for p, key in names.items()}
         for optimizer in self.optimizers[name]:
@@ -614,8 +608,8 @@ class Learner:
         return tensors
 
     def make_states(self, saved: dict[str, tuple]) -> None:
-        """Allocate optimizer states for a checkpoint. saved: name -> (shape, dtype) of the tensors
-        of `trained`."""
+        """Allocate the optimizer states of a checkpoint. saved: name -> (shape, dtype) of the
+        tensors of `trained`."""
         for name in self.names:
             optimizer_of = {}
             for optimizer in self.optimizers[name]:
@@ -637,7 +631,7 @@ class Learner:
                 optimizer_of[p].state[p][kind] = room.detach()
 
     def _learning(self, name: str) -> dict:
-        """The parameters of one model that learn, each with its name in a checkpoint."""
+        """Trainable parameter -> name in a checkpoint, for one model."""
         model = getattr(self.models, name)
         return {p: f"{name}/{key}" for key, p in model.named_parameters() if p.requires_grad}
 
@@ -646,28 +640,27 @@ class Learner:
 # Comparison with published weights, and with the sampler
 # ---------------------------------------------------------------------------------------------------------------------
 
-# mean |log p - log p| of two ways to make logits of the same hidden states, in a type
+# tolerance per dtype: mean |difference in log p| between two head implementations
 HEADS = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
-AGREES = 1e-3  # mean |p_learner - p_engine| of two float32 forwards, with room
-LIMIT = 5.0  # times the noise floor
+AGREES = 1e-3  # tolerance of mean |p_learner - p_engine| with float32 on both sides
+LIMIT = 5.0  # tolerance, in multiples of the noise floor
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the learner is from the engine, on the same weights: means over sampled tokens."""
+    """Distances between learner and engine with the same weights: means over sampled tokens."""
 
     gap: float  # |p_learner - p_engine|
-    floor: float  # |p_learner - p_nudged|: each module's output off by the rounding of engine and learner
-    plain: float = float("nan")  # the gap of the same learner without low bits; NaN: it has none
+    floor: float  # |p_learner - p_nudged|: each module's output perturbed by the rounding error
+    plain: float = float("nan")  # gap of the learner in full precision; NaN: it is not quantized
 
 
 def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
     """A warning, or "". UserError if, with the same weights, engine and learner compute different
     policies.
 
-    It finds whatever makes logits another function on one side: a soft cap, a scale, a bias, a
-    temperature. Where both sides are meant to differ (a low-bit engine, another learner) it warns
-    only."""
+    The check detects a soft cap, scale, bias or temperature of the logits on only one side. If the
+    flags make both sides differ (quantized engine or KV cache, learner not aligned), it warns."""
     limit = max(AGREES, LIMIT * found.floor)
     aligned = cfg.learner_quant in ("aligned", cfg.rollout_quant)
     gap = (
@@ -690,9 +683,7 @@ def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
 
 
 def expects_agreement(cfg: Config) -> bool:
-    """Whether engine and learner should be one policy: same weights, same distribution.
-
-    False where the sampling distribution is expected to differ."""
+    """Whether engine and learner should compute the same policy: same weights and distribution."""
     fresh = cfg.samplers == "local" and cfg.delay == "none"
     same = cfg.logprobs_mode == "processed" and (
         cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates
@@ -701,12 +692,12 @@ def expects_agreement(cfg: Config) -> bool:
 
 
 def engine_type(cfg: Config) -> torch.dtype | None:
-    """The 16 bits in which an engine holds every matrix; None where it holds or is given others."""
+    """The 16-bit dtype of all engine weights; None if the engine uses float32 or a mix."""
     quantizes = cfg.samplers != "local" and cfg.rollout_quant != "none"
     others = quantizes or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
     return None if others or cfg.rollout_dtype == "float32" else getattr(torch, cfg.rollout_dtype)
 
 
 def whole_in(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-    """`whole`, of a matrix in this type."""
+    """`whole`, with matrices cast to this dtype first."""
     return whole(x.detach().to(dtype) if x.ndim > 1 else x)

@@ -1,12 +1,11 @@
-"""Metrics: one row for each, with its formula and its meaning.
+"""Metrics: one row per metric.
 
-    python metrics.py          # the page of all metrics: name, meaning
+    python metrics.py          # print name and meaning of all metrics
 
-A metric is one row below: its name, its domain (tokens or responses), its formula, its meaning.
-`Derived` rows are formulas of such means over the whole step (machinery/measure.py adds them up).
-Names under `rollout_corr/` have the meaning that verl gives them (three differences:
-results/conformance.md). Rows with a name that begins with _ are sums from which other rows are
-computed."""
+A row has a name, a domain (tokens or responses), a formula and a meaning. `Derived` rows are
+formulas of means over the whole step (machinery/measure.py sums them). Names under `rollout_corr/`
+have verl's meaning (three differences: results/conformance.md). Names that begin with _ are not
+logged; `Derived` rows use them."""
 
 from __future__ import annotations
 
@@ -40,22 +39,22 @@ def responses(v):
 
 
 def weighted(v):
-    """Items with one weight each: tokens, or responses where R is the weight."""
+    """The items that have a weight: tokens, or responses if R is the weight."""
     return v.responses if v.by_response else v.tokens
 
 
 def tokens_where(condition):
-    """Tokens for which condition(view) holds too."""
+    """Tokens for which condition(view) is true."""
     return lambda v: v.tokens & condition(v)
 
 
 def by_length(name, formula, meaning) -> list[Mean]:
-    """The same metric for responses of up to 16 tokens, 17 to 32, 33 to 64, ..."""
+    """One row per bucket of response lengths: up to 16 tokens, 17 to 32, 33 to 64, ..."""
     return [Mean(f"{name}/{n}", shorter_than(n), formula, meaning) for n in BUCKETS]
 
 
 def shorter_than(n):
-    """Responses of at most n tokens, and more than the next smaller bucket's."""
+    """Responses with lengths in bucket n: at most n tokens, and above the next smaller bucket."""
     low = 0 if n == BUCKETS[0] else n // 2
     return lambda v: v.responses & (v.n > low) & (v.n <= n)
 
@@ -74,7 +73,7 @@ def log_edge(p: float) -> float:
 
 
 def moved(v):
-    """p_new / p_ref outside [1/2, 2]."""
+    """Mask of tokens with p_new / p_ref outside [1/2, 2]."""
     return (v.new.logp - v.ref).abs() > math.log(2)
 
 
@@ -423,13 +422,12 @@ def bracketed(m) -> bool:
 
 
 def summed(m) -> str | None:
-    """The sum over the support that kappa scales: Z_low, the text's Z_approx, or none where Z is
-    exact."""
+    """Name of the sum over the support that kappa scales, Z_low or Z_approx; None if Z is exact."""
     return next((name for name in ("obrs/z_low", "obrs/z_approx") if name in m), None)
 
 
 def logged(key):
-    """(formula, when) of a value that the correction logged under this name."""
+    """{formula, when} of a value that the correction logs under this name."""
     return {"formula": lambda v: v.logs[key], "when": lambda v: key in v.logs}
 
 
@@ -565,7 +563,7 @@ SECTIONS = {
     "Counts": COUNTS,
 }
 ROWS = [row for rows in SECTIONS.values() for row in rows]
-# metrics of other files: name -> meaning
+# metrics computed in other files: name -> meaning
 ELSEWHERE = {
     "loss": "the reduced loss",
     "grad_norm": "of the policy, before clipping; actor/grad_norm",
@@ -620,8 +618,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg: LossFlags) -> None:
 
 
 def derive(m: Means) -> dict[str, float]:
-    """The public metrics: means, maxima and derived ones. Metrics without a token or response of
-    their domain in the batch are left out."""
+    """The logged metrics: means, maxima and `Derived` rows. Metrics in BUCKETED are omitted if the
+    batch has no token or response in their domain."""
     empty = {name for name in m.pairs if name.startswith(BUCKETED) and m.count(name) == 0}
     out = {
         name: value for name, value in m.items() if not name.startswith("_") and name not in empty
@@ -641,8 +639,7 @@ BUCKETED = ("rollout_corr/seq_weight/", "rollout_corr/low_weight/", "entropy_of_
 
 
 def page() -> str:
-    """All metrics, a name and its meaning each; a family such as seq_weight/16, /32, ... has one
-    line."""
+    """Names and meanings of all metrics; a family such as seq_weight/16, /32, ... has one line."""
     lines = []
     for title, rows in SECTIONS.items():
         named = {re.sub(r"/[0-9.]+$", "/N", row.name): row.meaning for row in rows if row.meaning}

@@ -1,17 +1,17 @@
-"""Jackpot in one file: a small actor samples every response, a bigger policy learns from them.
+"""Jackpot in one file: a small actor samples all responses, a larger policy learns from them.
 
     python mini.py                                             # three minutes on two CPU cores
     python mini.py --model=Qwen/Qwen3-1.7B --actor=Qwen/Qwen3-0.6B --data=gsm8k.jsonl --lr=1e-6 \\
         --actor_lr=3e-6 --max_tokens=512 --rollout_batch=64 --train_batch=64 --micro_batch=4
 
 Read `jackpot` first: it is the whole algorithm (arXiv 2602.06107, Alg. 1). Optimal budgeted
-rejection sampling (OBRS) rejects tokens that the actor prefers and the policy does not, and
-reweights the rest. PPO updates both models. Distillation keeps the actor close to the policy.
+rejection sampling (OBRS) rejects tokens that are more likely under the actor than under the policy,
+and reweights the rest. PPO updates both models. Distillation keeps the actor close to the policy.
 
 Without --model, two small models learn to add, after a warm start of supervised steps. --data is a
-JSONL file with `problem` (or `question`) and `answer`; a response is right if its last number is
-that of the answer. train.py adds vLLM, torchrun, low-bit and delayed samplers, other corrections;
-with the same weights its metrics equal those of this file up to rounding (tests/test_mini.py).
+JSONL file with `problem` (or `question`) and `answer`; a response is correct if its last number
+equals the last number of the answer. train.py adds vLLM, torchrun, low-bit and delayed samplers,
+more corrections; with equal weights both log the same metrics up to rounding (tests/test_mini.py).
 
 Distributions: inf sampled the responses, ref is the policy before the updates on a batch, new is
 the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocabulary, G group size.
@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-# Settings, named like the flags of train.py. The command line sets each one: --steps=100.
+# Settings, named like the flags of train.py. The command line can set each setting: --steps=100.
 MODEL = ""  # policy: a folder or an id of the Hugging Face hub; "": the toy models
 ACTOR = ""  # the model that samples, with the same tokenizer
 DATA = ""  # JSONL file of problems and answers
@@ -42,12 +42,12 @@ STEPS = 45  # optimizer updates
 WARMUP_STEPS = 5
 LR = 1e-4
 ACTOR_LR = 3e-4
-ROLLOUT_BATCH = 256  # responses between two rollouts
+ROLLOUT_BATCH = 256  # responses per rollout
 TRAIN_BATCH = 256  # responses in one update
 MICRO_BATCH = 256  # responses in one forward pass
 GROUP_SIZE = 8  # G
-MAX_TOKENS = 32  # longest response
-GRAD_CLIP = 0.3  # largest gradient norm, for each model
+MAX_TOKENS = 32  # maximum response length
+GRAD_CLIP = 0.3  # maximum gradient norm per model
 OBRS_LAMBDA = 1.0  # a larger lambda rejects more tokens
 OBRS_C1 = 3.0  # cap of the OBRS weight
 CLIP_LOW = 0.2  # PPO
@@ -65,23 +65,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Samples(NamedTuple):
-    """B responses. A row is a prompt, padded on the left, and a response, padded on the right."""
+    """B responses. A row is a left-padded prompt and a right-padded response."""
 
     ids: torch.Tensor  # (B, P + T)
     attend: torch.Tensor  # (B, P + T) 0 on the padding of prompts, else 1
-    mask: torch.Tensor  # (B, T) True on the tokens of the response, including the end
-    logp_inf: torch.Tensor  # (B, T) log-probability of each token when it was sampled
+    mask: torch.Tensor  # (B, T) True on the tokens of the response, including the end token
+    logp_inf: torch.Tensor  # (B, T) log-probability of each token under inf
     reward: torch.Tensor  # (B,)
     adv: torch.Tensor = None  # (B, 1) advantage of each response
     mask_uniforms: torch.Tensor = None  # (B, T) uniform numbers for the OBRS mask
 
 
 def jackpot(new, ref, batch):
-    """Jackpot's loss of each token (B, T), and metrics of each token.
+    """Jackpot's per-token loss (B, T) and per-token metrics.
 
     new, ref: log-probabilities (B, T, V) of (policy, actor), now and before the updates on this
-    batch. ref has no gradient. OBRS targets p_ref: accepted tokens are distributed as if p_ref had
-    sampled them."""
+    batch. ref has no gradient. The target of OBRS is p_ref."""
     policy_new, actor_new = new
     policy_ref, actor_ref = ref
     tokens = batch.ids[:, -batch.mask.shape[1] :, None]
@@ -123,14 +122,14 @@ def jackpot(new, ref, batch):
 
 
 def ppo(logp, logp_ref, adv):
-    """min(s A, clip(s, 1 - low, 1 + high) A) with s = p_new / p_ref, and whether it is clipped."""
+    """min(s A, clip(s, 1 - low, 1 + high) A) with s = p_new / p_ref, and the clip mask."""
     s = (logp - logp_ref).clamp(-20, 20).exp()
     clipped = s.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * adv
     return torch.minimum(s * adv, clipped), clipped < s * adv
 
 
 def train(policy, actor, task):
-    """Train both models in place; the metrics of each update."""
+    """Train both models in place; return the metrics of each update."""
     models = (policy.eval(), actor.eval())  # eval: no dropout
     groups = [{"params": m.parameters(), "lr": lr} for m, lr in ((policy, LR), (actor, ACTOR_LR))]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
@@ -143,7 +142,7 @@ def train(policy, actor, task):
         # 1. The actor samples.
         if step % updates_per_rollout == 0:
             rollout_batch = rollout(actor, task, step // updates_per_rollout)
-            # With several updates on a rollout, ref must be computed before the first one.
+            # With several updates per rollout, compute ref before the first update.
             with torch.no_grad():
                 early = updates_per_rollout > 1
                 ref = [log_probs(model, rollout_batch) for model in models] if early else None
@@ -174,9 +173,9 @@ def train(policy, actor, task):
 
 
 def log_probs(model, batch):
-    """log p over the vocabulary at each token of the responses: (B, T, V)."""
+    """log p over the vocabulary at each response token: (B, T, V)."""
     T = batch.mask.shape[1]
-    G = math.gcd(GROUP_SIZE, len(batch.ids))  # rows that share a prompt, which is read once
+    G = math.gcd(GROUP_SIZE, len(batch.ids))  # rows that share a prompt, processed once
     prompt, cache = forward(model, batch.ids[::G, :-T], batch.attend[::G, :-T])
     cache.batch_repeat_interleave(G)
     response, _ = forward(model, batch.ids[:, -T:-1], batch.attend[:, :-1], cache)
@@ -190,7 +189,7 @@ def forward(model, tokens, attend, cache=None):
     return out.logits, out.past_key_values
 
 
-# Sampling: each draw depends on its key only, not on the batch or the order of calls.
+# Sampling: a draw depends only on its key, not on the batch or the order of calls.
 def uniforms(n, *key):
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
@@ -203,10 +202,10 @@ def response_seed(*key):
 
 
 def rollout(actor, task, number):
-    """Rollout `number` (from 0): responses of the actor to the next problems."""
+    """Rollout number `number` (from 0): the actor's responses to the next problems."""
     n_groups = ROLLOUT_BATCH // GROUP_SIZE
     indices = range(number * n_groups, (number + 1) * n_groups)
-    # Keys as in train.py: group (sampler, restarts, number), and place in the group.
+    # Keys as in train.py: group (sampler, restarts, number), and index in the group.
     keys = [(("rank0", 0, index), i) for index in indices for i in range(GROUP_SIZE)]
     seeds = [response_seed(SEED, *key) for key in keys]
     batch = sample(actor, task, [task.problem("train", index) for index in indices], seeds)
@@ -218,7 +217,7 @@ def rollout(actor, task, number):
 
 @torch.no_grad()
 def sample(model, task, problems, seeds):
-    """One response for each seed, at temperature 1; advantages and mask draws are missing."""
+    """Sample one response per seed at temperature 1, without advantages and mask uniforms."""
     G = len(seeds) // len(problems)
     prompts = [torch.tensor(task.encode(problem)) for problem, _ in problems]
     ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(DEVICE)
@@ -254,7 +253,7 @@ def sample(model, task, problems, seeds):
 
 
 def evaluate(model, task):
-    """pass@1 on held-out problems with one response each, and its standard error."""
+    """pass@1 on held-out problems, one response each, and the standard error."""
     problems = [task.problem("test", i) for i in range(EVAL_PROBLEMS)]
     seeds = [response_seed("eval", SEED, problem, 0) for problem, _ in problems]
     mean = float(sample(model, task, problems, seeds).reward.mean())
@@ -263,7 +262,7 @@ def evaluate(model, task):
 
 # Tasks: problem(split, index) -> (text, answer), encode(text), grade(tokens, answer), ends
 class File:
-    """Problems of a JSONL file; each eighth row is held out. The answer is a number."""
+    """Problems of a JSONL file; every eighth row is held out. The answer is a number."""
 
     def __init__(self, path, tokenizer, ends):
         rows = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines() if line]
@@ -305,7 +304,7 @@ class Addition:
             operand = rng.randint(1, TASK_OPERAND)
             plus = rng.random() < 0.5
             if total + operand > TASK_TOTAL or total < operand:
-                plus = total < operand  # the direction that stays in the range
+                plus = total < operand  # the operation that keeps the total in range
             total += operand if plus else -operand
             text += f" + {operand}" if plus else f" - {operand}"
         held_out = hashlib.sha256(text.encode()).digest()[0] < 32  # one problem in eight
@@ -338,7 +337,7 @@ class Addition:
 
 
 def warm_start(task, seed, hidden, layers):
-    """A small model after supervised steps on demonstrations, until BASE_ACCURACY is reached."""
+    """Train a small model on demonstrations until it reaches BASE_ACCURACY."""
     heads = hidden // 32
     sizes = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers)
     sizes |= dict(num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=32)
@@ -368,7 +367,7 @@ def warm_start(task, seed, hidden, layers):
 
 
 def load():
-    """Policy, actor and task that the settings name."""
+    """Policy, actor and task of the settings."""
     if not MODEL:
         task = Addition()
         return warm_start(task, 0, 192, 3), warm_start(task, 1, 128, 2), task

@@ -1,22 +1,22 @@
-"""Objectives: every loss in this repository is one correction times one surrogate, reduced once.
+"""Objectives: a loss is one correction times one surrogate, reduced once.
 
     loss = - reduce( keep * sg(weight) * surrogate )
 
-    correction   a detached weight and a keep-mask per token (corrections.py, obrs.py), from three policies:
-                 `inf`, the one that sampled (engine, actor, precision, staleness, sampling settings),
-                 `ref`, the learner's before the first update on this rollout batch, and `new`, the learner's now
-    surrogate    objective that is maximised, and trust region of `new`
-    reduction    denominator of the sum, one for all ranks and micro-batches
+    correction   a detached weight and a keep-mask per token (corrections.py, obrs.py)
+    surrogate    objective that is maximised, with a trust region
+    reduction    denominator of the sum, the same for all ranks and micro-batches
 
-Surrogates and regularisers are pure functions of tensors and numbers; presets over all axes are
-presets.py's, and advantages batching.py's. `python objectives.py` prints every name with its
-formula, users, needs and costs.
+Policies: `inf` sampled (engine, actor, precision, staleness, sampling settings); `ref` is the
+learner before the first update on this rollout batch; `new` is the learner now.
 
-`prepare` runs once per optimizer step, over all ranks, before any backward; `loss` is called for
-each micro-batch; `update_controllers` keeps state for the next update (kappa, the weight of
+Surrogates and regularisers are pure functions of tensors and numbers. Presets are in presets.py,
+advantages in batching.py. `python objectives.py` prints every name with its formula and source.
+
+`prepare` runs once per optimizer step, over all ranks, before any backward pass. `loss` is called
+for each micro-batch. `update_controllers` keeps state for the next update (kappa, the weight of
 distillation).
 
-Jackpot's four lines: a, keep, w and rho in `obrs.correction`, then `ppo` and the product in `loss`.
+Jackpot: `obrs.correction` computes a, keep, w and rho; `ppo` is the surrogate; `loss` multiplies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from sampling import Sampling
 # Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
 #
 # log_ratio: log p_new - log p_base, (B, T), with gradient; adv (B, 1) or (B, T); low, high: the
-# trust region is [1 - low, 1 + high], and an infinite bound is no bound.
+# trust region is [1 - low, 1 + high]; infinite: no bound.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -66,26 +66,26 @@ def reinforce(logp, adv):
 def ppo(log_ratio, adv, low=0.2, high=0.28, dual_clip=0.0, clamp=CLAMP):
     """min(s A, clip(s, 1 - low, 1 + high) A), s = p_new / p_base. PPO, GRPO, DAPO.
 
-    dual_clip: where A < 0 the value is at least dual_clip A, however large s is; 0 is off."""
+    dual_clip: lower bound dual_clip A of the value if A < 0; 0: off."""
     s = token_ratio(log_ratio, clamp)
     value, clipped = clip_surrogate(s, adv, low, high, dual_clip)
     return value, clipped, s
 
 
 def gspo(log_ratio, mask, adv, low=3e-4, high=4e-4, dual_clip=0.0, clamp=CLAMP):
-    """PPO on g = exp(mean_t log s), one ratio a response. GSPO (GEPO Eq. 7); with the group's base
-    GEPO Eq. 12."""
+    """PPO on g = exp(mean_t log s), one ratio per response. GSPO (GEPO Eq. 7); GEPO Eq. 12 with
+    --ratio_base=group."""
     g = geo_ratio(log_ratio, mask, clamp)
     value, clipped = clip_surrogate(g, adv, low, high, dual_clip)
     return value.expand_as(log_ratio), clipped.expand_as(mask), g.expand_as(log_ratio)
 
 
 def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, tbpo_neg_high=7e-4, clamp=CLAMP):
-    """clip(g) A, g = exp(mean_t log s), without PPO's min: outside its band a response has no
+    """clip(g) A, g = exp(mean_t log s), without PPO's min: a response outside the band has no
     gradient. QaRL 3.2.
 
-    A >= 0: g <= 1 + high. A < 0: 1 - low <= g <= 1 + tbpo_neg_high, because error tokens come in
-    clusters and make g large."""
+    Band: g <= 1 + high if A >= 0; 1 - low <= g <= 1 + tbpo_neg_high if A < 0, because error tokens
+    come in clusters and make g large."""
     g = geo_ratio(log_ratio, mask, clamp)
     lowest = torch.where(adv >= 0, g.new_tensor(-math.inf), g.new_tensor(1 - low))
     highest = torch.where(adv >= 0, g.new_tensor(1 + high), g.new_tensor(1 + tbpo_neg_high))
@@ -96,7 +96,7 @@ def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, tbpo_neg_high=7e-4, clamp=CL
 
 
 def sapo(log_ratio, adv, clamp=CLAMP):
-    """(4 / tau) sigmoid(tau (s - 1)) A, tau = 1.0 where A > 0, else 1.05. QaRL D.4, arXiv
+    """(4 / tau) sigmoid(tau (s - 1)) A, tau = 1.0 if A > 0, else 1.05. QaRL D.4, arXiv
     2511.20347."""
     s = token_ratio(log_ratio, clamp)
     tau = torch.where(adv > 0, log_ratio.new_tensor(1.0), log_ratio.new_tensor(1.05))
@@ -105,24 +105,22 @@ def sapo(log_ratio, adv, clamp=CLAMP):
 
 
 def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
-    """g A, g = exp(mean_t x_t), x = log s bounded on the side of A: x <= high where A >= 0, x >=
-    -low where A < 0.
+    """g A, g = exp(mean_t x_t), x = min(log s, high) if A >= 0, max(log s, -low) if A < 0.
 
-    The geometric mean of PPO's clipped ratios, with bounds of log s. GMPO, arXiv 2507.20673; verl's
-    geo_mean."""
+    g is the geometric mean of PPO's clipped ratios, with bounds on log s. GMPO, arXiv 2507.20673;
+    verl's geo_mean."""
     bounded = torch.where(adv >= 0, log_ratio.clamp_max(high), log_ratio.clamp_min(-low))
     g, value = geo_ratio(log_ratio, mask, clamp), geo_ratio(bounded, mask, clamp) * adv
     return value.expand_as(log_ratio), bounded != log_ratio, g.expand_as(log_ratio)
 
 
 def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
-    """s A, but 0 where p_new has left p_base by more than the bound, in the direction in which A
-    pushes.
+    """s A, but 0 if |p_new - p_base| (or the KL) exceeds the bound and A would increase it further.
 
-    Kept are, with A >= 0, p_new <= p_base or gap <= high; with A < 0, p_new >= p_base or gap <= low. The gap is
-    tv  |p_new - p_base|;  kl  p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p = p_base: of two outcomes, this
-    token or another.
-    DPPO, arXiv 2602.04879, Eq. 13, 14 as SkyRL cites them; tv over inf is the mask of prime-rl's default loss."""
+    Nonzero terms: p_new <= p_base or gap <= high if A >= 0; p_new >= p_base or gap <= low if A < 0.
+    gap: tv, |p_new - p_base|; kl, p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p =
+    p_base, the binary KL (this token or not). DPPO, arXiv 2602.04879, Eq. 13, 14 as SkyRL cites
+    them; tv with --ratio_base=inf is the mask of prime-rl's default loss."""
     s = token_ratio(logp - base, clamp)
     p, p_new = base.exp(), logp.detach().exp()
     if divergence == "kl":
@@ -134,15 +132,14 @@ def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
 
 
 def cispo(log_ratio, logp, adv, low=0.2, high=0.28, clamp=CLAMP):
-    """sg(clip(s, 1 - low, 1 + high)) A log p_new: the clip bounds the weight and never stops the
-    gradient. MiniMax-M1."""
+    """sg(clip(s, 1 - low, 1 + high)) A log p_new: clipped tokens keep a gradient. MiniMax-M1."""
     s = token_ratio(log_ratio, clamp).detach()
     bounded = s.clamp(1 - low, 1 + high)
     return bounded * adv * logp, bounded != s, s
 
 
 def clip_surrogate(s, adv, low, high, dual_clip=0.0):
-    """(PPO's clipped value, where it is clipped), shapes of s."""
+    """(PPO's clipped value, mask of clipped entries), both of the shape of s."""
     if math.isinf(low) and math.isinf(high):
         return s * adv, torch.zeros_like(s, dtype=torch.bool)
     plain = s * adv
@@ -161,7 +158,7 @@ def clip_bounds(cfg: ObjectiveFlags) -> tuple[float, float]:
     return (cfg.clip_low, cfg.clip_high) if cfg.clip else (math.inf, math.inf)
 
 
-# one row a surrogate, called by parameter name (corrections.call)
+# one row per surrogate; arguments are passed by parameter name (corrections.call)
 SURROGATES = {
     "reinforce": reinforce,
     "ppo": ppo,
@@ -176,8 +173,7 @@ SURROGATES = {
 
 
 def surrogate_of(logp, base, adv, mask, cfg: LossFlags):
-    """(value to maximise, where it is clipped, ratio) of --surrogate. base: log of the ratio's
-    denominator, (B, T)."""
+    """(value to maximise, clip mask, ratio) of --surrogate. base: log p_base, (B, T)."""
     low, high = clip_bounds(cfg)
     edge = {} if cfg.clip else {"tbpo_neg_high": math.inf}
     return call(
@@ -198,8 +194,8 @@ def surrogate_of(logp, base, adv, mask, cfg: LossFlags):
 DISTILL_GAIN = 0.1  # closed loop: largest change of log(distill_lambda) in one update
 DISTILL_LAMBDA_MAX = 100.0  # closed loop: upper bound of distill_lambda
 CLIP = (0.2, 0.28)  # default eps_low, eps_high
-CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # a length-normalised ratio never reaches 0.2
-# bounds of log r, and of a divergence
+CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # of a length-normalised ratio
+# bounds of log s (gmpo) and of a divergence (dppo)
 CLIPS |= {
     "gmpo": (0.4, 0.4),
     "dppo_tv": (0.2, 0.2),
@@ -208,27 +204,26 @@ CLIPS |= {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Regularisers: KL to the frozen model that the run started from (`start`; verl and TRL call that
-# one `ref`)
+# Regularisers: KL to the frozen model that the run started from (`start`; `ref` in verl and TRL)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def kl_estimate(logp, logp_start, estimator: str, clamp=CLAMP):
-    """Each sampled token's estimate of KL(p || start), (B, T) nats, with gradient; x = log p_start
-    - log p. Schulman.
+    """Per-token estimate of KL(p || start), (B, T) nats, with gradient. x = log(p_start / p).
+    Schulman.
 
                             mean of k         gradient of the mean, E[dk]
         k2 = x^2 / 2        approximates it   dKL(p || start)
         k3 = e^x - 1 - x    KL(p || start)    dKL(start || p)
 
-    E over tokens of p. So k2 has the gradient of the KL, as DeepSeek-V3.2's k3 times p_new / p_old
-    has. k1 = -x has a gradient of mean zero."""
+    E is over tokens of p. k2 has the gradient of KL(p || start). So has k3 multiplied by p_new /
+    p_old (DeepSeek-V3.2). k1 = -x has a gradient of mean zero."""
     x = logp_start - logp
     return x * x / 2 if estimator == "k2" else token_k3(x, clamp)
 
 
 def unregularised(cfg: Config):
-    """The flags without the regularisers: a correction's worth is not theirs."""
+    """The flags without regularisers: a correction is scored without the regularisers."""
     return replace(cfg, kl_coef=0.0, entropy_coef=0.0)
 
 
@@ -243,30 +238,28 @@ class StepStats:
     pass."""
 
     tokens: float  # tokens that may carry a gradient
-    sequences: float  # responses with such a token
-    lam: float  # OBRS's lambda: the flag, or the budget's
+    sequences: float  # responses with at least one such token
+    lam: float  # OBRS's lambda: --obrs_lambda, or solved for --obrs_accept_rate
     kappa: float  # scale of Z_low or Z_approx
     distill_lambda: float  # weight of the distillation loss
-    kept_factor: torch.Tensor | None = (
-        None  # (B, 1) rescales from the proposed to the kept denominator
-    )
+    kept_factor: torch.Tensor | None = None  # (B, 1) proposed denominator / kept denominator
     log_group_mean: torch.Tensor | None = None  # (B, 1) GEPO's log E of each response's group
     mixing: torch.Tensor | None = None  # (B, 1) GEPO's e
     weight_mean: float = 1.0  # divisor of --normalize_weights
 
     def select(self, rows) -> StepStats:
-        """The statistics as seen by a micro-batch made of these rows."""
+        """The statistics for a micro-batch of these rows."""
         per_response = ("kept_factor", "log_group_mean", "mixing")
         chosen = {k: getattr(self, k)[rows] for k in per_response if getattr(self, k) is not None}
         return replace(self, **chosen)
 
 
 def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
-    """Which extra learner passes this rollout batch needs: {"ref"}, {"ref", "fresh"} or none.
+    """The extra learner passes that this rollout batch needs: {}, {"ref"} or {"ref", "fresh"}.
 
-    With one update per batch `ref` is the policy of that very update, so its forward pass serves as
-    the ref pass, unless something must be known of all ranks before the first backward: kappa, a
-    budget's lambda, the kept denominator, the mean weight."""
+    With one update per batch, `ref` is the policy of this update, so the update's forward pass
+    replaces the ref pass, unless a statistic over all ranks is needed before the first backward
+    pass: kappa, a budget's lambda, the kept denominator, the mean weight."""
     z = cfg.correction in USES_Z
     passes = set()
     several = updates > 1 and cfg.ref_from == "pass"
@@ -275,7 +268,7 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
         no_kappa = controllers.get("kappa") is None
-        # the support also takes the policy's own top-K
+        # the support also contains the policy's top-K
         own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"
         if cfg.obrs_target == "ref" or no_kappa or own_topk:
             passes.add("ref")
@@ -288,7 +281,7 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepS
     """The statistics of one optimizer step over all ranks.
 
     batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers:
-    state of earlier steps (`update_controllers`); fresh: TokenStats of the policy as it is now, for
+    state of earlier steps (`update_controllers`); fresh: TokenStats of the current policy, for
     `--kappa=exact`."""
     lengths = batch.mask.sum(1)
     tokens, sequences = comm.sum([batch.mask.sum(), (lengths > 0).sum()])
@@ -311,7 +304,7 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepS
 
 
 def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
-    """GEPO's expectation and mixing, from whole groups."""
+    """Compute GEPO's group expectation and mixing coefficient, from whole groups."""
     empty = (batch.mask.sum(1) == 0)[:, None]
     mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask).masked_fill(empty, -math.inf)[
         :, 0
@@ -323,7 +316,7 @@ def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
 
 
 def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict, fresh) -> None:
-    """lambda of a budget, then kappa: this update's own, or the one that the last update left."""
+    """Compute lambda for a budget; compute kappa, or take the previous update's kappa."""
     logp_tgt, support_logp = batch.logp_ref, batch.support_logp_ref
     if fresh is not None:
         logp_tgt, support_logp = fresh.logp, fresh.support_logp
@@ -343,8 +336,8 @@ def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dic
 
 
 def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
-    """`--loss_denominator=kept`: the factor that replaces the denominator of proposed tokens by
-    that of kept ones."""
+    """Compute kept_factor, which replaces the denominator of proposed tokens by the denominator of
+    kept tokens (`--loss_denominator=kept`)."""
     _, keep, _ = apply_correction(fresh, batch, stats, cfg)
     lengths = batch.mask.sum(1)
     kept = (keep.expand_as(batch.logp_inf) * batch.mask).sum(1)
@@ -370,8 +363,8 @@ def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
 
 
 def with_ref(new, batch, cfg: ObjectiveFlags):
-    """A batch without a ref pass takes `ref` from this very forward, detached: the same weights, so
-    the same policy, or the one between it and inf (`--ref_from=loglinear`)."""
+    """The batch with ref columns. A batch without a ref pass uses this forward pass, detached, as
+    ref; with --ref_from=loglinear, a log-linear interpolation between it and inf."""
     if batch.logp_ref is not None:
         return batch
     batch = replace(batch, **columns_of(new.detach()))
@@ -384,11 +377,11 @@ def with_ref(new, batch, cfg: ObjectiveFlags):
 
 
 def columns_of(new) -> dict:
-    """The statistics of a forward that a batch keeps, by the names of its columns."""
+    """The statistics of a forward pass that a batch stores, by column name."""
     return {REF[name]: value for name, value in new.known().items() if name in REF}
 
 
-# statistic of a forward -> column of a batch
+# statistic of a forward pass -> column of a batch
 REF = {
     name: f"{name}_ref"
     for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl", "kl_after")
@@ -398,14 +391,14 @@ REF |= {"logp_start": "logp_start"}
 
 def loss(new, batch, stats: StepStats, cfg: Config):
     """(unreduced loss (B, T) of one model, logs): - keep sg(weight) (surrogate - kl_coef sg(ratio)
-    KL) - ...
+    KL) - entropy_coef entropy + cppo_beta KL(new, inf).
 
-    The KL to the start model carries the advantage's mask, weight and (unclipped) ratio, so that it
-    is an expectation over tokens of p_new, and a context counts alike for reward and KL. The
-    entropy belongs to a whole distribution, not to a sampled token, and carries no weight.
+    The KL term is multiplied by the same mask, weight and unclipped ratio as the surrogate, so both
+    weight contexts equally and the KL is an expectation over tokens of p_new. The entropy is a
+    property of the whole distribution, not of the sampled token, and has no weight.
 
-    new: TokenStats of this forward, with gradient; batch: with ref columns; stats: from
-    `prepare`."""
+    new: TokenStats of this forward pass, with gradient; batch: the micro-batch, ref columns
+    optional (`with_ref`); stats: from `prepare`."""
     batch = with_ref(new, batch, cfg)
     base = log_ratio_base(new, batch, stats, cfg)
     weight, keep, logs = apply_correction(new, batch, stats, cfg)
@@ -429,7 +422,8 @@ def loss(new, batch, stats: StepStats, cfg: Config):
         scale = 1.0 if k2 else per_response_scale(batch.mask, stats, cfg, sampler_kl.dtype)
         unreduced = unreduced + cfg.cppo_beta * sampler_kl * scale
         logs = {**logs, "cppo_kl": sampler_kl.detach()}
-    if cfg.ratio_base in ("inf", "group"):  # the ratio itself is the weight: say so in the metrics
+    # the surrogate's ratio is the importance weight here, so log it as `weight`
+    if cfg.ratio_base in ("inf", "group"):
         weight = weight * ratio.detach()
     return unreduced.masked_fill(~batch.mask, 0.0), {
         "weight": weight,
@@ -456,11 +450,11 @@ def log_ratio_base(new, batch, stats: StepStats, cfg: ObjectiveFlags):
 
 
 def joint_loss(new, batch, stats: StepStats, cfg: Config):
-    """Jackpot Eq. 8, two models: -J_OBRS(policy) - J_PPO(actor) + lambda_distill KL; one model:
-    `loss` alone.
+    """Unreduced loss and logs of all models. Two models: -J_OBRS(policy) - J_PPO(actor) +
+    lambda_distill KL, Jackpot Eq. 8. One model: `loss`.
 
-    The actor's own loss is standard PPO on the same trajectories with weight F(p_actor,ref /
-    p_inf), no OBRS (Eq. 6)."""
+    The actor's loss is standard PPO on the same trajectories with weight F(p_actor,ref / p_inf),
+    without OBRS (Eq. 6)."""
     batch = with_ref(new, batch, cfg)
     value, logs = loss(new, batch, stats, cfg)
     if new.actor_logp is None:
@@ -476,8 +470,8 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
 
 
 def actor_config(cfg: Config):
-    """The actor's own objective: standard PPO with a capped ratio p_actor,ref / p_inf as weight F
-    (Jackpot Eq. 6), whatever the policy's is."""
+    """The actor's objective, independent of the policy's: standard PPO with weight F, a capped
+    ratio p_actor,ref / p_inf (Jackpot Eq. 6)."""
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
     return replace(
         cfg,
@@ -505,8 +499,8 @@ def actor_config(cfg: Config):
 
 
 def reduce(unreduced, mask, stats: StepStats, cfg: Config):
-    """This micro-batch's share of the loss: the shares of all micro-batches and ranks sum to it.
-    Names are verl's.
+    """This micro-batch's share of the loss; the shares of all micro-batches and ranks sum to the
+    loss. Names are verl's.
 
     token-mean               sum / tokens
     seq-mean-token-mean      mean over responses of their token mean
@@ -520,8 +514,7 @@ def reduce(unreduced, mask, stats: StepStats, cfg: Config):
 
 
 def per_response_scale(mask, stats: StepStats, cfg: Config, dtype):
-    """(B, 1): factor that turns the chosen reduction into the mean over responses of their token
-    means."""
+    """(B, 1): factor that converts the chosen reduction into seq-mean-token-mean."""
     share = mask.sum(1, keepdim=True).clamp_min(1).to(dtype)
     if cfg.reduction == "token-mean":
         return stats.tokens / (stats.sequences * share)
@@ -537,9 +530,9 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
     """Update the state for the next step: kappa of target new, and lambda_distill of the closed
     loop.
 
-    Closed loop (Jackpot's Limitations ask for it): lambda_distill <- lambda_distill exp(gain e),
-    with e = clip((KL - target) / target, -1, 1), so that one step changes it by at most
-    exp(gain)."""
+    Closed loop (proposed in Jackpot's Limitations): lambda_distill <- lambda_distill exp(gain e),
+    e = clip((KL - target) / target, -1, 1), so that one step changes lambda_distill by a factor of
+    at most exp(gain)."""
     if not logged.get("stepped", True):  # do not update the controllers from a skipped step
         return
     if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_sum"] > 0:
@@ -568,7 +561,7 @@ def default_bounds(cfg: ObjectiveFlags) -> dict:
 
 
 def check(cfg: Config) -> None:
-    """UserError, one sentence: flags of the objective that contradict each other."""
+    """Raise UserError, one sentence, if flags of the objective contradict each other."""
     for axis, known in (("correction", corrections.CORRECTIONS), ("surrogate", SURROGATES)):
         value = getattr(cfg, axis)
         named = f"--{axis}={value}: a name of --objective, and not of one of its axes; write --objective={value}"
@@ -607,7 +600,7 @@ def check(cfg: Config) -> None:
 
 
 def check_regularisers(cfg: Config) -> None:
-    """KL to the start model, entropy bonus."""
+    """Check the flags of the KL to the start model and of the entropy bonus."""
     for name in ("kl_coef", "entropy_coef"):
         need(
             getattr(cfg, name) >= 0,
@@ -654,7 +647,7 @@ def check_ratio(cfg: Config) -> None:
 
 
 def catalogue() -> str:
-    """All names with the first paragraph of their docstrings, then each --objective by its axes."""
+    """All names with the first paragraphs of their docstrings, and the axes of each --objective."""
     lines = [
         "loss = - reduce( keep * sg(weight) * surrogate )",
         "",

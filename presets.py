@@ -1,8 +1,8 @@
-"""Presets: every named objective as its axes.
+"""Presets: the flag values of every --objective.
 
-`--objective` fills the axes that neither the command line nor a file names (machinery/settings.py).
-A name of another framework has that framework's weight, masks and surrogate; PPO's clip is ours
-unless the row names one. `python objectives.py` prints all of them."""
+`--objective` fills the flags that neither the command line nor a file sets (machinery/settings.py).
+Presets named after a framework have the framework's weight, masks and surrogate; PPO's clip is this
+repository's default unless the row sets a clip. `python objectives.py` prints all presets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAPERS = {
     "grpo": {
         "correction": "none",
         "surrogate": "ppo",
-    },  # the same by its usual name; clip and token mean are DAPO's
+    },  # same as none; clip and token mean are DAPO's
     "reinforce": {"correction": "none", "surrogate": "reinforce"},
     "is": {"correction": "is", "surrogate": "ppo"},
     "tis": {"correction": "tis", "surrogate": "ppo"},
@@ -34,9 +34,9 @@ PAPERS = {
     "prefix_tis": {"correction": "prefix_tis", "surrogate": "ppo"},
     "retrace": {"correction": "retrace", "surrogate": "ppo"},
     "retrace_seq": {"correction": "retrace_seq", "surrogate": "ppo"},
-    # ours (results/search.md): retrace_seq that also drops tokens of A < 0 with r < 0.9. PPO's clip
-    # does the like to p_new / p_inf, and DeepSeek-V3.2 masks whole responses of negative advantage
-    # by their mean log-ratio
+    # ours (results/worth.md): retrace_seq that also drops tokens with A < 0 and r < 0.9. Similar:
+    # PPO's clip on p_new / p_inf, and DeepSeek-V3.2's mask of whole responses with A < 0 by their
+    # mean log-ratio
     "spare": dict(
         correction="retrace_seq",
         surrogate="ppo",
@@ -80,7 +80,7 @@ PAPERS = {
     "dppo_tv": {"correction": "none", "surrogate": "dppo_tv", "ratio_base": "inf"},
     "dppo_kl": {"correction": "none", "surrogate": "dppo_kl", "ratio_base": "inf"},
     "vespo": {"correction": "vespo", "surrogate": "reinforce", "correction_target": "new"},
-    # DeepSeek-V3.2, Eq. 9 as TRL cites it: a response is dropped where A < 0 and mean log(p_inf /
+    # DeepSeek-V3.2, Eq. 9 as TRL cites it: a response is dropped if A < 0 and mean log(p_inf /
     # p_new) > delta
     "opsm": {
         **{"correction": "none", "surrogate": "ppo", "correction_target": "new"},
@@ -93,8 +93,7 @@ PAPERS = {
     },
 }
 
-# verl's RolloutCorrectionConfig. Its bypass mode has no ref: weights and statistics are of p_new /
-# p_inf
+# verl's RolloutCorrectionConfig. In its bypass mode there is no ref: ratios are p_new / p_inf
 GEO = {"reject": "geo", "rs_low": 0.999, "rs_high": 1.001}
 K3 = {"reject": "seq_mean_k3", "rs_high": 0.01}
 TOKEN = {"correction": "tis", "surrogate": "ppo", "is_cap": 2.0}
@@ -149,7 +148,7 @@ SKYRL = {
         "reject": "seq_max:0:100,seq_min:1e-4:inf",
     },
 }
-# prime-rl's other loss bounds both directions at 0.1, for either sign of A
+# prime-rl's second loss (not here) bounds both directions at 0.1, for both signs of A
 PRIME_RL = {
     "prime_rl": {
         **PAPERS["dppo_tv"],
@@ -158,7 +157,7 @@ PRIME_RL = {
         "cppo_kl": "k2",
     }
 }
-# slime's --use-tis, and its icepop_function under the same bounds, 0 and --tis-clip=2
+# slime's --use-tis, and its icepop_function with the same bounds, 0 and --tis-clip=2
 SLIME_LOSS = {
     "surrogate": "ppo",
     "is_cap": 2.0,
@@ -169,7 +168,7 @@ SLIME = {
     "slime_tis": {"correction": "tis", **SLIME_LOSS},
     "slime_icepop": {"correction": "areal_drop", **SLIME_LOSS},
 }
-# AReaL's use_decoupled_loss; and with its rejection_sampling as it stands: metric ratio, level
+# AReaL's use_decoupled_loss, without and with its default rejection_sampling: metric ratio, level
 # token, action mask
 AREAL = {
     "areal_decoupled": {"correction": "is", "surrogate": "ppo", "clip_high": 0.2},
@@ -193,14 +192,13 @@ FRAMEWORKS |= {"OpenRLHF, NeMo-RL": OTHERS}
 OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
 
 
-# configs/papers: the complete settings of the paper that an objective is named after
+# objective -> name in configs/papers of the complete settings of its paper
 RECIPES = {"jackpot": "jackpot", "tis": "tis_dapo", "gepo": "heterorl", "tbpo": "qarl"}
 RECIPES |= {"seq_tis": "praxis", "geo_rs": "praxis", "seq_mis": "praxis", "grpo": "heterorl"}
 
 
 def called(cfg: dict) -> str:
-    """Name of a run: its preset, and the axes that differ from the preset. cfg: all flags, by
-    name."""
+    """Name of a run: its preset, and the axes that differ from it. cfg: all flags, by name."""
     preset = {**DEFAULTS, **OBJECTIVES[cfg["objective"]]}
     axes = [
         f"{axis}={cfg[axis]}"

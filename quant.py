@@ -1,28 +1,28 @@
-"""Low-bit rollouts, and a learner that computes as the low-bit engine does: QaRL, section 3.1.
+"""Low-bit rollouts, and a learner that computes like the low-bit engine: QaRL, section 3.1.
 
-A quantized engine samples from another policy than the one that trains. Correcting for that
-(corrections.py) costs variance; QaRL (arXiv 2604.07853) removes the difference. The learner keeps
-high-precision master weights W, but runs its linear layers on the engine's own low-bit numbers,
+A quantized engine samples from a different policy than the learner's. A correction (corrections.py)
+adds variance; QaRL (arXiv 2604.07853) removes the difference. The learner keeps high-precision
+master weights W, but its linear layers compute with the engine's low-bit numbers:
 
     forward     y  = x^ W^T    x^ = s_x q_x, W^ = s_w q_w; the product is taken on q_x and q_w
-    backward    dx = g W^      straight through the rounding, in high precision,
-                dW = g^T x^    onto the master weights; no gradient through the scales
+    backward    dx = g W^      straight through the rounding, in high precision;
+                dW = g^T x^    gradient of the master weights; no gradient through the scales
 
-and hands the engine those very q_w and s_w, so that nothing is quantized twice. Embedding, head and
-the routers of a mixture of experts stay in high precision; of its experts each matrix is quantized
-by itself.
+The engine receives the same q_w and s_w, so weights are quantized only once. Embedding, head and
+the routers of a mixture of experts stay in high precision. Each matrix of each expert is quantized
+separately.
 
-    format   weights q_w, with scales s_w       activations q_x     largest rounding error
-    int8     int8 in +-127, one a row           int8, one a token   s / 2,  s = max|row| / 127
-    fp8      float8_e4m3fn in +-448, one a row  the same            |entry| / 16 (s / 1024 near 0)
-    w4a16    int4 in +-7, one a group           full precision      s / 2,  s = max|group| / 7
-    w3a16    the same in +-3                    full precision      s / 2,  s = max|group| / 3
-    w2a16    the same in +-1                    full precision      s / 2,  s = max|group|
+    format   weights q_w             scales s_w     activations q_x   largest rounding error
+    int8     int8 in +-127           one per row    int8, per token   s / 2,  s = max|row| / 127
+    fp8      float8_e4m3fn in +-448  one per row    fp8, per token    |entry| / 16 (s / 1024 near 0)
+    w4a16    int4 in +-7             one per group  full precision    s / 2,  s = max|group| / 7
+    w3a16    int4 in +-3             one per group  full precision    s / 2,  s = max|group| / 3
+    w2a16    int4 in +-1             one per group  full precision    s / 2,  s = max|group|
 
-"One a row" is the number of scales. A row of a weight matrix is one output channel; a group is
-`--quant_group` consecutive entries of a row. Scales are symmetric: zero stays zero. A row of zeros
-has scale 1. Two and three bits are a stress for models that int4 hardly hurts. On x86 processors
-without VNNI, int8 products saturate; there the weights stay within +-63 (`int8_qmax`)."""
+A row of a weight matrix is one output channel; a group is `--quant_group` consecutive entries of a
+row. Quantization is symmetric: zero stays zero. A row of zeros has scale 1. Two and three bits are
+a stress test for models that int4 hardly affects. On x86 processors without VNNI, int8 products
+saturate, so int8 weights are limited to +-63 (`int8_qmax`)."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ class Format:
 
     name: str
     qmax: float  # largest magnitude of a quantized weight
-    dtype: torch.dtype  # in which quantized numbers are stored
-    activations: bool  # whether activations are quantized too
+    dtype: torch.dtype  # storage dtype of quantized numbers
+    activations: bool  # whether activations are also quantized
     group: int = 0  # entries of a row that share a scale; 0: the whole row
     scales: torch.dtype = torch.float32  # scales are rounded to this type, stored in float32
 
     @property
     def activation_qmax(self) -> float:
-        """Largest magnitude of a quantized activation: for int8 the whole range on any
-        processor."""
+        """Largest magnitude of a quantized activation; for int8, 127 on any processor."""
         return 127.0 if self.dtype == torch.int8 else self.qmax
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,18 +72,18 @@ def format_of(name: str, group: int = 64) -> Format | None:
 
 
 def scales_of_int4() -> torch.dtype:
-    """Type of the scales of int4 and its like: bfloat16 on a GPU, float32 on a CPU.
+    """Dtype of the scales of w4a16, w3a16 and w2a16: bfloat16 on a GPU, float32 on a CPU.
 
-    vLLM's int4 kernels keep scales in the type of the model, which has no more bits; on a CPU it
-    gets whole weights."""
+    vLLM stores int4 scales in the model dtype (bfloat16). On a CPU vLLM receives dequantized
+    weights."""
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 @functools.cache
 def int8_qmax() -> float:
-    """Largest magnitude of an int8 weight on this machine: 127, or 63 where products saturate.
+    """Largest magnitude of an int8 weight on this machine: 127, or 63 if products saturate.
 
-    They do on x86 processors without VNNI, which add int8 products in pairs in 16 bits."""
+    They saturate on x86 processors without VNNI, which add pairs of products in 16 bits."""
     if torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() not in (
         "AVX2",
         "AVX512",
@@ -95,7 +94,7 @@ def int8_qmax() -> float:
 
 
 def cpu_flags() -> set[str]:
-    """Features of this processor, by Linux's names; empty on other systems."""
+    """Features of this processor from /proc/cpuinfo; empty if the file does not exist."""
     cpuinfo = Path("/proc/cpuinfo")
     return set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
 
@@ -106,16 +105,16 @@ def cpu_flags() -> set[str]:
 
 
 def one_kernel(f):
-    """A function of tensors, compiled on a GPU: there its steps read and write each number once.
-    Casts stay casts, and quotients are rounded as IEEE asks, as in vLLM's quantizers; Triton's own
-    division is approximate."""
+    """Compile a function of tensors into one kernel on a GPU, which reads and writes each number
+    once. The options keep casts and IEEE rounding of quotients, as in vLLM's quantizers; Triton's
+    default division is approximate."""
 
     @functools.cache
     def compiled():
         import torch._inductor.config as inductor
 
         exact = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
-        known = inductor.get_config_copy()  # torch 2.11 may lack the second
+        known = inductor.get_config_copy()  # torch 2.11 may lack division_rounding
         options = {name: value for name, value in exact.items() if name in known}
         return torch.compile(f, dynamic=True, options=options)
 
@@ -135,10 +134,9 @@ def quantize(
     group: int = 0,
     scales: torch.dtype = torch.float32,
 ):
-    """(q, s) with x ~ s q: s = max|x| / qmax over a row or group, to the nearest number of
-    `scales`, q = round(x / s).
+    """(q, s) with x ~ s q: s = max|x| / qmax per row or group, cast to `scales`; q = round(x / s).
 
-    x (..., K) -> q (..., K) of `dtype`, s (..., K / group) float32; s (..., 1) where group is 0."""
+    x (..., K) -> q (..., K) of `dtype`, s (..., K / group) float32, or s (..., 1) if group is 0."""
     *rows, K = x.shape
     x = x.float().reshape(*rows, -1, group or K)
     amax = x.abs().amax(-1, keepdim=True)
@@ -146,13 +144,13 @@ def quantize(
     s = in_bfloat16(s) if scales == torch.bfloat16 else s
     q = (x / s).clamp_(-qmax, qmax)
     if dtype == torch.int8:
-        q = q.round_()  # the conversion to float8 rounds by itself
+        q = q.round_()  # the conversion to float8 also rounds
     return q.to(dtype).reshape(*rows, K), s[..., 0]
 
 
 def in_bfloat16(s: torch.Tensor) -> torch.Tensor:
-    """Positive float32 numbers rounded as bfloat16, to even; on their bits, as torch 2.11 compiles
-    casts away."""
+    """Round positive float32 numbers to bfloat16, ties to even. Integer arithmetic, because torch
+    2.11 removes casts when it compiles."""
     bits = s.view(torch.int32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
 
@@ -166,10 +164,10 @@ def dequantize(
 
 
 def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(s_x q_x) (s_w q_w)^T, multiplied as low-bit numbers.
+    """(s_x q_x) (s_w q_w)^T, computed with low-bit products.
 
-    qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) of `dtype`; of fp8 on a GPU rounded to
-    bfloat16 before."""
+    qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) of `dtype`. On a GPU the fp8 product is
+    first rounded to bfloat16."""
     if qx.dtype == torch.int8:
         return scaled(int_mm(qx, qw), sx, sw, dtype)
     if qx.is_cuda:
@@ -179,21 +177,20 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @one_kernel
 def scaled(y, sx, sw, dtype: torch.dtype) -> torch.Tensor:
-    """A product (M, N) of quantized numbers, times the scales of its rows (M, 1) and columns (N,
-    1)."""
+    """Multiply a quantized product (M, N) by the scales of its rows (M, 1) and columns (N, 1)."""
     return y.float().mul_(sx).mul_(sw.t()).to(dtype)
 
 
 def fp8_mm(a, sa, b, sb) -> torch.Tensor:
     """(s_a a) (s_b b)^T of float8 matrices on a GPU: (M, K), (N, K) -> (M, N) bfloat16.
 
-    Zeros fill up to the kernel's multiples of 16, and to the 257 rows that a Hopper wants where K
-    is large (pytorch/ao#4582). It adds up as vLLM's does, in fewer bits than float32
-    (use_fast_accum), at twice the speed."""
+    K and N are zero-padded to multiples of 16, as the kernel needs. For K > 4096, M is padded to
+    272 = 17 * 16 rows, because Hopper needs at least 257 (pytorch/ao#4582). As in vLLM, sums have
+    fewer bits than float32 (use_fast_accum), at twice the speed."""
     M, N, columns = len(a), len(b), -b.shape[1] % 16
     rows = max(0, 272 - M) if b.shape[1] > 4096 else 0
     if columns or rows or N % 16:
-        pad = nn.functional.pad  # knows no float8: its bytes are padded, of which 0 is zero
+        pad = nn.functional.pad  # does not support float8: pad bytes, the byte 0 is the number 0
         a = pad(a.view(torch.uint8), (0, columns, 0, rows)).view(a.dtype)
         b = pad(b.view(torch.uint8), (0, columns, 0, -N % 16)).view(b.dtype)
         sa, sb = pad(sa, (0, 0, 0, rows)), pad(sb, (0, 0, 0, -N % 16))
@@ -206,7 +203,7 @@ def fp8_mm(a, sa, b, sb) -> torch.Tensor:
 def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a b^T of int8 matrices: (M, K), (N, K) -> (M, N) int32.
 
-    CUDA's kernel wants more than 16 rows and multiples of 8: zeros are added, and cut off again."""
+    The CUDA kernel needs M > 16 and multiples of 8 for K and N: pad with zeros, then slice."""
     if not a.is_cuda:
         return torch._int_mm(a, b.t())
     M, N, columns, rows = len(a), len(b), -b.shape[1] % 8, max(0, 17 - len(a))
@@ -223,10 +220,10 @@ def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class StraightThroughMatmul(torch.autograd.Function):
-    """y = x^ W^T on low-bit numbers; backward straight through the rounding (formulas above).
+    """y = x^ W^T with low-bit numbers; straight-through backward pass (formulas above).
 
-    x (M, K); weight (N, K): the master, here for its gradient alone; qw, sw: its quantized form;
-    multiply: (x, W^) to x W^T, where x is in full precision."""
+    x (M, K); weight (N, K): master weight, only for its gradient; qw, sw: the quantized weight;
+    multiply: (x, W^) -> x W^T, if x is in full precision."""
 
     @staticmethod
     def forward(ctx, x, weight, qw, sw, fmt: Format, multiply):
@@ -250,25 +247,23 @@ class StraightThroughMatmul(torch.autograd.Function):
 
 
 class LowBitLinear(nn.Linear):
-    """A linear layer that computes as the engine does. `align` puts it in the place of an
-    nn.Linear.
+    """A linear layer that computes like the engine. `align` replaces an nn.Linear by it.
 
-    Its parameters are those of the layer it replaces, the same objects under the same names."""
+    The parameters are the same objects, under the same names, as in the replaced layer."""
 
-    # False under FSDP: the version of a gathered weight does not tell when its shards have changed.
+    # False under FSDP: the version of a gathered weight does not change when its shards change.
     cache_quantized = True
-    # An engine's copy has no master weights: it holds what was published, (q_w, s_w), here.
+    # Published (q_w, s_w), in an engine's copy, which has no master weights.
     loaded: tuple[torch.Tensor, torch.Tensor] | None = None
-    # (q_w, s_w) made from the master weight, and that weight's version and address at the time.
+    # (q_w, s_w) of the master weight, and the weight's version and address when they were computed.
     cached: tuple[torch.Tensor, torch.Tensor] | None = None
     cached_version: tuple[int, int] | None = None
-    multiply = staticmethod(nn.functional.linear)  # model/exact.py puts its own in this place
+    multiply = staticmethod(nn.functional.linear)  # model/exact.py replaces this function
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, fmt: Format) -> LowBitLinear:
-        """A low-bit layer over the very parameters of `linear`."""
-        # On the meta device: no memory taken and no random numbers drawn for weights that are
-        # replaced.
+        """A low-bit layer that shares the parameters of `linear`."""
+        # On the meta device: no memory and no random numbers for weights that are replaced.
         has_bias = linear.bias is not None
         layer = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
@@ -276,10 +271,9 @@ class LowBitLinear(nn.Linear):
         return layer.train(linear.training)
 
     def quantized_weight(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q_w, s_w) of the weight as it is now: the tensors of the forward pass and of the
-        publication.
+        """(q_w, s_w) of the current weight, for the forward pass and for publishing.
 
-        They are made once for each version of the weight."""
+        They are computed once per version of the weight."""
         if self.loaded is not None:
             return self.loaded
         fmt, version = self.format, (self.weight._version, self.weight.data_ptr())
@@ -304,15 +298,15 @@ class LowBitLinear(nn.Linear):
 
 
 class LowBitExperts(nn.Module):
-    """The experts of a layer, with matrices that compute like LowBitLinear. `align` puts it in
-    their place.
+    """The experts of a layer, with matrices that compute like LowBitLinear. `align` replaces a
+    layer's experts by it.
 
         y = sum over the chosen experts e of  w_e W_down,e (act(W_gate,e x) * W_up,e x)
 
-    Its parameters are those of the experts it replaces: gate_up_proj (E, 2 I, H) and down_proj (E,
+    The parameters are shared with the replaced experts: gate_up_proj (E, 2 I, H) and down_proj (E,
     H, I)."""
 
-    cache_quantized = True  # this and the next three as in LowBitLinear, by parameter
+    cache_quantized = True  # this and the next three: as in LowBitLinear, by parameter
     loaded: dict[str, tuple[torch.Tensor, torch.Tensor]]
     cached: dict[str, tuple[torch.Tensor, torch.Tensor]]
     cached_version: dict[str, tuple[int, int]]
@@ -329,8 +323,7 @@ class LowBitExperts(nn.Module):
         self.train(experts.training)
 
     def quantized(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q_w, s_w) of all experts' matrices of one parameter, as
-        LowBitLinear.quantized_weight."""
+        """(q_w, s_w) of one parameter, for all experts; see LowBitLinear.quantized_weight."""
         if name in self.loaded:
             return self.loaded[name]
         weight = getattr(self, name)
@@ -347,8 +340,8 @@ class LowBitExperts(nn.Module):
         return list(zip(getattr(self, name).unbind(), *self.quantized(name), strict=True))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """hidden_states (n, H); experts chosen for each token and their weights, both (n, k).
-        Returns (n, H)."""
+        """Weighted sum of the chosen experts' outputs, (n, H), from hidden_states (n, H), and the
+        experts chosen for each token and their weights, both (n, k)."""
         out, x, device = torch.zeros_like(hidden_states), hidden_states, hidden_states.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
@@ -372,8 +365,7 @@ ROUTERS = (
 
 
 def quantized_linears(model) -> dict[str, nn.Linear]:
-    """The linear layers that are quantized, by name: all but the head, routers, and adapters,
-    merged before."""
+    """Linear layers to quantize, by name: all but head, routers and adapters (merged before)."""
     head = model.get_output_embeddings()
     linears = {
         name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
@@ -385,8 +377,8 @@ def quantized_linears(model) -> dict[str, nn.Linear]:
 
 
 def experts_of(model) -> dict[str, nn.Module]:
-    """The modules with all experts' matrices of a layer, by name: gate_up_proj (E, 2 I, H),
-    down_proj (E, H, I)."""
+    """The modules that contain all experts of a layer, by name: gate_up_proj (E, 2 I, H), down_proj
+    (E, H, I)."""
     experts = {}
     for name, m in model.named_modules():
         # act(gate) * up
@@ -404,7 +396,7 @@ def experts_of(model) -> dict[str, nn.Module]:
 
 
 def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:
-    """(module, parameter) of all experts' matrices, by the name of the parameter in the model."""
+    """(module, parameter name) of all expert parameters, by full name in the model."""
     return {
         f"{name}.{kind}": (m, kind)
         for name, m in experts_of(model).items()
@@ -413,18 +405,18 @@ def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:
 
 
 def learner_format(cfg: PrecisionFlags) -> Format | None:
-    """The format in which the learner computes the model that samples; None: high precision."""
+    """The learner's format of the rollout model; None: high precision."""
     return format_of(
         cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant, cfg.quant_group
     )
 
 
 def align(model, fmt: Format | None):
-    """Put a LowBitLinear in the place of each of the model's linear layers, LowBitExperts in that
-    of its experts, and return the model.
+    """Replace the model's linear layers by LowBitLinear and its experts by LowBitExperts; return
+    the model.
 
-    fmt None: nothing changes. UserError: a row of weights cannot be divided into whole groups, or
-    the model's experts are of a kind that is not known here."""
+    fmt None: no change. UserError: the row length is not a multiple of the group size, or the
+    layout of the experts is unknown."""
     if fmt is None:
         return model
     refuse_experts(model, "--rollout_quant, --learner_quant")
@@ -445,7 +437,7 @@ def align(model, fmt: Format | None):
 
 @contextmanager
 def in_full_precision(model):
-    """In here the aligned linear layers of a model compute with their master weights."""
+    """Context in which a model's aligned linear layers compute with their master weights."""
     layers = [m for m in model.modules() if isinstance(m, LowBitLinear)]
     for layer in layers:
         layer.forward = functools.partial(nn.Linear.forward, layer)
@@ -465,8 +457,8 @@ def check_groups(name: str, columns: int, fmt: Format) -> None:
 
 
 def refuse_experts(model, flag: str) -> None:
-    """UserError: the model keeps its experts' weights in a way that `experts_of` does not know, and
-    `flag` would pass them over."""
+    """Raise UserError if the layout of the model's experts is unknown to `experts_of`, so that
+    `flag` would not apply to them."""
     known = expert_parameters(model)
     others = [
         name
@@ -486,13 +478,13 @@ def refuse_experts(model, flag: str) -> None:
 
 
 def for_engine(named_tensors, model, fmt: Format, packed: bool = True, cached: bool = True):
-    """Yield (name, tensor) of a state dict as an engine loads it, the linear layers in low bits.
+    """Yield (name, tensor) of a state dict as an engine loads it, with low-bit linear layers.
 
-    A layer's X.weight becomes q_w and s_w: X.weight and X.weight_scale, or for int4 X.weight_packed
-    (eight numbers to an int32), X.weight_scale and X.weight_shape. Where the layers of `model` are
-    aligned in this format, these are the very tensors of their forward pass. packed False, for
-    engines without a kernel: X.weight is the exactly dequantized weight, in its old type. cached
-    False: quantize even where an aligned layer has the tensors already."""
+    X.weight becomes q_w and s_w: X.weight and X.weight_scale, or for int4 X.weight_packed (eight
+    numbers per int32), X.weight_scale and X.weight_shape. If the layers of `model` are aligned in
+    this format, the tensors of their forward pass are yielded. packed False, for engines without a
+    kernel: X.weight is the exactly dequantized weight in its original dtype. cached False: quantize
+    again even if an aligned layer has cached tensors."""
     linears, experts = quantized_linears(model), expert_parameters(model)
     for name, x in named_tensors:
         layer, kind = experts.get(name) or (linears.get(name.removesuffix(".weight")), "weight")
@@ -521,7 +513,7 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True, cached: b
 def dequantize_in_place(model, fmt: Format):
     """Round the weights of the linear layers to the format's grid, in place, and return the model.
 
-    Then a plain model computes the same as a format without quantized activations."""
+    The model then computes as in a format without quantized activations."""
     weights = [linear.weight.data for linear in quantized_linears(model).values()]
     weights += [getattr(experts, kind).data for experts, kind in expert_parameters(model).values()]
     for weight in weights:
@@ -530,7 +522,7 @@ def dequantize_in_place(model, fmt: Format):
 
 
 def load_quantized(model, named_tensors):
-    """Put published low-bit tensors into the model's aligned layers as they come; yield the others.
+    """Load published low-bit tensors into the model's aligned layers; yield the remaining tensors.
 
     A layer's scales follow its weight, as in `for_engine`."""
     layers = {
@@ -555,8 +547,7 @@ def load_quantized(model, named_tensors):
 
 
 def held_quantized(model) -> dict[str, torch.Tensor]:
-    """The low-bit tensors with which a model's aligned layers compute, under the names of
-    `for_engine`."""
+    """The low-bit tensors of a model's aligned layers, under the names of `for_engine`."""
     tensors = {}
     for name, layer in quantized_linears(model).items():
         tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"] = layer.quantized_weight()
@@ -566,8 +557,8 @@ def held_quantized(model) -> dict[str, torch.Tensor]:
 
 
 def without_int4(named_tensors):
-    """Yield published tensors for an engine that knows no int4: of a layer's three, which come in a
-    row, its weight."""
+    """Yield published tensors for an engine without int4: the three consecutive int4 tensors of a
+    layer become one dequantized weight."""
     stream = iter(named_tensors)
     for name, x in stream:
         if name.endswith("_packed"):
@@ -577,14 +568,14 @@ def without_int4(named_tensors):
 
 
 def by_expert(named_tensors, experts):
-    """The same tensors under the names that vLLM loads: experts one by one, and their gate and up
-    apart. Views, one tensor after the other. experts: the names that are cut (expert_parameters);
-    others have another layout.
+    """Yield the tensors under the names that vLLM loads, as views: one tensor per expert, gate and
+    up separate. experts: names to split (expert_parameters); tensors with different names are
+    unchanged.
 
         X.experts.gate_up_proj (E, 2 I, H)    X.experts.0.gate_proj.weight (I, H), X.experts.0.up_proj.weight, ...
         X.experts.down_proj (E, H, I)         X.experts.0.down_proj.weight (H, I), ...
 
-    and so with a format's scales, X.experts.down_proj_scale."""
+    Scales (X.experts.down_proj_scale) are split in the same way."""
     for name, x in named_tensors:
         layer, _, kind = name.rpartition(".experts.")
         kind, _, part = kind.partition("_proj")
@@ -602,14 +593,14 @@ def by_expert(named_tensors, experts):
 
 
 def unpacked(packed, scale, shape) -> torch.Tensor:
-    """The weight of published int4 tensors, float32."""
+    """The float32 weight of published int4 tensors."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     return dequantize(unpack_from_int32(packed, 4, torch.Size(shape.tolist())), scale)
 
 
 def check(cfg: PrecisionFlags) -> None:
-    """UserError with one sentence if the flags of the formats contradict each other."""
+    """Raise UserError, one sentence, if flags of the formats contradict each other."""
     need(
         cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
         "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with; name a "
@@ -619,11 +610,11 @@ def check(cfg: PrecisionFlags) -> None:
 
 
 def check_routing(cfg: RolloutFlags) -> None:
-    """UserError if the engine of the flags cannot say here which experts it chose."""
+    """Raise UserError if --router_replay is set and the engine cannot report its chosen experts."""
     need(
         not cfg.router_replay
         or cfg.rollout == "hf"
-        or torch.cuda.is_available(),  # vLLM's code for it is in Triton
+        or torch.cuda.is_available(),  # vLLM's implementation is in Triton
         "--router_replay: on a CPU vLLM cannot say which experts it chose; use --rollout=hf",
     )
     need(
@@ -634,7 +625,7 @@ def check_routing(cfg: RolloutFlags) -> None:
 
 
 def check_products(cfg: RolloutFlags) -> None:
-    """UserError if vLLM on this host's GPU cannot multiply in the rollout's format."""
+    """Raise UserError if vLLM on this host's GPU cannot multiply in the rollout format."""
     low = (
         cfg.rollout_quant in ("int8", "fp8", "w4a16")
         and cfg.rollout == "vllm"
@@ -648,17 +639,15 @@ def check_products(cfg: RolloutFlags) -> None:
 
 
 def check_model(cfg: RolloutFlags, folder: str) -> None:
-    """UserError if the formats of the flags cannot run here on the model of `folder`, by its
-    config.json alone."""
+    """Raise UserError if the flags' formats cannot run on this host with the model of `folder`;
+    reads only config.json."""
     formats = {cfg.rollout_quant, cfg.learner_quant} - {"none", "aligned"}
     cuda = torch.cuda.is_available()
     need(
         not ("fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9)),
         f"--{'rollout' if cfg.rollout_quant == 'fp8' else 'learner'}_quant=fp8: needs compute capability 8.9; use int8",
     )
-    if (
-        getattr(cfg, "samplers", "local") == "local"
-    ):  # else the engine is on another host, which asks for itself
+    if getattr(cfg, "samplers", "local") == "local":  # a remote sampler checks on its host
         check_products(cfg)
     vllm_kernel = cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda
     need(

@@ -2,19 +2,19 @@
 
 An engine does not sample from softmax(logits). It samples from
 
-    q(x) = softmax(logits / temperature), cut to a set of allowed tokens and normalised again,
+    q(x) = softmax(logits / temperature), truncated to a set of allowed tokens and renormalised.
 
-and unless the learner scores that same distribution, its ratios compare two different things even
-when the weights are equal: with top_p = 0.8 and nothing done about it, the mean of p_ref / p_inf is
-about 0.9. There are three ways (`--keep_sampling_mask`):
+If the learner scores a different distribution, importance ratios differ from 1 even with equal
+weights: with top_p = 0.8 and full-vocabulary scoring, the mean of p_ref / p_inf is about 0.9.
+`--keep_sampling_mask` has three options:
 
     off         the learner scores the whole vocabulary: biased
-    recompute   the learner cuts its own logits by the same rule: right while both agree, but a
-                token that the rollout allows and the learner cuts has probability 0 there
-    replay      the learner takes the rollout's own set of allowed tokens, position by position
-                (DeepSeek-V3.2 calls this keep-sampling-mask)
+    recompute   the learner truncates its own logits by the same rule: correct while both sets
+                agree; a token that only the rollout allows has probability 0 under the learner
+    replay      the learner uses the rollout's set of allowed tokens at each position
+                (keep-sampling-mask in DeepSeek-V3.2)
 
-Sets of allowed tokens travel as ragged lists (offsets, ids), never as a (B, T, V) mask.
+Sets of allowed tokens are stored as ragged lists (offsets, ids), never as a (B, T, V) mask.
 Source: Mismatch Praxis, section 2.
 
 """
@@ -29,31 +29,33 @@ import torch
 from config import COLDEST, Config, RolloutFlags, SamplingFlags
 from machinery.flags import UserError, need
 
-KEPT_MAX = 256  # largest set of allowed tokens that is recorded where top_p or min_p alone truncate
+KEPT_MAX = 256  # largest recorded set of allowed tokens if only top_p or min_p truncate
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Transforms of logits before sampling: temperature, then min_p, top_k, top_p.
 
-    By default nothing is done: the distribution is the model's own softmax."""
+    The default is the softmax of the logits."""
 
     temperature: float = 1.0
-    top_p: float = 1.0  # the fewest most likely tokens that have this probability together
+    top_p: float = (
+        1.0  # the smallest set of most likely tokens with at least this total probability
+    )
     top_k: int = 0  # the k most likely tokens; 0: all
-    min_p: float = 0.0  # tokens with at least this share of the most likely one's probability
-    max_tokens: int = 32  # of a response
+    min_p: float = 0.0  # tokens with at least this share of the largest token probability
+    max_tokens: int = 32  # maximum response length
     seed: int = 0
 
     @classmethod
     def of(cls, cfg: SamplingFlags) -> Sampling:
-        """The settings that the flags ask for."""
-        top_k = max(0, cfg.top_k)  # -1 is vLLM's word for all
+        """The settings of the flags."""
+        top_k = max(0, cfg.top_k)  # vLLM writes -1 for all
         return cls(cfg.temperature, cfg.top_p, top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
 
     @classmethod
     def of_policy(cls, cfg: SamplingFlags) -> Sampling:
-        """The law that the learner scores: cut where it replays or recomputes the cut."""
+        """Distribution the learner scores; truncated if --keep_sampling_mask is not off."""
         law = cls.of(cfg)
         return (
             replace(law, top_p=1.0, top_k=0, min_p=0.0) if cfg.keep_sampling_mask == "off" else law
@@ -61,15 +63,15 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether any token can be cut."""
+        """Whether tokens can be excluded."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 def max_allowed(cfg: RolloutFlags, vocabulary: int) -> int:
-    """The largest set of allowed tokens that is recorded for one position; 0 if none is recorded.
+    """Size limit of the recorded set of allowed tokens at one position; 0 if sets are not recorded.
 
-    Tokens as likely as the k-th stay too. Among float32 logits such ties are few, among rounded
-    ones there are more: hence the room beyond top_k."""
+    Tokens tied with the k-th are kept. Ties are rare among float32 logits and frequent among
+    rounded logits, so the limit is above top_k."""
     if cfg.keep_sampling_mask != "replay" or not Sampling.of(cfg).truncates:
         return 0
     if cfg.top_k <= 0:
@@ -80,29 +82,28 @@ def max_allowed(cfg: RolloutFlags, vocabulary: int) -> int:
 
 
 def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
-    """Which tokens truncated sampling cuts: (n, V) bool.
+    """Mask of tokens that truncated sampling excludes: (n, V) bool.
 
     logits (n, V) are already divided by the temperature; the settings are numbers, or (n, 1)
-    tensors with one number for each row. In vLLM's order: min_p on the whole distribution, then
-    top_k, then top_p on the rest. Tokens tied with the k-th stay, and always the most likely
-    one."""
+    tensors. The order is vLLM's: min_p on the whole distribution, then top_k, then top_p on the
+    rest. Tokens tied with the k-th are kept, and so is the most likely token."""
     z, order = logits.sort(-1, descending=True)
     p = z.softmax(-1)
     V = z.shape[1]
     gone = p < min_p * p[:, :1]
     k = torch.as_tensor(top_k, device=z.device).long().expand(len(z), 1)
-    last = torch.where(k > 0, k.clamp(max=V), V) - 1  # place of the k-th token in falling order
+    last = torch.where(k > 0, k.clamp(max=V), V) - 1  # index of the k-th token in descending order
     gone |= z < z.gather(1, last)
     p = p.masked_fill(gone, 0.0)
     p = p / p.sum(-1, keepdim=True)
-    gone |= p.cumsum(-1) - p >= top_p  # the tokens above this one already have that probability
+    gone |= p.cumsum(-1) - p >= top_p  # more likely tokens already have this total probability
     return torch.zeros_like(gone).scatter_(1, order, gone)
 
 
 def ragged(allowed: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sets of allowed tokens as (offsets int64 [L + 1], ids int32), from a table of candidates.
+    """Convert a table of candidates to sets of allowed tokens: (offsets int64 [L + 1], ids int32).
 
-    ids [L, K]: the candidates at each position; allowed bool [L, K]: whether each is in the set."""
+    ids [L, K]: candidates; allowed bool [L, K]: whether a candidate is in the set."""
     sizes = allowed.sum(1)
     offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int64)
     return offsets, ids[allowed].astype(np.int32)
@@ -111,11 +112,11 @@ def ragged(allowed: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def allowed_sets(
     ids: np.ndarray, logp: np.ndarray, sampled: np.ndarray, max_allowed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sets of allowed tokens, as by sampling.ragged, from the K most likely tokens at n positions.
+    """Sets of allowed tokens (format of `ragged`) from the K most likely tokens at n positions.
 
-    ids, logp [n, K]: a token that was cut has log-probability -inf. UserError if a set has more
-    than K tokens: then none of the K was cut, and yet they have less than all of the probability,
-    or the token sampled [n] is none of them."""
+    ids, logp [n, K]: excluded tokens have log-probability -inf. sampled [n]: sampled tokens.
+    UserError if a set has more than K tokens: all K tokens are allowed but their total probability
+    is below 1, or the sampled token is not among the allowed tokens."""
     finite = np.isfinite(logp)
     full = finite.all(1)
     if full.any() and np.exp(logp[full].astype(np.float64)).sum(1).min() < 1 - 1e-4:
@@ -133,9 +134,8 @@ def set_too_large(max_allowed: int) -> str:
 
 
 def truncate(z, sampling: Sampling):
-    """Scaled logits z (n, V), set to -inf in place where truncation cuts; and where, (n, V) bool.
-
-    Where nothing truncates: z, and None."""
+    """Set scaled logits z (n, V) of excluded tokens to -inf, in place. Returns (z, mask of excluded
+    tokens, (n, V) bool), or (z, None) without truncation."""
     if not sampling.truncates:
         return z, None
     gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
@@ -143,7 +143,7 @@ def truncate(z, sampling: Sampling):
 
 
 def pick(logp, u):
-    """Draw one token for each row by inversion: the first with a cumulative probability above u.
+    """Draw one token per row by inversion: the first token with a cumulative probability above u.
 
     logp (n, V) float32; u (n, 1) float64 in [0, 1). Returns token ids, (n, 1) int64."""
     cdf = logp.double().exp_().cumsum_(-1)
@@ -152,7 +152,7 @@ def pick(logp, u):
 
 
 def check(cfg: SamplingFlags) -> None:
-    """UserError with one sentence if the flags ask for something that cannot be sampled."""
+    """Raise UserError, one sentence, if sampling flags are invalid."""
     need(cfg.temperature >= COLDEST, f"--temperature={cfg.temperature}: must be at least {COLDEST}")
     need(
         0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens"
@@ -168,8 +168,7 @@ def check(cfg: SamplingFlags) -> None:
 
 
 def check_with_actor(cfg: Config) -> None:
-    """UserError where the KL from an actor is asked for between two distributions that are cut each
-    by itself."""
+    """Raise UserError if actor and policy would be truncated separately: their KL is infinite."""
     cut_by_itself = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(
         not (cut_by_itself and cfg.actor != "none"),

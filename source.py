@@ -1,11 +1,11 @@
-"""Sources of rollouts: they publish weights to a sampler and hand out graded groups.
+"""Sources of rollouts: publish weights to samplers, return graded groups.
 
-There are three, with the same methods (publish, next, metrics, now, give_back, saved, state_dict,
-load_state_dict, close) and the same attributes `packed` and `error`; those in this process also
-lend their engine and deal out the states of several ranks at a resume:
+Three classes have the same methods (publish, next, metrics, now, give_back, saved, state_dict,
+load_state_dict, close) and the attributes `packed` and `error`. The first two also lend their
+engine and redistribute the saved states over ranks on resume:
 
   LocalSource         (here)              one engine in this process
-  DelaySource         (delay.py)          samplers that lag behind, in this process, on a virtual clock
+  DelaySource         (delay.py)          delayed samplers in this process, on a virtual clock
   RemoteSource        (remote/source.py)  sampler processes on other machines
 """
 
@@ -26,25 +26,24 @@ from rollout import Response, Rollout, request_seed
 from sampling import Sampling
 from tasks import encode, grade_all, grading_metrics, turns
 
-POSITIVE = 1e-3  # largest log-probability that rounding explains
+POSITIVE = 1e-3  # largest log-probability that rounding can produce
 
 
 def has_spread(group: Rollout) -> bool:
-    """Whether the group's responses earned different rewards: only then is there an advantage to
-    learn from."""
+    """Whether the group's rewards differ, so that its advantages are not all 0."""
     return len({r.reward for r in group.responses}) > 1
 
 
 def set_aside_if_poisoned(r: Response) -> bool:
-    """Leave a response out of the loss if the engine gave one of its tokens a log-probability that
-    is not finite or above 0; its numbers become 0. Whether that was so.
+    """Mask a response if a log-probability from the engine is not finite or above 0. Returns True
+    if the response was masked.
 
     One such token would make the loss of the whole batch NaN."""
-    listed = r.topk_logp  # -inf there: a token that truncation does not allow
+    listed = r.topk_logp  # -inf: a token that truncation excludes
     if (
         np.isfinite(r.logp_inf).all()
         and (r.logp_inf <= POSITIVE).all()
-        and (listed <= POSITIVE).all()  # false for NaN too
+        and (listed <= POSITIVE).all()  # also False for NaN
     ):
         return False
     r.loss_mask = np.zeros_like(r.loss_mask)
@@ -55,8 +54,7 @@ def set_aside_if_poisoned(r: Response) -> bool:
 
 @contextmanager
 def given_back_if_it_fails(source):
-    """After an exception in here the source stands where it stood before the last `next`: no group
-    is skipped."""
+    """Restore the source's state before the last `next` after an exception: no group is skipped."""
     try:
         yield
     except Exception:
@@ -66,10 +64,10 @@ def given_back_if_it_fails(source):
 
 @dataclass(eq=False, repr=False)
 class LocalSource:
-    """Groups that an engine in this process samples for a task's prompts, graded.
+    """Graded groups for a task's prompts, sampled by an engine in this process.
 
-    Of `n_ranks` sources, source `rank` takes the problems rank, rank + n_ranks, ...: together they
-    read the task once."""
+    Source `rank` of `n_ranks` takes the problems rank, rank + n_ranks, ..., so that all sources
+    together read the task once."""
 
     engine: Any  # VLLMEngine or HFEngine
     task: Any
@@ -77,31 +75,34 @@ class LocalSource:
     sampling: Sampling
     _: KW_ONLY
     group_size: int  # G: responses to each prompt
-    topk: int  # K: how many of the most likely tokens are recorded with each sampled one
+    topk: int  # K: number of most likely tokens recorded for each sampled token
     model: str  # name of the model in the engine: "policy" or "actor"
-    check: sync.WeightCheck | None  # of its weights; None: they are loaded without one
-    max_allowed: int = 0  # largest set of allowed tokens that is recorded; 0: none is
+    check: sync.WeightCheck | None  # check of loaded weights; None: no check
+    max_allowed: int = 0  # size limit of a recorded set of allowed tokens; 0: do not record sets
     resample: int = 0  # rounds of --dynamic_sampling
     stop_ids: list[int] | None = (
-        None  # the tokens that end a response (tasks.stop_ids); None: the tokenizer's end
+        None  # tokens that end a response (tasks.stop_ids); None: the tokenizer's end token
     )
     rank: int = 0
     n_ranks: int = 1
 
     def __post_init__(self):
         self.stop_ids = self.stop_ids or [self.tokenizer.eos_token_id]
-        self.no_spread = 0  # groups that were dropped for it since the last `metrics`
-        self.counts = Counter()  # of grading and poisoned responses, since the last `metrics`
+        # since the last `metrics`: groups dropped because all rewards were equal; counts of grading
+        # and of masked responses
+        self.no_spread = 0
+        self.counts = Counter()
         self.grading_seconds = 0.0  # since the start
-        # whether `publish` wants low-bit tensors (quant.for_engine)
+        # whether `publish` takes low-bit tensors (quant.for_engine)
         self.packed = self.engine.packed
         self.incarnation = 0
-        self.sequence = 0  # groups taken so far: where this source stands in the task
-        self.version = -1  # of the engine's weights, as are the next three
+        self.sequence = 0  # groups taken so far, the source's position in the task
+        # version, digest and publication time (learner's clock, seconds) of the engine's weights
+        self.version = -1
         self.digest = ""
-        self.published = 0.0  # seconds, by the learner's clock
-        self.synced: sync.Synced | None = None  # until `metrics` has reported it
-        self.error = ""  # why no more groups can come; remote/source.py sets it
+        self.published = 0.0
+        self.synced: sync.Synced | None = None  # last weight sync, until `metrics` reports it
+        self.error = ""  # reason why no more groups can arrive; set by remote/source.py
         self.before: dict[str, Any] = {}  # state before the last `next`
 
     def now(self, learner_version: int) -> float:
@@ -109,12 +110,12 @@ class LocalSource:
         return time.time()
 
     def publish(self, version: int, named_tensors) -> None:
-        """Put new weights into the engine, at once. SyncError if they do not arrive."""
+        """Load new weights into the engine immediately. SyncError: the check failed."""
         self.published = self.now(version)
         self.load(version, named_tensors)
 
     def load(self, version: int, named_tensors) -> None:
-        """Put weights into the engine and check that they are there: SyncError if not (sync.py)."""
+        """Load weights into the engine and check them (sync.py). SyncError: the check failed."""
         if self.check is None:
             self.engine.load(named_tensors)
         else:
@@ -123,9 +124,9 @@ class LocalSource:
         self.version = version
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
-        """The next n groups, sampled now with the newest published weights and graded.
+        """Sample and grade the next n groups with the newest published weights.
 
-        stop: a list that fills when the run must end, for sources that wait (remote/source.py)."""
+        stop: nonempty if the run must end, for sources that wait (remote/source.py)."""
         self.remember("sequence")
         with given_back_if_it_fails(self):
             groups = self.with_spread(n_groups, self.sample_next)
@@ -138,9 +139,9 @@ class LocalSource:
         return self.sample(numbers)
 
     def with_spread(self, n_groups: int, sample) -> list[Rollout]:
-        """n groups by sample(n). With --dynamic_sampling (DAPO, Eq. 11) a group with equal rewards
-        is set aside and another prompt sampled, up to the number of rounds; then groups that were
-        set aside fill the rest."""
+        """n groups from sample(n). With --dynamic_sampling (DAPO, Eq. 11), groups with equal
+        rewards are set aside and new prompts are sampled, up to the number of rounds; groups set
+        aside fill missing places."""
         groups, aside = [], []
         for _ in range(max(1, self.resample)):
             if not self.engine.any_rank(len(groups) < n_groups):
@@ -156,15 +157,14 @@ class LocalSource:
         self.before = {name: copy.deepcopy(getattr(self, name)) for name in names}
 
     def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
-        """(number of the problem, uid) of this source's i-th group.
+        """(problem number, uid) of this source's i-th group.
 
-        All ranks count as one sampler: seeds and mask uniforms do not depend on the rank that took
-        the group."""
+        All ranks count as one sampler: seeds and mask uniforms do not depend on the rank."""
         n = i * self.n_ranks + self.rank
         return n, ("rank0", self.incarnation, n)
 
     def sample(self, numbers) -> list[Rollout]:
-        """The groups of these numbers, sampled with the weights that the engine has, and graded."""
+        """Sample and grade the groups with these numbers, with the engine's current weights."""
         start = time.time()
         problems, uids = [], []
         for i in numbers:
@@ -177,7 +177,7 @@ class LocalSource:
         options = (self.sampling, self.topk, self.stop_ids, self.max_allowed)
         groups = turns.sample(*tools, problems, prompts, seeds, *options)
         graded_from = time.perf_counter()
-        # not +=, which drops counts of 0 and less
+        # not +=, which removes counts of 0 and below
         self.counts.update(grade_all(self.task, self.tokenizer, problems, groups))
         self.grading_seconds += time.perf_counter() - graded_from
         self.counts["poisoned"] += sum(set_aside_if_poisoned(r) for group in groups for r in group)
@@ -202,19 +202,19 @@ class LocalSource:
         return rollouts
 
     def seeds(self, uid) -> list[int]:
-        """One seed for each response of a group."""
+        """One seed per response of a group."""
         return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]
 
     def lend(self, named_tensors) -> Any:
-        """The engine with these weights, for an evaluation. Weights are published again before the
-        next rollout."""
+        """The engine with these weights loaded, for an evaluation. The weights are published again
+        before the next rollout."""
         self.engine.load(named_tensors)
         return self.engine
 
     def metrics(self, summed=Counter) -> dict[str, float]:
-        """The last weight sync, and how grading went; empty when that was reported before.
+        """Metrics of grading, and of the last weight sync if they are not reported yet.
 
-        summed: sums named counts over ranks (Comm.sum_counts); by default those of this rank."""
+        summed: sums named counts over ranks (Comm.sum_counts); default: this rank only."""
         synced, self.synced = self.synced, None
         counts = summed({**self.counts, "no_spread": self.no_spread})
         self.counts, self.no_spread = Counter(), 0
@@ -234,11 +234,11 @@ class LocalSource:
         return values | {f"sync/{name}": x for name, x in known.items() if not math.isnan(x)}
 
     def give_back(self) -> None:
-        """Restore the state before the last `next`: its groups will not be trained on."""
+        """Restore the state before the last `next`, if its groups will not be trained on."""
         vars(self).update(self.before)
 
     def saved(self) -> None:
-        """A checkpoint with the last state_dict is complete on disk: nothing to do."""
+        """Callback after the checkpoint with the last state_dict is on disk; does nothing here."""
 
     def state_dict(self) -> dict:
         return {"sequence": self.sequence, "incarnation": self.incarnation}
@@ -248,11 +248,11 @@ class LocalSource:
         self.incarnation = state["incarnation"]
 
     def dealt(self, states: list[dict]) -> dict:
-        """Where this source goes on at a resume, when len(states) ranks wrote the checkpoint and
-        n_ranks read it.
+        """State in which this rank resumes when the number of ranks changed: len(states) ranks
+        wrote the checkpoint, n_ranks read it.
 
-        Each took as many (with --dynamic_sampling not quite: then some problems are left out, and
-        none comes twice)."""
+        All ranks had taken equally many groups; with --dynamic_sampling the numbers can differ, so
+        some problems are skipped and no problem is repeated."""
         taken = max(state["sequence"] for state in states) * len(states)
         rank_state = states[min(self.rank, len(states) - 1)]
         return {**rank_state, "sequence": -(-taken // self.n_ranks)}

@@ -1,30 +1,29 @@
-"""Weight sync: put new weights into an engine and check that it has them.
+"""Weight sync: load new weights into an engine and check that the engine has them.
 
-The most common silent failure of this field is an engine that keeps sampling from old weights:
-training continues, the mismatch grows, and nothing reports it. Two checks find it.
+The most common silent failure in this field is an engine that keeps sampling from old weights:
+training continues, the mismatch grows, and nothing reports it. Two checks detect it.
 
-Bytes, at every sync. Each published tensor and each tensor that the engine holds gets a checksum,
-and those of an engine tensor must equal the sum of those of its parts. At RL's learning rates 99 %
-of the bytes of a bfloat16 model stay the same from one version to the next, and one changed byte is
-enough here. The checksum of a tensor is
+Bytes, at every sync. The checksum of an engine tensor must equal the sum of its published parts'
+checksums. At RL learning rates 99 % of the bytes of a bfloat16 model stay the same from one version
+to the next; the check detects a single changed byte. The checksum of a tensor is
 
     sum over its 64-bit words w of  w ((K w) >> 29)    modulo 2^64,
 
-which neither depends on the order of the words nor counts zeros. So fused (q, k and v in one),
-sharded, transposed and padded tensors can be compared without undoing the change of layout. Where a
-kernel repacks its weights, the checksum is that of the weights it was handed (model/in_vllm.py).
+which does not depend on the order of the words or on zero words. So fused (q, k and v in one),
+sharded, transposed and padded tensors can be compared without restoring their layout. If a kernel
+repacks its weights, the checksum is taken before repacking (model/in_vllm.py).
 
-Behaviour, once for each engine and each layout of the published tensors. A checksum cannot see
-exchanged tensors, a wrong scale, or a kernel that uses a copy of its own. So the engine first loads
-the weights with their rows rolled by one, which has the same checksums, then the weights. After
-each load its log-probabilities of fixed sequences, and of tokens that it samples, must be those of
-the published tensors' own forward (model/streamed.py):
+Behaviour, once per engine and layout of the published tensors. A checksum cannot detect exchanged
+tensors, a wrong scale, or a kernel that uses a separate copy. So the engine first loads the weights
+with rows rolled by one, which have the same checksums, then the unrolled weights. After each load,
+the engine's log-probabilities of fixed sequences, and of tokens that it samples, are compared with
+a forward pass on the published tensors (model/streamed.py):
 
     rms(log p_engine - log p_published) <= 5 f,    f = rms(log p_nudged - log p_published)
 
-The noise floor f is measured on the same model and sequences: one forward more, in which each
-module's output is off by the engine's rounding. On SmolLM2-135M, engine errors are 0.3 to 2.2 f in
-float32, bfloat16, int8, fp8 and w4a16.
+The noise floor f is measured on the same model and sequences, with one more forward pass in which
+each module's output is perturbed by the engine's rounding error. On SmolLM2-135M, engine errors are
+0.3 to 2.2 f in float32, bfloat16, int8, fp8 and w4a16.
 
 Cached prefixes need no check: vLLM's cache is keyed by the number of loads (VLLMEngine.generate).
 """
@@ -42,10 +41,10 @@ from model.streamed import StreamedModel
 from sampling import Sampling
 
 K = 0x1E3779B97F4A7C15  # odd
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # words at a time: a CPU's cache, 128 MiB of a GPU
-LIMIT = 5.0  # times the noise floor
-SAMPLED = 8  # tokens sampled behind each sequence
-# relative rounding error of cached keys and values; others: fp8
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # words per step: a CPU's cache, 128 MiB of a GPU
+LIMIT = 5.0  # tolerance, in multiples of the noise floor
+SAMPLED = 8  # tokens sampled after each prompt
+# relative rounding error of the KV cache by format; the default is for fp8
 CACHE_ERROR = {
     "auto": 0.0,
     "int8": 2.0**-7,
@@ -53,9 +52,8 @@ CACHE_ERROR = {
 TURN_OFF = "--check_sync=False trains without this check"
 
 
-GOLDEN = (
-    5**0.5 - 1
-) / 2  # of all tensors, how far the compared one moves on from version to version
+# golden-ratio step that picks which tensor to compare at each version (learner.py)
+GOLDEN = (5**0.5 - 1) / 2
 
 
 class SyncError(RuntimeError):
@@ -68,10 +66,9 @@ class SyncError(RuntimeError):
 
 
 def checksum(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Checksum of a tensor's bytes, int64 (), on the tensor's device. dtype: type in which its
-    numbers count."""
+    """Checksum of a tensor's bytes after a cast to `dtype`, int64 (), on the tensor's device."""
     x, dtype = x.detach(), dtype or x.dtype
-    if x.ndim == 2 and not x.is_contiguous():  # the transposed view that a kernel multiplies by
+    if x.ndim == 2 and not x.is_contiguous():  # a transposed view that a kernel uses
         x = x.t()
     row = (x.shape[-1] if x.ndim > 1 else 1) * dtype.itemsize
     word = next(
@@ -91,7 +88,7 @@ def checksum(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def checksums(named_tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, torch.dtype]]:
-    """name -> (checksum, type) of tensors; tensors that share memory are read once."""
+    """name -> (checksum, dtype) of tensors; tensors that share memory are read once."""
     sums, places = {}, {}
     for name, x in named_tensors.items():
         places[name] = (x.data_ptr(), x.shape, x.dtype)
@@ -102,7 +99,7 @@ def checksums(named_tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, to
 
 
 def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors have one type, one shape and the same bytes."""
+    """Whether two tensors have the same dtype, shape and bytes."""
     if (x.dtype, x.shape) != (y.dtype, y.shape):
         return False
     return torch.equal(*(z.detach().contiguous().reshape(-1).view(torch.uint8) for z in (x, y)))
@@ -114,19 +111,19 @@ def to_host(sums: list[torch.Tensor]) -> list[int]:
 
 
 class Stream:
-    """Checksums of a stream of named tensors, taken as the tensors pass by.
+    """Checksums of a stream of named tensors, computed while the stream is read.
 
-    types: name -> type in which the engine holds a tensor; others keep their own. rows: rows of
-    embedding and head that the engine holds; None: all."""
+    types: name -> dtype of the tensor in the engine; default: unchanged. rows: number of rows of
+    embedding and head in the engine; None: all."""
 
     def __init__(self, types: dict[str, torch.dtype], rows: int | None):
         self.types, self.rows = types, rows
         self.sums: dict[str, torch.Tensor] = {}
-        self.layout: list[tuple] = []  # (name, shape, type)
+        self.layout: list[tuple] = []  # (name, shape, dtype)
         self.nbytes = 0
 
     def watch(self, named_tensors):
-        """Pass a stream on, adding each tensor."""
+        """Yield the tensors of a stream, and record the checksum of each tensor."""
         for name, x in named_tensors:
             self.layout.append((name, tuple(x.shape), x.dtype))
             self.nbytes += x.nbytes
@@ -145,9 +142,9 @@ def is_vocabulary(name: str) -> bool:
 
 
 def rolled(named_tensors):
-    """The same tensors with their rows rolled by one: another model with the same checksums."""
+    """Yield the tensors with rows rolled by one: a different model, the same checksums."""
     for name, x in named_tensors:
-        if x.ndim and x.dtype != torch.int64:  # that one is the shape of packed int4 numbers
+        if x.ndim and x.dtype != torch.int64:  # int64 tensors are the shapes of packed int4 weights
             bits = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
             x = bits.roll(1, -2 if x.ndim > 1 and x.shape[-2] > 1 else -1).view(x.dtype)
         yield name, x
@@ -159,16 +156,14 @@ def rolled(named_tensors):
 
 
 def key(name: str) -> str:
-    """A tensor's name without a prefix in which engines differ: from `layers.` on, or its last two
-    parts."""
+    """A tensor's name without engine-dependent prefix: from `layers.` on, or the last two parts."""
     name = name.replace(".routed_experts.", ".")
     start = f".{name}".find(".layers.")
     return name[start:] if start >= 0 else ".".join(name.split(".")[-2:])
 
 
 def parts_of(held, published, fused: dict[str, list[str]]) -> dict[str, list[str]]:
-    """engine tensor -> the published tensors in it. fused: name of a fused module -> names of its
-    parts."""
+    """engine tensor -> its published parts. fused: name of a fused module -> names of its parts."""
     by_key, parts_of_tensor = {key(name): name for name in published}, {}
     for name in held:
         options = [[key(name)]]
@@ -189,30 +184,28 @@ def parts_of(held, published, fused: dict[str, list[str]]) -> dict[str, list[str
 
 @dataclass(frozen=True)
 class Synced:
-    """A weight sync that was checked."""
+    """Result of a checked weight sync."""
 
     version: int
     digest: str  # of the published tensors
-    changed: float  # share of tensors with other bytes than at the last sync; NaN at the first
+    changed: float  # share of tensors that changed since the last sync; NaN at the first sync
     nbytes: int  # of the published tensors
-    error: float  # rms(log p_engine - log p_published), nats; NaN where behaviour was not compared
-    floor: float  # its noise floor
+    error: float  # rms(log p_engine - log p_published), nats; NaN if behaviour was not compared
+    floor: float  # noise floor of `error`
 
 
 class WeightCheck:
-    """Loads weights into an engine and checks that they are there.
+    """Load weights into an engine and check that the engine has them.
 
-    config: of transformers. ids: the sequences (R, L) that are compared. fmt: number format of the
+    config: transformers config. ids: the sequences (R, L) to compare on. fmt: number format of the
     engine's linear layers. vocabulary: number of token ids; None: all rows of the embedding."""
 
     def __init__(self, config, ids, fmt=None, vocabulary: int | None = None):
         self.ids = np.atleast_2d(np.asarray(ids, np.int64))
         self.model = StreamedModel(config, fmt, vocabulary)
-        self.engine = None  # last engine with a compared behaviour
-        self.layout: list[tuple] = []  # of the tensors that were published to it
-        self.types: dict[
-            str, torch.dtype
-        ] = {}  # published tensor -> type in which the engine holds it
+        self.engine = None  # last engine for which behaviour was compared
+        self.layout: list[tuple] = []  # layout of the tensors published to this engine
+        self.types: dict[str, torch.dtype] = {}  # published tensor -> dtype in the engine
         self.parts: dict[str, list[str]] = {}  # engine tensor -> published tensors
         self.in_place: set[str] = set()  # engine tensors that kernels read in place
         self.before: dict[str, int] = {}  # checksums of the last version
@@ -220,7 +213,7 @@ class WeightCheck:
 
     def load(self, engine, version: int, named_tensors) -> Synced:
         """Load a stream of named tensors, which can be read more than once. SyncError: the engine
-        has others."""
+        does not have these tensors."""
         error = floor = float("nan")
         if iter(named_tensors) is named_tensors:
             named_tensors = list(named_tensors)
@@ -254,8 +247,8 @@ class WeightCheck:
         return Synced(version, digest(stream.layout, loaded), share, stream.nbytes, error, floor)
 
     def _load(self, engine, named_tensors) -> tuple[Stream, dict[str, int]]:
-        """Load the tensors; their checksums by name. The engine's own are in `self.held`
-        afterwards."""
+        """Load the tensors; return the stream and its checksums by name. Store the engine's
+        checksums in `self.held`."""
         stream = Stream(self.types, engine.held_rows)
         passing = stream.watch(named_tensors)
         engine.load(passing)
@@ -265,13 +258,12 @@ class WeightCheck:
         return stream, stream.finish()
 
     def _map(self, engine, held: dict, published: list[str]) -> None:
-        """Find which published tensors each engine tensor is made of, and in which type it holds
-        them."""
+        """Find the published parts of each engine tensor, and their dtype in the engine."""
         self.parts = parts_of(held, published, engine.fused)
         self.types = {part: held[name][1] for name, parts in self.parts.items() for part in parts}
 
     def _differing(self, engine, loaded: dict[str, int]) -> list[str]:
-        """Engine tensors with other bytes than their published parts."""
+        """Engine tensors with checksums that differ from their published parts'."""
         return [name for name in self.parts if not self._matches(engine, name, loaded)]
 
     def _matches(self, engine, name: str, loaded: dict[str, int]) -> bool:
@@ -282,7 +274,7 @@ class WeightCheck:
         )
 
     def _keep_readable(self, engine, loaded: dict[str, int]) -> None:
-        """Keep the engine tensors with comparable checksums in `parts`; warn about the others."""
+        """Remove engine tensors without comparable checksums from `parts`; warn about them."""
         held, packed = self.held
         everything = self.parts
         self.in_place = set(held)
@@ -291,7 +283,7 @@ class WeightCheck:
             name: parts for name, parts in everything.items() if self._matches(engine, name, loaded)
         }
         read = {part for parts in self.parts.values() for part in parts}
-        tied = {loaded[name] for name in read}  # a tied head is one tensor in some engines
+        tied = {loaded[name] for name in read}  # some engines store a tied head only once
         unread = [
             name
             for name in loaded
@@ -307,11 +299,11 @@ class WeightCheck:
     def _compare(
         self, engine, version: int, named_tensors, trial: bool = False
     ) -> tuple[float, float]:
-        """Compare the engine's log-probabilities with those of the published tensors: (error, noise
-        floor), in nats.
+        """Compare the engine's log-probabilities with a forward pass on the published tensors:
+        (error, noise floor), in nats.
 
-        SyncError: rounding does not explain the error. trial: of rolled weights, which may overflow
-        in 16 bits."""
+        SyncError: the error is too large for rounding. trial: the weights are rolled, so 16-bit
+        numbers may overflow."""
         dtype = getattr(torch, engine.dtype)
         engine_logp = engine.logprobs(self.ids)  # (R, L - 1)
         tokens, sampled = sample(engine, self.ids)  # (R, n)
@@ -336,7 +328,7 @@ class WeightCheck:
             rms(nudged - published),
             float(published.std()),
         )
-        # robust: they are few
+        # the median is robust: there are few sampled tokens
         decoded = float(np.nanmedian(np.abs(sampled - behind[:, prompt - 1 :])))
         limit = LIMIT * floor if 2 * floor > spread else min(LIMIT * floor, spread)
         if not max(error, decoded) <= limit:
@@ -355,8 +347,8 @@ class WeightCheck:
 
 
 def totals(sums: list[int], tp: int) -> set[int]:
-    """Checksums that a tensor of these parts may have, summed over `tp` ranks: each part is divided
-    among the ranks, or all but the first (keys and values), or all, are on several of them."""
+    """Checksums that a tensor of these parts can have, summed over `tp` ranks: all parts are
+    sharded, or all but the first (keys and values) are replicated, or all parts are replicated."""
     first, others = sums[0], sum(sums[1:])
     return {wrap(a * first + b * others) for b in range(1, tp + 1) for a in (1, b)}
 
@@ -367,10 +359,10 @@ def wrap(n: int) -> int:
 
 
 def sample(engine, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, log-probabilities) that the engine samples behind the first part of each sequence,
+    """Sample n tokens after the first L - n tokens of each sequence: (tokens, log-probabilities),
     (R, n).
 
-    Behind an end they are -1 and NaN."""
+    After the end of a response the values are -1 and NaN."""
     n = min(SAMPLED, ids.shape[1] - 1)
     prompts = list(ids[:, : ids.shape[1] - n])
     seeds = [[row] for row in range(len(prompts))]
@@ -389,5 +381,5 @@ def rms(x: np.ndarray) -> float:
 
 
 def digest(layout: list[tuple], sums: dict[str, int]) -> str:
-    """32 hexadecimal digits of the names, shapes, types and checksums of published tensors."""
+    """Hash (32 hexadecimal digits) of names, shapes, dtypes and checksums of published tensors."""
     return hashlib.blake2b(repr((layout, sums)).encode(), digest_size=16).hexdigest()

@@ -1,15 +1,16 @@
-"""Train a policy with RL on the rollouts of another one: the loop.
+"""Train a policy with RL on rollouts of a different policy: the training loop.
 
-    python train.py --objective=jackpot                            # a small actor rolls out, the bigger policy learns
-    torchrun --nproc_per_node=2 train.py --objective=jackpot       # DDP, or --parallel=fsdp; one engine per rank
-    python train.py --resume --out=out/run                         # go on after a kill
+    python train.py --objective=jackpot                       # small actor samples, policy learns
+    torchrun --nproc_per_node=2 train.py --objective=jackpot  # DDP or FSDP, one engine per rank
+    python train.py --resume --out=out/run                    # resume from the newest checkpoint
 
     publish -> rollout -> [ref pass] -> minibatch -> prepare -> forward, loss, backward -> step -> metrics
 
-The loss of an objective is in objectives.py: `loss` multiplies the weight and mask of a correction
-(corrections.py) by a surrogate. For Jackpot `corrections.obrs_correction` calls `obrs.correction`,
-the mask and the weight; `obrs.kappa_from` is kappa. All flags are in config.py; --help shows the
-most common ones, --help=all the others too.
+`objectives.loss` multiplies the weight and mask of a correction (corrections.py) by a surrogate.
+presets.py maps --objective=jackpot to --correction=obrs: `corrections.obrs_correction` calls
+`obrs.correction` for mask and weight. kappa (`obrs.kappa_from`) is computed in `objectives.prepare`
+for target ref, and in `objectives.update_controllers` for target new. All flags are in config.py;
+--help prints the most common flags, --help=all prints all flags.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ SAMPLES_EVERY = 10  # updates between two writes of four responses to samples.js
 
 
 def train(cfg: Config) -> int:
-    """Run `--steps` updates, or until a signal; saved and reported at the end. Returns the exit
-    code. UserError: one sentence."""
+    """Run `--steps` updates, or until a signal; save and report at the end. Returns the exit code.
+    UserError: one sentence."""
     groups = cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1
-    # a rank may wait for each group in turn
+    # timeout: in the worst case a rank waits `give_up` seconds for each group
     comm = Comm.start(patience=groups * cfg.give_up + 1800)
     with locked(cfg, comm):
         training = Training(cfg, comm)
@@ -52,7 +53,7 @@ def train(cfg: Config) -> int:
 
 
 def loop(training: Training) -> None:
-    """Roll out, then update on each minibatch."""
+    """Sample a batch, then update on each minibatch."""
     training.start()
     while training.step < training.cfg.steps:
         if not training.pending and not training.roll_out():
@@ -66,26 +67,26 @@ class Training(Session):
     """The stages of the loop."""
 
     def roll_out(self) -> bool:
-        """Stages 1 to 3: a new batch of groups into `pending`. False: a signal came first, or no
-        sampler is left."""
+        """Stages 1 to 3: sample a batch of groups into `pending`. Returns False after a signal, or
+        if no sampler is left."""
         cfg, learner = self.cfg, self.learner
         source = self.source
-        # 1. publish the rollout model's weights to the engine, and check that they arrived
+        # 1. publish the rollout model's weights to the engine, and check that it has them
         with timer(self.clock, "sync_s"):
             published = learner.published(self.run.rollout_model, source.packed)
             if cfg.check_sync:
                 published = learner.verified(self.run.rollout_model, source.packed, published)
             source.publish(learner.version, published)
-        # 2. roll out: whole groups, sampled and graded
+        # 2. sample and grade whole groups
         n = self.groups_per_update
         with self.rolling_out():
             groups = source.next(n * self.updates_per_rollout, learner.version, self.signals)
-        if self.comm.any(not groups):  # a rank waited in vain for remote samplers
+        if self.comm.any(not groups):  # a rank got no group: --give_up passed, or a signal
             source.give_back()
             return False
         self.speed.count_sampled(groups)
         self.values |= source.metrics(self.comm.sum_counts)
-        # 3. the ref pass, where the objective must know p_ref before the first update
+        # 3. the ref pass, if the objective needs p_ref before the first update
         if "ref" in objectives.passes_needed(
             learner.cfg, self.controllers, self.updates_per_rollout
         ):
@@ -96,12 +97,12 @@ class Training(Session):
         return True
 
     def update(self) -> dict[str, float]:
-        """Stages 4 to 6: one optimizer step on the next minibatch; its metrics."""
+        """Stages 4 to 6: one optimizer step on the next minibatch. Returns the metrics."""
         cfg, learner = self.cfg, self.learner
         groups = self.pending[0]
         values = dict(self.values)
         with timer(self.clock, "update_s"):
-            # 4. one minibatch: padded, with advantages and mask uniforms
+            # 4. pad one minibatch; compute advantages and mask uniforms
             batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))
             # 5. statistics over all ranks: denominators, lambda, kappa
             fresh = None

@@ -1,33 +1,33 @@
-"""The worth of a rollout: the gradient of a sampler's responses, compared with the on-policy
-gradient. No training.
+"""Worth: compare the gradient of a sampler's responses with the on-policy gradient, without
+training.
 
-    python worth.py --model=base:policy --actor=base:actor                  # another model samples
-    python worth.py --model=FOLDER --actor=none --rollout_quant=w2a16       # low bits do
-    python worth.py --model=FOLDER --actor=none --stale=OLDER_FOLDER        # older weights do
+    python worth.py --model=base:policy --actor=base:actor              # sampler: a different model
+    python worth.py --model=FOLDER --actor=none --rollout_quant=w2a16   # sampler: low-bit policy
+    python worth.py --model=FOLDER --actor=none --stale=OLDER_FOLDER    # sampler: older weights
     python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --lengths=16,64 --cost
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
-with train.py's flags. --rows names objectives (by default 22). Settings that one batch cannot show
-are refused: --delay, --samplers, --learner_quant, --router_replay, --obrs_target=new and
---obrs_z=approx.
+worth.py also takes train.py's flags. --rows names objectives (default: 22). Settings that cannot be
+measured on one batch raise an error: --delay, --samplers, --learner_quant, --router_replay,
+--obrs_target=new and --obrs_z=approx.
 
-    g      the on-policy gradient of the policy (its mean)
-    g_c    the gradient that one batch of B sampler responses gives under row c
-    scale  = E<g_c, g> / |g|^2                  the length of the step along g: 1 without truncation
-    bias   = |E g_c - scale g|^2 / |g|^2        the part of its mean in other directions
+    g      expected on-policy gradient of the policy
+    g_c    gradient of one batch of B sampler responses under row c
+    scale  = E<g_c, g> / |g|^2                  length of the step along g: 1 without truncation
+    bias   = |E g_c - scale g|^2 / |g|^2        part of E g_c orthogonal to g
     noise  = (E|g_c|^2 - |E g_c|^2) / |g|^2     of one batch; noise_on: of one on-policy batch
     worth  = scale^2 noise_on / (bias + noise)
 
 The expected cosine of g_c and g is kappa = scale / sqrt(scale^2 + bias + noise). An on-policy batch
 of (worth B) responses has the same kappa, so worth counts on-policy responses per sampler response.
-The sampler pays if worth exceeds its cost per response over the policy's (`--cost`). Worth is about
-the next step, not about where many such steps lead.
+The sampler pays if worth exceeds the sampler's cost per response divided by the policy's
+(`--cost`). Worth describes the next step, not the result of many steps.
 
-How: g_c is a sum over tokens, sum_t c_t grad log p_t, and c_t = d J_c / d log p_t comes from the
-row's own loss. Along a direction v then <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e
-v): one forward pass with weights shifted a little gives s_t of all tokens, and every row is a
-weighted sum of them. Along g this gives scale; along random v of unit covariance E<x, v>^2 = |x|^2,
-and that gives bias and noise. No gradient of the sampler's is held."""
+Method: g_c = sum_t c_t grad log p_t, a sum over tokens, with c_t = d J_c / d log p_t from the row's
+loss. So for a direction v, <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e v). One
+forward pass with slightly shifted weights gives s_t of all tokens, and each row is a weighted sum
+of s_t. v = g gives scale. Random v of unit covariance give bias and noise, since E<x, v>^2 = |x|^2.
+No gradient of sampler responses is stored."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ ROWS = (
     "jackpot obrs_mask=expected"
 )
 OF_ROWS = {f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)}
-PRECISE = 0.25  # error of a worth, of itself, above which more batches are proposed
+PRECISE = 0.25  # relative error of worth above which more batches are proposed
 STEP = 0.005  # root mean square change of log-probabilities by a shift of the weights, nats
-EVERYTHING = (0, 2**31)  # lengths of responses
+EVERYTHING = (0, 2**31)  # [low, high) of response lengths: all responses
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class WorthFlags:
 
 
 def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
-    """The flags, each row's configuration, and that of g: `--objective=none`, no surrogate.
+    """The flags, the configuration of each row, and the configuration of g (`on_policy_config`).
     UserError: one sentence."""
     both = dataclass(frozen=True)(type("Flags", (WorthFlags, config.Config), {}))
     pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config"})
     names = {f.name for f in fields(WorthFlags)}
     worth_flags = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})
     given = {k for k, _ in pairs}
-    defaults = {"lr": "1", "actor_lr": "1", "dtype": "float32"}  # asked for, and nothing learns
+    defaults = {"lr": "1", "actor_lr": "1", "dtype": "float32"}  # required flags, not used here
     defaults["rollout_dtype"] = engine_dtype(pairs)
     pairs = [*((k, v) for k, v in defaults.items() if k not in given), *pairs]
     shared = [f"--{k}={v}" for k, v in pairs if k not in names]
@@ -164,8 +164,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
 
 
 def engine_dtype(pairs: list[tuple[str, str]]) -> str:
-    """Type in which the run's engine samples, independent of that of g. UserError: no flag gives
-    it."""
+    """Dtype of the sampler's engine, independent of g's dtype. UserError: no flag sets it."""
     of_files = [flags.read_toml(config.Config, value) for key, value in pairs if key == "config"]
     given = {key: value for file in of_files for key, value in file.items()} | dict(pairs)
     model = given.get("model", config.Config.model)
@@ -224,8 +223,7 @@ def check_row(row: str, cfg: config.Config) -> None:
 
 
 def parts(own: WorthFlags) -> list[tuple[int, int]]:
-    """[low, high) lengths of the responses that are weighed together: all, then the parts of
-    --lengths."""
+    """[low, high) response lengths of each part: all responses, then the parts of --lengths."""
     try:
         edges = [int(edge) for edge in filter(None, own.lengths.split(","))]
     except ValueError:
@@ -244,7 +242,7 @@ def parts(own: WorthFlags) -> list[tuple[int, int]]:
 
 
 def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, batching.Batch]:
-    """row -> the groups as a batch, with the row's advantage and statistics (Z depends on
+    """row -> the groups as a batch, with the row's advantages and ref columns (Z depends on
     lambda)."""
     made, known, out = {}, {}, {}
     for row, cfg in rows.items():
@@ -260,8 +258,7 @@ def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, bat
 
 
 def coefficients(batch, comm, cfg: Config) -> torch.Tensor:
-    """c_t = d J / d log p_t at p_new = p_ref, (B, T): the row's own loss, differentiated by its
-    log-probabilities."""
+    """c_t = d J / d log p_t at p_new = p_ref, (B, T), by differentiating the row's loss."""
     logp = batch.logp_ref.double().clone().requires_grad_()
     new = TokenStats(logp, support_logp=batch.support_logp_ref, tail=batch.tail_ref, z=batch.z_ref)
     stats = objectives.prepare(batch, comm, cfg, {})
@@ -271,7 +268,7 @@ def coefficients(batch, comm, cfg: Config) -> torch.Tensor:
 
 
 def of_length(batch, part: tuple[int, int]) -> torch.Tensor:
-    """(B, 1): 1 for responses with a length in this part."""
+    """(B, 1): 1 for responses with a length in this part, else 0."""
     return ((batch.length >= part[0]) & (batch.length < part[1]))[:, None].float()
 
 
@@ -281,21 +278,21 @@ def of_length(batch, part: tuple[int, int]) -> torch.Tensor:
 
 
 class Weights:
-    """The policy's parameters as one long vector, or a random share of its entries; under FSDP this
+    """The policy's parameters as one vector, or a random share of its entries; under FSDP this
     rank's shard.
 
-    A direction is a list of tensors, one for each parameter."""
+    A direction is a list of tensors, one per parameter."""
 
     def __init__(self, learner, share: float):
         self.learner, self.share = learner, share
-        self.seed = learner.comm.rank if learner.sharded else 0  # replicas take the same directions
+        self.seed = learner.comm.rank if learner.sharded else 0  # replicas use the same directions
         self.flat = [local(p).detach().view(-1) for p in learning(learner.models.policy)]
         self.entries = [self.draw(x, i) for i, x in enumerate(self.flat)]
         self.at_rest = self.chosen(self.flat)
         self.spreads: dict[int, float] = {}  # of directions, by id
 
     def draw(self, x: torch.Tensor, i: int):
-        """The entries of the i-th parameter that are looked at."""
+        """The entries of the i-th parameter to use."""
         if self.share == 1:
             return slice(None)
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + i)
@@ -305,12 +302,12 @@ class Weights:
         return [x[entries].clone() for x, entries in zip(flat, self.entries, strict=True)]
 
     def gradient(self) -> list[torch.Tensor]:
-        """Gradient of J after the last backward pass; the loss is -J."""
+        """Gradient of J (the loss is -J) from the last backward pass."""
         gradients = [local(p.grad).detach().view(-1) for p in learning(self.learner.models.policy)]
         return [-x for x in self.chosen(gradients)]
 
     def random(self, number: int) -> list[torch.Tensor]:
-        """A direction of independent signs: E <x, v>^2 = |x|^2."""
+        """A direction of independent random signs: E <x, v>^2 = |x|^2."""
         out = []
         for i, x in enumerate(self.at_rest):
             generator = torch.Generator().manual_seed(
@@ -331,7 +328,7 @@ class Weights:
             x[entries] = numbers + size * d.to(x.device)
 
     def slopes(self, batch, directions) -> list[torch.Tensor]:
-        """s_t = d/de log p_t(theta + e v), (B, T), along each direction v, by a difference."""
+        """s_t = d/de log p_t(theta + e v), (B, T), for each direction v, by finite differences."""
         still = self.learner.score(batch, Needs()).logp
         return [self.slope(batch, still, v) for v in directions]
 
@@ -340,15 +337,15 @@ class Weights:
         return (self.shifted(batch, direction, size) - still).double() / size
 
     def shifted(self, batch, direction, size: float) -> torch.Tensor:
-        """log p_t at weights shifted by size times the direction; then they are put back."""
+        """log p_t at weights shifted by size times the direction; the weights are restored."""
         self.shift(direction, size)
         logp = self.learner.score(batch, Needs()).logp
         self.shift(direction, 0.0)
         return logp
 
     def spread(self, batch, still, direction) -> float:
-        """About how far log-probabilities move for a step of 1, from a small one on a few responses
-        of all ranks."""
+        """Approximate root mean square change of log-probabilities per unit step, from a small step
+        on a few responses of all ranks."""
         if id(direction) not in self.spreads:
             part = batch.select(list(range(min(len(batch), 16))))
             small = 1e-3 / math.sqrt(self.dot(direction, direction))
@@ -363,7 +360,7 @@ class Weights:
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
-    """This rank's shard."""
+    """This rank's shard of a tensor."""
     return x.to_local() if hasattr(x, "to_local") else x
 
 
@@ -374,12 +371,12 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Slopes:
-    """A batch of the sampler's, and how its log-probabilities move."""
+    """A batch of the sampler, and the slopes s_t of its log-probabilities."""
 
-    batches: dict[str, batching.Batch]  # row -> the batch with that row's ref columns
-    # part -> FOLDS of (B, T): along each of the reference's means
+    batches: dict[str, batching.Batch]  # row -> the batch with the row's ref columns
+    # part -> FOLDS tensors (B, T): s_t along each mean gradient of the reference
     along: dict[tuple, list[torch.Tensor]]
-    random: list[torch.Tensor] | None  # directions of (B, T), in some batches
+    random: list[torch.Tensor] | None  # (B, T) for each random direction; None if not measured
 
 
 class Measurement:
@@ -387,7 +384,7 @@ class Measurement:
 
     def __init__(self, own: WorthFlags, rows: dict[str, config.Config], plain: config.Config):
         self.own, self.rows, self.plain, self.parts = own, rows, plain, parts(own)
-        # the engine records enough for the most demanding row
+        # the engine records the largest top-K of all rows
         lead = max(rows.values(), key=topk_of)
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
         self.quiet = self.comm.rank > 0
@@ -398,28 +395,28 @@ class Measurement:
             sizes[0] == sizes[1],
             f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}",
         )
-        # asleep it may drop its weights, and nothing brings new ones
+        # a sleeping engine can drop its weights, and here they are not published again
         self.sampler = open_source(lead, late, self.comm, sleeps=False)
         self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm, run.vocabulary)
         self.learner.check_heads(run.probe_ids())
         if (
             not self.learner.sharded
-        ):  # one for the policy alone, in float32; shards have their wrapper already
+        ):  # a float32 learner of only the policy; under FSDP the policy is already wrapped
             alone = replace(plain, dtype="float32")
             self.scorer = Learner(
                 self.learner.models.policy, None, alone, self.comm, run.vocabulary
             )
         self.on_policy = on_policy_source(self.learner, run, plain)
-        # of a batch, on this rank
+        # groups of a batch on this rank
         self.groups = lead.train_batch // (lead.group_size * self.comm.size)
         self.weights = Weights(self.scorer, own.share)
         self.random = [self.weights.random(k) for k in range(own.directions)]
         self.totals: dict[
             str, np.ndarray
-        ] = {}  # of each sampler's responses; the sampler's come last
+        ] = {}  # sums over the responses of each sampler; key order: on_policy, sampler
 
     def references(self) -> dict[tuple, Reference]:
-        """The on-policy gradient of each part that has one."""
+        """The on-policy gradient of each part, without parts where it is not above its noise."""
         each = self.own.reference // FOLDS
         means = {
             part: [[0.0] * len(self.weights.flat) for _ in range(FOLDS)] for part in self.parts
@@ -443,7 +440,7 @@ class Measurement:
         return estimates
 
     def gradient(self, batch) -> list[torch.Tensor]:
-        """Of one on-policy batch, without a correction."""
+        """The gradient of one on-policy batch, without a correction."""
         stats = objectives.prepare(batch, self.comm, self.plain, {})
         self.scorer.backward(batch, stats)
         gradient = self.weights.gradient()
@@ -458,7 +455,7 @@ class Measurement:
         )
 
     def slopes(self, references: dict[tuple, Reference]) -> Iterator[Slopes]:
-        """The sampler's batches, one after the other."""
+        """Yield the sampler's batches with their slopes."""
         for b in tqdm(range(self.own.batches), desc="the sampler's batches", disable=self.quiet):
             batches = batches_of(self.learner, self.sampler.next(self.groups, 0), self.rows)
             batch = next(iter(batches.values()))
@@ -471,7 +468,7 @@ class Measurement:
             yield Slopes(batches, along, random)
 
     def see(self, seen: RowSamples, slopes: Slopes, c: torch.Tensor, part=EVERYTHING) -> None:
-        """Add the measurements of coefficients c (B, T) on a batch."""
+        """Add the measurements of coefficients c (B, T) on a batch to `seen`."""
         batch = next(iter(slopes.batches.values()))
         c = c * of_length(batch, part)
         seen.along.append(self.comm.sum([(c * s).sum() for s in slopes.along[part]]))
@@ -484,12 +481,12 @@ class Measurement:
             seen.noise.append(everyone.view(-1, len(slopes.random)).cpu().numpy())
 
     def count(self, who: str, batch, kl=0.0) -> None:
-        """Add up reward, length and KL of responses. kl: summed over tokens."""
+        """Add reward, length and KL of responses to the totals. kl: summed over tokens."""
         sums = self.comm.sum([batch.reward.sum(), batch.length.sum(), kl, len(batch)])
         self.totals[who] = np.add(self.totals.get(who, 0.0), sums)
 
     def about(self) -> dict[str, float]:
-        """Both samplers in numbers: mean reward and length, and the KL between them."""
+        """Mean reward and length of both samplers, and the KL between them."""
         out = {}
         for who, (reward, tokens, kl, responses) in self.totals.items():
             out |= {
@@ -501,7 +498,7 @@ class Measurement:
 
 
 def on_policy_source(learner, run, cfg: Config) -> LocalSource:
-    """The learner's own policy as a sampler, on problems of its own."""
+    """The learner's policy as a sampler, on different problems than the sampler's."""
     source = LocalSource(
         sampler_of(learner, "policy", cfg),
         run.task,
@@ -522,7 +519,7 @@ def on_policy_source(learner, run, cfg: Config) -> LocalSource:
 
 
 def on_policy_config(cfg: config.Config) -> config.Config:
-    """The objective of g: no correction, no trust region, nothing dropped."""
+    """The flags with the objective of g: no correction, no trust region, no rejection."""
     dropped = dict(
         reject="none",
         reject_of="all",
@@ -543,9 +540,8 @@ def on_policy_config(cfg: config.Config) -> config.Config:
 
 
 def cost(m: Measurement) -> dict[str, float]:
-    """Seconds of a response, of the sampler's and of one that the policy samples in the same kind
-    of engine; and the price, the one over the other. Both are timed in turns, after a first batch
-    each."""
+    """Seconds per response of the sampler, and of the policy in the same kind of engine; and the
+    price, their quotient. Both are timed alternately, after one warm-up batch each."""
     cfg = replace(m.cfg, actor="none", rollout_quant="none", correction="none")
     policy = open_source(cfg, replace(m.run, actor=""), m.comm, sleeps=False)
     seconds = {id(policy): [], id(m.sampler): []}
@@ -562,8 +558,7 @@ def cost(m: Measurement) -> dict[str, float]:
 
 
 def pays(worth: float, error: float, price: float) -> str:
-    """Whether worth is above the price by two errors ("yes"), below it ("no"), or neither
-    ("open")."""
+    """Verdict: "yes" if worth is above the price by two errors, "no" if below by two, or "open"."""
     if abs(worth - price) <= 2 * error:
         return "open"
     return "yes" if worth > price else "no"
@@ -593,8 +588,7 @@ def verdict(x: dict, about: dict) -> list[str]:
 
 
 def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config) -> dict:
-    """Sample and weigh: {"about": both samplers, "rows": {row: numbers}, "parts": the same for each
-    part}."""
+    """Sample and measure all rows: {"about": both samplers, "rows": {row: ...}, "parts": {...}}."""
     start = time.perf_counter()
     m = Measurement(own, rows, plain)
     references = m.references()
@@ -630,8 +624,8 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config)
 
 
 def more_batches(x: dict, about: dict) -> list[str]:
-    """A sentence on the number of batches for an error of PRECISE of the worth, if it is larger.
-    The error shrinks with their square root."""
+    """A sentence with the number of batches for a relative error of PRECISE, if the error is
+    larger. The error decreases with the square root of the number of batches."""
     error = x["worth_se"] / max(abs(x["worth"]), 1e-9)
     if not error > PRECISE:
         return []
@@ -644,7 +638,7 @@ def more_batches(x: dict, about: dict) -> list[str]:
 
 
 def table(results: dict) -> str:
-    """All numbers, best row first."""
+    """The table of all numbers, best row first."""
     about = results["about"]
     lines = [
         f"sampler: {about['sampler/length']:.1f} tokens, reward {about['sampler/reward']:.3f}, "
