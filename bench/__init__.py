@@ -1,5 +1,5 @@
-"""Timing in alternating pairs, because machines drift, and inputs to time: for the GPU list (bench/gpu.py),
-results/against_trl.py and tests/remote_tools/bench.py."""
+"""Timing of alternating pairs, because a machine's speed drifts, and inputs to time. Used by
+bench/gpu.py, results/against_trl.py and tests/remote_tools/bench.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tasks import arithmetic_tokenizer
 
 
 def alternate(a, b, pairs: int, name: str, warm: int = 2) -> dict:
-    """Run a and b in turn, after `warm` unmeasured runs of each; see `compare`."""
+    """Run a and b alternately, after `warm` unmeasured runs of each; return `compare` of their
+    times."""
     for _ in range(warm):
         a()
         b()
@@ -42,7 +43,7 @@ def alternate(a, b, pairs: int, name: str, warm: int = 2) -> dict:
 
 
 def seconds(f) -> float:
-    """How long one call takes."""
+    """The duration of one call."""
     start = time.perf_counter()
     f()
     return time.perf_counter() - start
@@ -50,7 +51,7 @@ def seconds(f) -> float:
 
 def compare(times: list[tuple[float, float]]) -> dict:
     """Geometric mean of ours / other with its 95 % interval, and medians, from pairs of seconds
-    (ours, the other's)."""
+    (ours, other)."""
     t = np.array(times)
     log = np.log(t[:, 0] / t[:, 1])
     half = 1.96 * log.std(ddof=1) / math.sqrt(len(log)) if len(log) > 1 else math.nan
@@ -65,7 +66,7 @@ def compare(times: list[tuple[float, float]]) -> dict:
 
 
 def synchronize(device: str) -> None:
-    """Wait for the GPU, if there is one, so that its time is measured."""
+    """Wait until the GPU, if there is one, has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -76,8 +77,8 @@ def synchronize(device: str) -> None:
 
 
 def shaped(folder: str, hidden=128, inter=384, layers=4, vocab=256, seed=0, **more):
-    """A Qwen3-shaped model with random weights, saved in `folder` unless that is empty; 0.8M
-    parameters by default."""
+    """A Qwen3-shaped model with random weights, 0.8M parameters by default; saved in `folder`
+    unless it is empty."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -103,23 +104,23 @@ def shaped(folder: str, hidden=128, inter=384, layers=4, vocab=256, seed=0, **mo
 
 
 def resolved(**changes) -> config.Config:
-    """A configuration of one model on one rank."""
+    """A configuration with one model on one rank."""
     return settings.resolve(config.Config(**{"rollout": "hf", "actor": "none", **changes}), 1)
 
 
 def random_prompts(rng, n: int = 32) -> list[np.ndarray]:
-    """n prompts of 10 tokens."""
+    """n random prompts of 10 tokens."""
     return [rng.integers(2, 200, 10).astype(np.int32) for _ in range(n)]
 
 
 def numbered_seeds(groups: int = 32, samples: int = 8, step: int = 8) -> list[list[int]]:
-    """A seed of its own for each response to each prompt; the first ones of two groups are `step`
-    apart."""
+    """A different seed for each response to each prompt; the first seeds of two groups differ by
+    `step`."""
     return [list(range(step * i, step * i + samples)) for i in range(groups)]
 
 
 def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
-    """n groups of 8 responses of `length` tokens, all by chance."""
+    """n groups of 8 responses of `length` random tokens."""
     prompts, responses = [], []
     for _ in range(n):
         prompts.append(rng.integers(0, vocabulary, 32).astype(np.int32))
@@ -140,16 +141,16 @@ def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
 
 
 def update(learner, groups: list[Rollout]) -> None:
-    """One optimizer step on these groups."""
+    """Do one optimizer step on these groups."""
     batch = batching.collate(groups, learner.cfg, learner.version)
     learner.update(batch, objectives.prepare(batch, learner.comm, learner.cfg, {}))
 
 
 def print_table(results: dict[str, dict]) -> None:
-    """One table and one JSON line. results: name -> a row, or several rows by name.
+    """Print one table and one JSON line. results: name -> a row, or several rows by name.
 
-    A row has what `compare` returns, and more values by name; without "ratio" it has those
-    alone."""
+    A row has the values that `compare` returns, and further values by name; without "ratio" it has
+    only further values."""
     rows = {}
     for name, result in results.items():
         if all(isinstance(row, dict) for row in result.values()):
@@ -171,7 +172,7 @@ def print_table(results: dict[str, dict]) -> None:
 
 
 def extra(row: dict) -> str:
-    """What a row has beyond `compare`."""
+    """The values of a row that `compare` does not return, as text."""
     cells = []
     for name, value in row.items():
         if name not in ("ratio", "low", "high", "a_s", "b_s", "pairs"):

@@ -1,4 +1,4 @@
-"""The GPU list: python -m bench gpu --key=value."""
+"""GPU measurements: python -m bench gpu --key=value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from machinery.flags import need, run_command
 
 
 def main(argv: list[str]) -> None:
-    """UserError: another word than gpu."""
+    """Run the GPU list. UserError: the first word is not gpu."""
     need(
         argv[:1] == ["gpu"],
         f"{' '.join(argv) or 'no list'}: there is one list; write python -m bench gpu",

@@ -1,31 +1,31 @@
-"""The GPU list: what only a GPU can show, each part in a process and with a limit of its own.
+"""The GPU list: measurements that need a GPU. Each part runs in a process with a time limit.
 
     python -m bench gpu                                # all parts in 25 minutes: results/gpu.md and gpu.json
-    python -m bench gpu --parts=learner,linears        # some of them; what is known of the others stays on the page
+    python -m bench gpu --parts=learner,linears        # some parts; other results stay on the page
     python -m bench gpu --device=cpu --scale=tiny      # the script itself, on a CPU: out/gpu
 
-tests        tests/test_gpu.py: rollouts, sync with its proof (IPC too), low bits, sleep, FSDP2, checkpoints, a run
-vllm         vLLM: tokens per second, publication and its proof, sleep and wake
-linears      aligned linear layers over bfloat16's, on the shapes of Qwen3-0.6B, 1.7B and 8B
-head         the chunked head beside whole logits, torch's own and Liger's, 151,936 words
-obrs         a Jackpot update over a plain PPO one
-kernels      the same with each choice of --kernels
-learner      tokens per second, share of the device's peak, and the plan's memory, by model and length
-memory       checkpointing, two models, FSDP2 on one rank, aligned learners: time, and memory beside the plan
-rollouts     the plain engine: tokens per second, publication and its proof
-exact        the largest difference of sampler and learner: --exact, and a vLLM that is batch-invariant
+tests        tests/test_gpu.py: rollouts, sync and check (IPC too), low bits, sleep, FSDP2, a run
+vllm         vLLM: tokens per second, publication and its check, sleep and wake
+linears      speed of aligned linear layers over bfloat16 layers, on Qwen3-0.6B, 1.7B and 8B shapes
+head         the chunked head against whole logits, torch's head and Liger's, 151,936 tokens
+obrs         time of a Jackpot update over a plain PPO update
+kernels      the learner's updates with each choice of --kernels
+learner      tokens per second, share of the device's peak, the plan's memory, by model and length
+memory       checkpointing, two models, FSDP2 on one rank, aligned learners: time, memory and plan
+rollouts     the plain torch engine: tokens per second, publication and its check
+exact        largest difference of sampler and learner: --exact, and batch-invariant vLLM
 
-Models are Qwen3's shapes with random weights. A part that fails is a line of the page, and the next
-one begins; a part that is cut off by its limit keeps what it has measured. A share of the peak is
-that of dense bfloat16, without sparsity (PEAK); the work is 6 P + 6 L A S operations a token for P
-parameters in products, L layers, A numbers of all heads' queries and S tokens of a row: forward and
-backward, causal attention, nothing that is computed a second time."""
+Models have Qwen3's shapes and random weights. A failed part becomes a line of the page, and the
+next part starts. A part that reaches its limit keeps the rows that it has measured. Shares of the
+peak refer to dense bfloat16 without sparsity (PEAK). The work is 6 P + 6 L A S operations per
+token, for P parameters in matrix products, L layers, A numbers of all query heads together and S
+tokens per row. It counts forward and backward passes with causal attention, and no
+recomputation."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -73,10 +73,10 @@ class GpuFlags:
 
 
 def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
-    """(the lines that a command printed, why it failed or "") of a process that ends within so many
+    """(the lines that a command printed, why it failed or ""); the command is stopped after `limit`
     seconds."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        # in a group of its own, so that what it started ends with it
+        # in a separate process group, so that its child processes are stopped with it
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=out, stderr=err, text=True, process_group=0
         )
@@ -100,7 +100,7 @@ def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
 
 
 def run_part(name: str, flags: GpuFlags, limit: float) -> dict:
-    """The record of one part, run in a process of its own."""
+    """Run one part in a separate process, and return its record."""
     command = [
         sys.executable,
         "-m",
@@ -120,7 +120,7 @@ def run_part(name: str, flags: GpuFlags, limit: float) -> dict:
 
 
 def about(flags: GpuFlags, part: str) -> dict[str, str]:
-    """The machine, the versions, the date, the command."""
+    """The machine, the versions, the date and the command."""
     found = {"device": "CPU (a trial of the script, no result)", "driver": "none"}
     if flags.device == "cuda":
         asked = [
@@ -151,7 +151,7 @@ def about(flags: GpuFlags, part: str) -> dict[str, str]:
 
 
 def cell(x: float) -> str:
-    """A number in three figures, or whole."""
+    """A number with three digits, or a whole number from 1,000 on."""
     if math.isnan(x):
         return "-"
     return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
@@ -167,7 +167,7 @@ def line_of(r: dict) -> list[str]:
 
 
 def text_of(records: dict[str, dict]) -> str:
-    """The page below its marker."""
+    """The text of the page below its marker."""
     parts = [
         "Written by `python -m bench gpu` from gpu.json; a spread is that of the repeats, or a 95 % interval.\n"
     ]
@@ -202,13 +202,13 @@ def write(folder: Path, records: dict[str, dict]) -> None:
 
 
 def known(folder: Path) -> dict[str, dict]:
-    """What is in a folder's gpu.json; nothing, if there is none."""
+    """The content of a folder's gpu.json; an empty dictionary if there is none."""
     file = folder / "gpu.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def named(flags: GpuFlags) -> list[str]:
-    """The parts that a command line names. UserError, one sentence: an unknown name."""
+    """The parts that a command line names. Raise UserError for an unknown name."""
     names = [name.strip() for name in flags.parts.split(",") if name.strip()]
     for flag, asked in (("parts", names), ("part", [flags.part] if flags.part else [])):
         for name in asked:
@@ -219,7 +219,7 @@ def named(flags: GpuFlags) -> list[str]:
 
 
 def run_list(flags: GpuFlags, names: list[str]) -> dict[str, dict]:
-    """Run the parts one after the other; the page is written after each."""
+    """Run the parts one after the other, and write the page after each part."""
     trial = flags.device == "cpu" or flags.scale == "tiny"
     folder = Path(flags.out or (ROOT / "out" / "gpu" if trial else sweep.RESULTS))
     check_output("out", str(folder / "gpu.json"))
@@ -245,7 +245,7 @@ def run_list(flags: GpuFlags, names: list[str]) -> dict[str, dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python -m bench gpu`, and one part of it."""
+    """Run `python -m bench gpu`, or one part of it."""
     flags = parse_flags(GpuFlags, argv, __doc__.strip())
     if flags.device == "cuda" and not torch.cuda.is_available():
         raise UserError("gpu: there is no GPU here; try the script with --device=cpu --scale=tiny")

@@ -1,5 +1,5 @@
-"""The parts of the GPU list (bench/gpu.py): each yields its rows, measured on a GPU or, in small,
-on a CPU."""
+"""The parts of the GPU list (bench/gpu.py): each yields its rows, measured on a GPU or, at a small
+scale, on a CPU."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ TINY = dict(
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a part runs, and on which scale."""
+    """The device and the scale of a part."""
 
     device: str = "cuda"
     tiny: bool = False
@@ -80,15 +80,15 @@ class Setting:
         return self.device == "cuda"
 
     def pick(self, full, tiny):
-        """One of two, by the scale."""
+        """The value for this scale."""
         return tiny if self.tiny else full
 
     def shape(self, name: str) -> dict:
-        """The shape of a model, as bench.shaped takes it."""
+        """The shape of a model, as arguments of bench.shaped."""
         return self.pick({**QWEN3, **SHAPES[name]}, {**TINY, "max_position_embeddings": 512})
 
     def model(self, name: str, seed: int = 0):
-        """A model with random weights, made on the device."""
+        """A model with random weights on the device."""
         with torch.device(self.device):
             return bench.shaped("", seed=seed, **self.shape(name))
 
@@ -98,11 +98,11 @@ class Setting:
         )
 
     def seconds(self, f) -> float:
-        """How long a call takes, until the device is done with it."""
+        """The duration of a call, including the device's work."""
         return bench.seconds(self.waited(f))
 
     def waited(self, f) -> Callable:
-        """The call, and the wait until the device is done with it."""
+        """The call, followed by a wait until the device has finished."""
 
         def run():
             f()
@@ -111,7 +111,7 @@ class Setting:
         return run
 
     def peak_of(self, f) -> float:
-        """The most GiB that are allocated while a call runs, beyond what was before; NaN without a
+        """Peak GiB allocated during a call, above the memory allocated before; NaN without a
         GPU."""
         if not self.cuda:
             f()
@@ -124,7 +124,7 @@ class Setting:
         return (torch.cuda.max_memory_allocated() - before) / GIB
 
     def allocated(self) -> float:
-        """GiB that are allocated now."""
+        """GiB allocated now."""
         gc.collect()
         if not self.cuda:
             return 0.0
@@ -139,7 +139,7 @@ def row(
     what: str, value: float, unit: str = "", spread=(), goal: str = "", met: bool | None = None
 ) -> dict:
     """A line of the page. spread: the smallest and the largest of the repeats, or a 95 % interval;
-    goal: what was asked, and whether that is so, if it can be told."""
+    goal, met: the target, and whether it is met (None: unknown)."""
     return {
         "what": what,
         "value": value,
@@ -152,22 +152,22 @@ def row(
 
 
 def missing(what: str, why: str) -> dict:
-    """A line for what could not be measured."""
+    """A line for a quantity that could not be measured."""
     return {**row(what, math.nan), "why": why}
 
 
 def softly(what: str, rows: Iterator[dict]) -> Iterator[dict]:
-    """These lines; where they end in an error, a line that says so."""
+    """Yield these lines; after an error, yield a line with the error."""
     try:
         yield from rows
-    except Exception as e:  # whatever it is, the next case may do
+    except Exception as e:  # of any kind: the next case may succeed
         yield missing(
             what, f"failed: {type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
         )
 
 
 def ratio_row(what: str, pairs: dict, goal: str = "", met: Callable = bool) -> dict:
-    """A line of what bench.compare returns: a ratio of times and its 95 % interval."""
+    """A line for the result of bench.compare: a ratio of times and its 95 % interval."""
     said = met(pairs["ratio"]) if goal else None
     return row(
         f"{what}, {pairs['pairs']} pairs",
@@ -180,7 +180,7 @@ def ratio_row(what: str, pairs: dict, goal: str = "", met: Callable = bool) -> d
 
 
 def repeats_row(what: str, values: list[float], unit: str) -> dict:
-    """A line of repeated measurements: their median, the smallest, the largest."""
+    """A line for repeated measurements: their median, minimum and maximum."""
     return row(
         f"{what}, {len(values)} times", float(np.median(values)), unit, (min(values), max(values))
     )
@@ -192,7 +192,7 @@ def repeats_row(what: str, values: list[float], unit: str) -> dict:
 
 
 def tests(s: Setting) -> Iterator[dict]:
-    """tests/test_gpu.py; a line for each test that did not pass."""
+    """tests/test_gpu.py: a line for each test that did not pass, and the number of passed tests."""
     command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "--tb=short", "tests/test_gpu.py"]
     command += s.pick([], ["-k", "product"])
     env = {**os.environ, "GPU_LIST_DEVICE": s.device}
@@ -233,8 +233,9 @@ def block_of(s: Setting, name: str) -> list[torch.nn.Linear]:
 
 
 def linears(s: Setting) -> Iterator[dict]:
-    """Speed of aligned linear layers over that of bfloat16 ones: all products of a decoder layer,
-    activations quantized by each, weights once, as in the micro-batches of an update."""
+    """Speed of aligned linear layers relative to bfloat16 layers: all products of a decoder layer.
+    Activations are quantized in each product, weights once, as in the micro-batches of an
+    update."""
     for name in s.pick(("8B", "1.7B", "0.6B"), ("8B",)):
         for tokens in s.pick((8192, 32_768), (24,)):
             for kind in ("fp8", "int8"):
@@ -243,7 +244,7 @@ def linears(s: Setting) -> Iterator[dict]:
 
 
 def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator[dict]:
-    """Three lines: forward; with the gradients; forward with weights that are quantized every
+    """Three lines: forward; forward and backward; forward with weights that are quantized every
     time."""
     plain = block_of(s, name)
     aligned = [quant.LowBitLinear.from_linear(m, quant.format_of(kind)) for m in plain]
@@ -268,7 +269,7 @@ def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator
 
 
 def through(layers, inputs: dict, backward: bool = False) -> None:
-    """The products of these layers, and of their gradients."""
+    """Compute the products of these layers, with `backward` also their gradients."""
     with torch.set_grad_enabled(backward):
         for m in layers:
             x = inputs[m.in_features].requires_grad_(backward)
@@ -278,15 +279,15 @@ def through(layers, inputs: dict, backward: bool = False) -> None:
 
 
 def anew(layers, inputs: dict) -> None:
-    """The same of weights that are quantized first."""
+    """Compute the products with weights that are quantized again."""
     for m in layers:
         m.cached_version = None
     through(layers, inputs)
 
 
 def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
-    """Ways to the negative log-probability of N tokens from hidden states (N, H), and back: name ->
-    a call."""
+    """Implementations of the negative log-probability of N tokens from hidden states (N, H),
+    forward and backward: name -> a call."""
     how = {"device": device, "dtype": torch.bfloat16}
     hidden = torch.randn(N, H, **how).requires_grad_()
     weight = (torch.randn(V, H, **how) * 0.02).requires_grad_()
@@ -322,8 +323,8 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
 
 
 def head(s: Setting) -> Iterator[dict]:
-    """Time over that of whole logits, and memory beyond the inputs, both ways, of hidden states and
-    weights in bfloat16."""
+    """Time relative to whole logits, and memory in addition to the inputs, forward and backward,
+    for hidden states and weights in bfloat16."""
     N, V = s.pick((8192, 151_936), (48, 300))
     for H in s.pick((1024, 2560), (32,)):
         ways = heads(N, H, V, s.device)
@@ -336,7 +337,7 @@ def head(s: Setting) -> Iterator[dict]:
 
 
 def one_head(s: Setting, what: str, run: Callable, whole: Callable) -> Iterator[dict]:
-    """Time over that of whole logits, milliseconds, and memory of one way."""
+    """Lines for one implementation: time relative to whole logits, milliseconds, memory."""
     pairs = bench.alternate(run, whole, s.pick(8, 2), what)
     yield ratio_row(f"time over that of whole logits, {what}", pairs)
     yield row(f"time, {what}", 1000 * pairs["a_s"], "ms")
@@ -349,7 +350,7 @@ def one_head(s: Setting, what: str, run: Callable, whole: Callable) -> Iterator[
 
 
 def configured(s: Setting, rows: int, length: int, **flags):
-    """A configuration whose update has so many responses of `length` tokens."""
+    """A configuration with `rows` responses of `length` tokens in an update."""
     micro = {"micro_tokens": s.pick(16_384, 256), "max_tokens": length}
     sizes = {"train_batch": rows, "rollout_batch": rows, **micro}
     usual = {"objective": "grpo", "dtype": "bfloat16", "lr": 1e-6, "actor_lr": 1e-6, **sizes}
@@ -365,20 +366,20 @@ def batch_of(learner: Learner, rows: int, length: int):
 
 
 def with_topk(groups, K: int, vocabulary: int, rng):
-    """The same groups with K largest log-probabilities for each token."""
+    """The same groups, with K largest log-probabilities recorded for each token."""
     for group in groups:
         for i, response in enumerate(group.responses):
             n = len(response.tokens)
             first = rng.integers(0, vocabulary - K, (n, 1))
-            ids = (first + np.arange(K)).astype(np.int32)  # K that differ
+            ids = (first + np.arange(K)).astype(np.int32)  # K different tokens
             logp = np.sort(rng.uniform(-12, -4, (n, K)).astype(np.float32))[:, ::-1].copy()
             group.responses[i] = replace(response, topk_ids=ids, topk_logp=logp)
     return groups
 
 
 def obrs(s: Setting) -> Iterator[dict]:
-    """Ref pass, statistics, loss, step of Jackpot (target ref, K = 20) over those of PPO, one
-    model, one batch."""
+    """Time of Jackpot (target ref, K = 20) relative to PPO: ref pass, statistics, loss and step, on
+    one model and one batch."""
     rows, length = s.pick((32, 1024), (16, 12))
     learners = {}
     for name in ("jackpot", "grpo"):
@@ -406,7 +407,8 @@ def obrs(s: Setting) -> Iterator[dict]:
 
 @functools.cache
 def planned(s: Setting, cfg: Config, names: tuple[str, ...]) -> float:
-    """GiB of the plan's forward and backward with models of these shapes, without an engine."""
+    """GiB that the plan predicts for forward and backward with models of these shapes, without an
+    engine."""
     configs = {}
     for role, name in zip(("policy", "actor"), names, strict=False):
         with torch.device("meta"):
@@ -422,8 +424,8 @@ def fits(s: Setting, cfg: Config, names: tuple[str, ...]) -> bool:
 
 
 class Measured(NamedTuple):
-    """Updates of one learner. tokens: of one; seconds: of each; gib: the most that is allocated, by
-    the plan too."""
+    """Measurements of one learner's updates. tokens: of one update; seconds: of each update; gib:
+    peak of allocated memory; planned: the plan's value of gib."""
 
     tokens: int
     seconds: list[float]
@@ -433,7 +435,8 @@ class Measured(NamedTuple):
 
 
 def updates(s: Setting, cfg: Config, names: tuple[str, ...], n: int = 3) -> Measured:
-    """n updates of a new learner of these models, after one that makes its states."""
+    """Measure n updates of a new learner with these models, after one update that creates its
+    states."""
     before = s.allocated()
     learner = s.learner(cfg, *names)
     batch, stats = batch_of(learner, cfg.train_batch, cfg.max_tokens)
@@ -452,7 +455,7 @@ def updates(s: Setting, cfg: Config, names: tuple[str, ...], n: int = 3) -> Meas
 
 
 def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3) -> Iterator[dict]:
-    """Three lines of `updates`: speed, share of the peak, memory."""
+    """Three lines from `updates`: speed, share of the peak, memory."""
     m = updates(s, cfg, names, n)
     yield repeats_row(f"speed, {what}", [m.tokens / t for t in m.seconds], "tokens/s")
     yield row(f"share of peak, {what}", 100 * m.share, "%")
@@ -463,12 +466,12 @@ def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3)
 
 
 def learner(s: Setting) -> Iterator[dict]:
-    """Updates (forward, chunked head, backward, AdamW) in bfloat16 with float32 masters, by model
-    and length of a row; layers are computed a second time where the plan says that memory asks for
+    """Updates (forward, chunked head, backward, AdamW) in bfloat16 with float32 master weights, by
+    model and row length. Activation checkpointing is used if the plan says that memory requires
     it."""
     for name in s.pick(("0.6B", "1.7B", "4B"), ("0.6B",)):
         for length in s.pick((2048, 4096, 8192, 16_384), (40,)):
-            if (name, length) == ("4B", 16_384):  # a minute by itself
+            if (name, length) == ("4B", 16_384):  # takes a minute by itself
                 continue
             rows = max(8, s.pick(32_768, 8) // length // 8 * 8)
             cfg = configured(s, rows, length)
@@ -480,7 +483,7 @@ def learner(s: Setting) -> Iterator[dict]:
 
 
 def kernels(s: Setting) -> Iterator[dict]:
-    """The same updates with each choice of --kernels, rows of 4,096 tokens."""
+    """Updates of the learner with each choice of --kernels, rows of 4,096 tokens."""
     for name in s.pick(("0.6B", "1.7B"), ("0.6B",)):
         length = s.pick(4096, 40)
         for kind in ("plain", "compile", "liger"):
@@ -490,7 +493,7 @@ def kernels(s: Setting) -> Iterator[dict]:
 
 
 def memory(s: Setting) -> Iterator[dict]:
-    """Ways to run, each beside the plan: rows of 2,048 tokens."""
+    """Configurations of a run, each compared with the plan: rows of 2,048 tokens."""
     rows, length = s.pick((16, 2048), (8, 40))
     cases = {
         "1.7B": ("1.7B", "", {}),
@@ -522,7 +525,7 @@ def memory(s: Setting) -> Iterator[dict]:
 
 @contextlib.contextmanager
 def one_rank(device: str):
-    """A process group of this process: a new one, or the group of a vLLM engine in it."""
+    """A process group of one rank: a new group, or the group of a vLLM engine in this process."""
     if torch.distributed.is_initialized():
         yield
         return
@@ -542,7 +545,7 @@ def one_rank(device: str):
 
 
 def sampled(s: Setting, engine, what: str, tokens: int) -> Iterator[dict]:
-    """Tokens per second of an engine: 64 prompts, 8 responses to each."""
+    """Tokens per second of an engine, with 64 prompts and 8 responses to each."""
     n = s.pick(64, 2)
     prompts = bench.random_prompts(np.random.default_rng(0), n)
     seeds = bench.numbered_seeds(n)
@@ -557,7 +560,7 @@ def sampled(s: Setting, engine, what: str, tokens: int) -> Iterator[dict]:
 
 
 def published(s: Setting, engine, learner: Learner, what: str) -> Iterator[dict]:
-    """Seconds of three publications with their checks; between them is an update."""
+    """Seconds of three publications with their checks, with an update between two of them."""
     vocabulary = learner.models.policy.config.vocab_size
     ids = (uniforms(4 * 144, "probe") * vocabulary).astype(np.int64).reshape(4, 144)
     check = WeightCheck(learner.models.policy.config, ids)
@@ -584,7 +587,7 @@ def published(s: Setting, engine, learner: Learner, what: str) -> Iterator[dict]
 
 
 def rollouts(s: Setting) -> Iterator[dict]:
-    """HFEngine in bfloat16 on the shape of Qwen3-0.6B."""
+    """HFEngine in bfloat16 with the shape of Qwen3-0.6B."""
     learner = s.learner(configured(s, *s.pick((16, 512), (8, 40)), lr=1e-3), "0.6B")
     engine = HFEngine(s.model("0.6B", 1).to(torch.bfloat16), dtype="bfloat16", device=s.device)
     yield from sampled(s, engine, "plain torch, 0.6B", s.pick(256, 4))
@@ -592,7 +595,7 @@ def rollouts(s: Setting) -> Iterator[dict]:
 
 
 def vllm(s: Setting) -> Iterator[dict]:
-    """VLLMEngine in bfloat16 on the shape of Qwen3-0.6B, beside a learner."""
+    """VLLMEngine in bfloat16 with the shape of Qwen3-0.6B, on the same device as a learner."""
     if not importlib.util.find_spec("vllm"):
         yield missing("vLLM", "not installed")
         return
@@ -623,10 +626,10 @@ def vllm(s: Setting) -> Iterator[dict]:
 
 
 def exact(s: Setting) -> Iterator[dict]:
-    """The largest |log p_inf - log p_ref| of 10^4 sampled tokens, Qwen3-0.6B's shape: plain torch
-    with --exact and without, and vLLM with VLLM_BATCH_INVARIANT=1. That puts products and means of
-    its own in the place of torch's, in the whole process, so the learner has them too; attention
-    differs. Has never run on a GPU: there 0 is a guess."""
+    """The largest |log p_inf - log p_ref| of 10^4 sampled tokens on Qwen3-0.6B's shape: plain torch
+    with --exact and without it, and vLLM with VLLM_BATCH_INVARIANT=1. This mode replaces torch's
+    matrix products and means in the whole process, so the learner uses them too; attention differs.
+    It has never run on a GPU, so 0 is only expected there."""
     for dtype in ("float32", "bfloat16"):
         for flag in (True, False):
             what = f"plain torch, {dtype}, {'--exact' if flag else 'without --exact'}"
@@ -637,7 +640,7 @@ def exact(s: Setting) -> Iterator[dict]:
         yield missing("vLLM, batch-invariant", "not installed")
         return
     os.environ["VLLM_BATCH_INVARIANT"] = (
-        "1"  # vLLM reads it while it is imported, by its first engine here
+        "1"  # the first vLLM engine here imports vLLM, which then reads it
     )
     yield from softly("vLLM, batch-invariant", vllm_gap(s, "vLLM, batch-invariant, bfloat16"))
 
@@ -665,7 +668,8 @@ def vllm_gap(s: Setting, what: str) -> Iterator[dict]:
 
 
 def gap_row(s: Setting, what: str, engine, learner: Learner, goal: str = "") -> dict:
-    """The line of what an engine samples with the learner's weights, scored by it."""
+    """The line for tokens that an engine samples with the learner's weights and the learner
+    scores."""
     engine.load(learner.published("policy", engine.packed))
     n, sampling = s.pick(8, 2), Sampling(max_tokens=learner.cfg.max_tokens)
     prompts = bench.random_prompts(np.random.default_rng(0), n)
@@ -678,7 +682,7 @@ def gap_row(s: Setting, what: str, engine, learner: Learner, goal: str = "") -> 
     )
 
 
-# name -> (the part, seconds that it may take): all of them fit into 25 minutes
+# name -> (the part, its time limit in seconds); all parts fit into 25 minutes
 PARTS = {
     "tests": (tests, 280),
     "vllm": (vllm, 200),

@@ -2,16 +2,16 @@
 
     python -m plan --ranks=8 --gpu_gib=80 --config=configs/papers/jackpot.toml --max_prompt_tokens=1024
 
-The states follow from the shapes in config.json. With P parameters of which Q learn, on n ranks
-that share them (--parallel=fsdp; else n = 1), each rank has, in bytes
+The sizes of the states follow from the shapes in config.json. With P parameters, Q of them trained,
+on n ranks that shard them (--parallel=fsdp; otherwise n = 1), each rank has, in bytes
 
     weights 4 P / n     gradients 4 Q / n     AdamW 8 Q / n, Muon 4 Q / n
 
 Activations of a forward pass, and the memory of a weight check, are measured on meta tensors
-(plan/footprint.py). Prompts that several responses share, and rows shorter than the longest, make a
-run smaller than its plan.
+(plan/footprint.py). A run needs less than its plan if responses share a prompt, or if rows are
+shorter than the longest row.
 
-    Plan            bytes of one rank by category, and which of them are there together in which stage
+    Plan            bytes of one rank by category, and the categories that each stage needs together
     States          weights, gradients and optimizer of one model
 """
 
@@ -33,7 +33,7 @@ from rollout import probe_ids
 from tasks import at_once, make_task, settings_of
 
 GIB = 2**30
-MOST_RANKS = 64  # that are tried
+MOST_RANKS = 64  # the largest number of ranks that is tried
 
 # ---------------------------------------------------------------------------------------------------------------------
 # States
@@ -42,15 +42,15 @@ MOST_RANKS = 64  # that are tried
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of one model's states, whole, and of parts of its weights."""
+    """Bytes of one model's states, unsharded, and of parts of its weights."""
 
     weights: int
     gradients: int
     optimizer: int
-    tensor: int  # its largest tensor
-    layer: int  # its largest layer, in float32
-    gathered: int  # with FSDP: embedding, head and two layers, as they are gathered
-    travels: int  # with FSDP: all of it
+    tensor: int  # the largest tensor
+    layer: int  # the largest layer, in float32
+    gathered: int  # with FSDP: embedding, head and two layers, in the gathered type
+    travels: int  # with FSDP: all weights, in the gathered type
 
     @classmethod
     def of(cls, cfg: Config, name: str, config) -> States:
@@ -77,7 +77,7 @@ class States:
 
 
 def weights_of(model) -> int:
-    """Bytes of a module's parameters in float32; tied ones count once."""
+    """Bytes of a module's parameters in float32; tied parameters count once."""
     return sum(4 * p.numel() for p in model.parameters())
 
 
@@ -88,19 +88,19 @@ def weights_of(model) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of one rank. categories: name -> bytes; stages: name -> the categories that are there
+    """Bytes of one rank. categories: name -> bytes; stages: name -> the categories that it needs
     together."""
 
     ranks: int
-    micro: tuple[int, int]  # the largest micro-batch: rows, and tokens of a row
+    micro: tuple[int, int]  # the largest micro-batch: number of rows, tokens per row
     categories: dict[str, int]
     stages: dict[str, list[str]]
-    checkpoint: int  # bytes on the disk, of all ranks together
-    host: int  # bytes in the host's memory: a copy that is being saved, a sleeping engine, states of --offload
-    moved: int  # bytes that a rank sends to others in an update of one micro-batch
+    checkpoint: int  # bytes on disk, for all ranks together
+    host: int  # bytes in host memory: a copy being saved, a sleeping engine, states of --offload
+    moved: int  # bytes that a rank sends to other ranks in an update of one micro-batch
 
     def sum_of(self, *kinds: str) -> int:
-        """Bytes of the categories with names that begin with one of these."""
+        """Total bytes of the categories with names that begin with one of `kinds`."""
         return sum(size for name, size in self.categories.items() if name.startswith(kinds))
 
     def of_stage(self, stage: str) -> int:
@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def worst(self) -> str:
-        """The stage that needs most."""
+        """The stage that needs the most memory."""
         return max(self.stages, key=self.of_stage)
 
     @property
@@ -116,7 +116,7 @@ class Plan:
         return self.of_stage(self.worst)
 
     def text(self) -> str:
-        """A page: the categories, the stages, the disk and the network."""
+        """The plan as text: the categories, the stages, the disk and the network."""
         rows, width = self.micro
         lines = [
             f"GiB on one rank of {self.ranks}; the largest micro-batch has {rows} x {width} tokens"
@@ -138,8 +138,8 @@ class Plan:
 
 
 def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -> Plan:
-    """The plan of one of `ranks` ranks. configs: name -> transformers config; prompt: tokens of the
-    longest prompt."""
+    """The plan for one of `ranks` ranks. configs: name -> transformers config; prompt: tokens of
+    the longest prompt."""
     width = prompt + cfg.max_tokens
     rows = min(max(1, cfg.micro_tokens // width), cfg.train_batch // ranks)
     measured = measure(cfg, configs, rows, prompt, cfg.max_tokens)
@@ -156,7 +156,7 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     local = cfg.samplers == "local"
     sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib) if local else 0
     asleep = gpu_gib > 0 and cfg.rollout == "vllm"
-    laid_down = local and asleep and sleep_level(cfg) == 1  # its weights wait in the host's memory
+    laid_down = local and asleep and sleep_level(cfg) == 1  # engine weights go to host memory
     others = {
         "logits, or a layer's backward": measured.moment,
         "a forward without gradient": measured.forward,
@@ -195,7 +195,7 @@ def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
     bits."""
     if not lora.learns(cfg, name):
         return model.weights + model.optimizer + model.weights // 2
-    adapters = model.gradients  # as many bytes, in float32
+    adapters = model.gradients  # the same number of bytes, in float32
     return adapters + model.optimizer + (model.weights - adapters) // 2
 
 
@@ -205,9 +205,9 @@ def publishing(
     """Bytes of the largest of three: a tensor sent to the engine, the weight check, and the
     learner's forward pass of the same sequences.
 
-    vLLM's forward takes less: it makes the logits of one sequence at a time, 9 bytes each with
-    their logarithms and ranks. 143 tokens of that are less than the embedding twice, the first of
-    the three, from a hidden size of 161."""
+    vLLM's forward takes less: it computes the logits of one sequence at a time, 9 bytes each with
+    their logarithms and ranks. For 143 tokens and a hidden size of at least 161, this is less than
+    twice the embedding, the first of the three."""
     ids = probe_ids(width, min(config.vocab_size for config in configs.values()))
     rows, length = ids.shape
     scoring = of_scoring(cfg, configs, min(rows, max(1, cfg.micro_tokens // length)), length)
@@ -219,15 +219,16 @@ def publishing(
 
 
 def gathered(models: dict[str, States]) -> int:
-    """FSDP: embedding and head of each model, the current and the next layer of one model, and the
-    largest gradient before it is reduced over ranks."""
+    """Bytes gathered with FSDP: embedding and head of each model, the current and the next layer of
+    one model, and the largest gradient before it is reduced over ranks."""
     return sum(model.gathered for model in models.values()) + max(
         model.layer for model in models.values()
     )
 
 
 def moved(cfg: OptimizerFlags, models: dict[str, States], ranks: int) -> int:
-    """Bytes that a rank sends: all gradients twice (DDP), or once, and the weights twice (FSDP)."""
+    """Bytes that a rank sends: all gradients twice (DDP), or all gradients once and the weights
+    twice (FSDP)."""
     gradients = sum(model.gradients for model in models.values())
     weights = sum(model.travels for model in models.values())
     share = (ranks - 1) / ranks
@@ -235,8 +236,8 @@ def moved(cfg: OptimizerFlags, models: dict[str, States], ranks: int) -> int:
 
 
 def engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
-    """Bytes of the rollout engine on one rank: weights and key-value cache; on a GPU vLLM's share,
-    if they fit it."""
+    """Bytes of the rollout engine on one rank: weights and KV cache; on a GPU vLLM's memory share,
+    if both fit into it."""
     number, weights = bytes_of_a_number(cfg), engine_weights(cfg, config)
     of_a_token = cache_of_a_token(config, number)
     if cfg.rollout == "vllm" and gpu_gib:
@@ -251,31 +252,32 @@ def engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
 
 
 def engine_weights(cfg: EngineFlags, config) -> int:
-    """Bytes of its weights. Low bits are counted as --rollout_dtype: vLLM starts from such
-    weights."""
+    """Bytes of the engine's weights. Low-bit weights count as --rollout_dtype, because vLLM starts
+    from unquantized weights."""
     return weights_of(empty_model(config)) * bytes_of_a_number(cfg) // 4 // cfg.rollout_tp
 
 
 def bytes_of_a_number(cfg: EngineFlags) -> int:
-    """In the engine."""
+    """Bytes of one number in the engine."""
     return 4 if cfg.rollout_dtype == "float32" else 2
 
 
 def torch_cache(config, number: int, rows: int, width: int) -> int:
-    """Bytes of HFEngine's KV cache for `rows` responses, or for as many as it holds at once."""
+    """Bytes of HFEngine's KV cache for `rows` responses, or for as many responses as it processes
+    at once."""
     return cache_of_a_token(config, number) * min(
         rows * width, max(cached_tokens(config, number), width)
     )
 
 
 def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: float, own: int) -> int:
-    """Bytes of an evaluation on one rank, without states and rollout engine; with prompts as in
-    training.
+    """Bytes of an evaluation on one rank, without states and rollout engine; prompts are as long as
+    in training.
 
-    own: bytes of that engine, where it sleeps at other times.
+    own: bytes of the rollout engine, if it sleeps at other times.
 
-    One model is evaluated after the other, on one set after the other: by the engine that samples
-    from it, by a second one, or in plain torch."""
+    Models and task sets are evaluated one after the other: by the engine that samples from the
+    model, by a second engine, or in plain torch."""
     if cfg.eval_every < 0:
         return 0
     sets = [{"samples": 1, "max_tokens": cfg.max_tokens}]
@@ -287,7 +289,7 @@ def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: floa
         if engine_kind == "own":
             sizes.append(own)
         elif engine_kind == "second":
-            sizes.append(0)  # it is always there
+            sizes.append(0)  # it is always loaded
         else:
             for eval_set in sets:
                 rows = (
@@ -300,14 +302,14 @@ def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: floa
 
 
 def second_engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
-    """Bytes of the engine that evaluates the policy of an actor. It stays: one engine of a process
-    can sleep."""
+    """Bytes of the engine that evaluates the policy of a run with an actor. It stays awake: only
+    one engine of a process can sleep."""
     wanted = cfg.eval_every >= 0 and evaluated_by(cfg, "policy") == "second"
     return engine(cfg, config, width, ranks, gpu_gib) if wanted else 0
 
 
 def plain_sampler(cfg: OptimizerFlags, config, rows: int, width: int, ranks: int) -> int:
-    """Bytes of a sampler in plain torch for `rows` responses; it copies a sharded model
+    """Bytes of a plain torch sampler for `rows` responses. It copies a sharded model
     (eval.sampler_of)."""
     copied = weights_of(empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0
     return copied + torch_cache(config, 4, rows, width)
@@ -319,12 +321,12 @@ def plain_sampler(cfg: OptimizerFlags, config, rows: int, width: int, ranks: int
 
 
 def mends(cfg: Config, width: int, ranks: int):
-    """Yields (flags, changes of the configuration, ranks) that reduce memory, the cheapest first,
+    """Yield (flags, changes of the configuration, ranks) that reduce memory: the cheapest first,
     cumulative."""
     for n in (2, 4, 8):
         apart = (
             cfg.delay != "none" and cfg.dynamic_sampling
-        ) or cfg.router_replay  # config, quant refuse these
+        ) or cfg.router_replay  # config and quant refuse these combinations
         if cfg.rollout == "vllm" and cfg.rollout_tp < n and ranks % n == 0 and not apart:
             yield f"--rollout_tp={n}", {"rollout_tp": n}, ranks
     if cfg.eval_every >= 0:
@@ -350,8 +352,8 @@ def mends(cfg: Config, width: int, ranks: int):
 def fitting(
     cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float
 ) -> tuple[list[str], Plan | None]:
-    """(flags to add, the plan with them) of the first that fits; (all flags that helped, None) if
-    none does."""
+    """(flags to add, the plan with them) for the first changes that make the run fit; (all flags
+    that helped, None) if it does not fit."""
     flags: list[str] = []
     smallest = plan_of(cfg, configs, prompt, ranks, gpu_gib)
     for flag, changes, n_ranks in mends(cfg, prompt + cfg.max_tokens, ranks):
@@ -366,12 +368,12 @@ def fitting(
 
 
 def longest_row(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:
-    """Tokens, prompt included, of the longest row with which a run fits, to a hundredth of the
-    memory; no row is cut over GPUs.
+    """Tokens, prompt included, of the longest row that fits, to within a hundredth of the memory. A
+    row is not split over GPUs.
 
-    At the most the models' context. 0: not even this prompt and one token fit, in the memory or in
-    the context. The peak grows about linearly, so each trial lies where the line through a length
-    that fits and one that is too long meets the limit."""
+    The result is at most the models' context. 0: the prompt and one token exceed the memory or the
+    context. The peak grows about linearly, so each trial length is a linear interpolation between a
+    length that fits and a length that does not."""
 
     def peak(length):
         return plan_of(
@@ -413,13 +415,13 @@ def verdict(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# python train.py --plan
+# The command
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
-    """Print the plan of a configuration. Nothing but config.json and, if it is there, the tokenizer
-    is read."""
+    """Print the plan of a configuration. Reads only config.json and, if it exists, the
+    tokenizer."""
     configs = {"policy": config_of("model", cfg.model)}
     if cfg.actor != "none":
         configs["actor"] = config_of("actor", cfg.actor)
@@ -444,7 +446,7 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
 
 
 def config_of(flag: str, name: str):
-    """The transformers config of --model or --actor."""
+    """The transformers config of --model or --actor; its value is `name`."""
     if name.startswith("base:"):
         return warmstart.config_of(embedded_model(flag, name)[0])
     if not is_hub_id(name):

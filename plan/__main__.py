@@ -25,7 +25,7 @@ class PlanFlags:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the plan of a configuration. UserError: one sentence."""
+    """Print the plan of a configuration. UserError: a flag is wrong."""
     both = dataclass(frozen=True)(type("Flags", (PlanFlags, config.Config), {}))
     pairs = flags.read(both, argv, "python -m plan --key=value ...", also={"config"})
     names = {f.name for f in fields(PlanFlags)}

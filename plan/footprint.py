@@ -1,10 +1,11 @@
 """Memory of forward and backward passes, measured on tensors without data (torch's FakeTensorMode).
 
-The learner's modules run, two and four layers deep: each further layer keeps half of the memory of
-the last two.
+The learner's modules run with two and with four layers. Each further layer keeps half of the
+difference between the two.
 
-    measure         Activations: memory that the largest micro-batch keeps, and the peak on top of it
-    of_proof        the same moment of the published tensors' own forward (sync.py), of_scoring of the learner's
+    measure         Activations: memory that the largest micro-batch keeps, and the peak above it
+    of_proof        peak of the published tensors' forward pass (sync.py)
+    of_scoring      peak of the learner's forward pass
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from model import (
 )
 from model.streamed import StreamedModel, drop_weights, empty_model
 
-DEVICE = "cuda"  # type of device that is planned for
+DEVICE = "cuda"  # device type of the plan
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Forward and backward
@@ -45,7 +46,7 @@ DEVICE = "cuda"  # type of device that is planned for
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of the tensors that were made in here and are still there, and the most since `peak`
+    """Bytes of the live tensors that were created in this context, and their maximum since `peak`
     was set."""
 
     def __init__(self):
@@ -74,12 +75,11 @@ class Allocated(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of the largest micro-batch on one rank. Weights, gradients and optimizer are not among
-    them."""
+    """Bytes of the largest micro-batch on one rank, without weights, gradients and optimizer."""
 
-    kept: dict[str, int]  # of each model: memory that its layers keep for the backward pass
-    moment: int  # the most that logits, or the backward of a layer or of the embedding, take on top of that
-    forward: int  # the most of a pass without gradient
+    kept: dict[str, int]  # by model: memory that its layers keep for the backward pass
+    moment: int  # peak above `kept`, of the logits or of the backward of a layer or the embedding
+    forward: int  # peak of a pass without gradient
 
 
 def measure(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -> Activations:
@@ -98,15 +98,15 @@ def measure(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -
 
 @contextmanager
 def one_sequence_a_row():
-    """transformers looks at positions for rows of several sequences, and where it cannot see makes
-    a mask for them."""
+    """Keep transformers from searching positions for rows of several sequences. It cannot read fake
+    tensors, and would build a mask for such rows."""
     from transformers import masking_utils
 
     look = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda positions: None
     try:
         with warnings.catch_warnings():
-            # quant.py's, for its cache
+            # a warning caused by the cache in quant.py
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     finally:
@@ -118,14 +118,14 @@ class Layers:
     """Bytes of some layers of one model."""
 
     kept: int
-    layer: int  # most that the backward of the last layer takes on top of it
-    embedding: int  # most of the embedding's backward, when nothing is kept any more
+    layer: int  # peak of the last layer's backward above `kept`
+    embedding: int  # peak of the embedding's backward, when nothing else is kept
 
 
 def of_layers(
     cfg: Config, name: str, config, n: int, rows: int, prompt: int, response: int
 ) -> Layers:
-    """Forward and backward of n layers, without logits."""
+    """Bytes of forward and backward of n layers, without logits."""
     with FakeTensorMode(), Allocated() as allocated:
         models = PolicyAndActor(shallow(cfg, name, config, n), None, memory.compute_type(cfg))
         batch = shapes_of_batch(rows, prompt, response)
@@ -148,17 +148,15 @@ def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> 
         allocated.peak = allocated.now
 
     def before(module, inputs):
-        if (
-            inputs[0].requires_grad and not peaks
-        ):  # not behind a frozen embedding, nor when it is computed again
+        # not after a frozen embedding, and not when the layer is recomputed
+        if inputs[0].requires_grad and not peaks:
             inputs[0].register_hook(note)
 
     layer.register_forward_pre_hook(before)
 
 
 def of_logits(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -> tuple[int, int]:
-    """(peak of logits, forward or backward, on top of kept memory; peak of a pass without
-    gradient)."""
+    """(peak of logits, forward or backward, above kept memory; peak of a pass without gradient)."""
     needs = needs_of_update(cfg, "actor" in configs, cfg.obrs_lambda, True)
     with FakeTensorMode(), Allocated() as allocated:
         pair, batch = pair_of(cfg, configs), shapes_of_batch(rows, prompt, response)
@@ -174,7 +172,7 @@ def of_logits(cfg: Config, configs: dict, rows: int, prompt: int, response: int)
 
 
 def of_scoring(cfg: Config, configs: dict, rows: int, length: int) -> int:
-    """The most of a forward of the learner that yields log-probabilities alone, in the precision of
+    """The peak of a learner's forward pass that returns log-probabilities only, in the precision of
     the weights."""
     with one_sequence_a_row(), FakeTensorMode(), Allocated() as allocated, torch.no_grad():
         pair, batch = (
@@ -187,7 +185,7 @@ def of_scoring(cfg: Config, configs: dict, rows: int, length: int) -> int:
 
 
 def pair_of(cfg: Config, configs: dict) -> PolicyAndActor:
-    """The models of the learner, two layers deep."""
+    """The learner's models, two layers deep."""
     models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
     pair = PolicyAndActor(
         *models, *[None] * (2 - len(models)), memory.compute_type(cfg), cfg.lm_head_fp32
@@ -197,7 +195,7 @@ def pair_of(cfg: Config, configs: dict) -> PolicyAndActor:
 
 
 def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
-    """The statistics of a forward."""
+    """The statistics that a forward pass returns."""
     at = torch.arange(batch.tokens.numel())
     scored = Scored(batch.tokens.flatten()[at], None, None, None)
     rows = OneModelRows(scored, replace(needs, support=False, tail=False))
@@ -209,10 +207,10 @@ def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
 
 
 def of_proof(cfg: EngineFlags, config, ids, gathered: bool) -> int:
-    """The most that the published tensors' own forward takes in the check of a sync (sync.py), two
+    """The peak of the forward pass of the published tensors in the check of a sync (sync.py), two
     layers deep.
 
-    gathered: ranks share the tensors, and each is made whole when it is read."""
+    gathered: the tensors are sharded over ranks, and each tensor is gathered when it is read."""
     with FakeTensorMode(), Allocated() as allocated:
         with unset_fake_temporarily():
             streamed = StreamedModel(of_depth(config, 2))
@@ -221,7 +219,7 @@ def of_proof(cfg: EngineFlags, config, ids, gathered: bool) -> int:
         for module in streamed.model.modules():
             drop_weights(module)
         tensors = {} if gathered else {name: torch.empty(shape) for name, shape in shapes.items()}
-        rows = torch.zeros(4 * len(ids), ids.shape[1], dtype=torch.long)  # as WeightCheck has them
+        rows = torch.zeros(4 * len(ids), ids.shape[1], dtype=torch.long)  # as in WeightCheck
         base = allocated.peak = allocated.now
         stream = (
             (name, torch.empty(shape) if gathered else tensors[name])
@@ -232,12 +230,12 @@ def of_proof(cfg: EngineFlags, config, ids, gathered: bool) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Models without bytes
+# Models without memory
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def on_meta(cfg: Config, name: str, config):
-    """A model as the learner makes it, its parameters on the meta device."""
+    """A model as the learner builds it, with its parameters on the meta device."""
     model = empty_model(config).requires_grad_(True).eval()
     if lora.learns(cfg, name):
         lora.attach(model, cfg)
@@ -249,7 +247,8 @@ def on_meta(cfg: Config, name: str, config):
 
 
 def shallow(cfg: Config, name: str, config, n: int):
-    """A model of the first n layers on fake tensors, with gradients of an earlier micro-batch."""
+    """A model of the first n layers on fake tensors, with gradients as after an earlier
+    micro-batch."""
     with unset_fake_temporarily():
         model = on_meta(cfg, name, of_depth(config, n))
         if layers_travel_in(cfg, model) == 2:
@@ -261,21 +260,20 @@ def shallow(cfg: Config, name: str, config, n: int):
 
 
 def of_depth(config, n: int):
-    """The config with n layers."""
+    """A copy of the config with n layers."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = n
     if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * n)[:n]  # a model may have fewer
+        config.layer_types = (config.layer_types * n)[:n]  # a model may have fewer layers
     return config
 
 
 def take_bytes(model) -> None:
-    """Put fake tensors in the place of a model's own, and experts that are chosen evenly in that of
-    its experts."""
+    """Replace a model's tensors by fake tensors, and its expert layers by EvenExperts."""
     with unset_fake_temporarily():
         for path, experts in quant.experts_of(model).items():
             model.set_submodule(path, EvenExperts(experts))
-    made = {}  # tied parameters stay one
+    made = {}  # tied parameters stay tied
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
             for key, x in kind.items():
@@ -290,8 +288,8 @@ def without_bytes(x):
 
 
 class EvenExperts(nn.Module):
-    """The experts of a layer, each chosen by as many tokens: where tokens go is not known from
-    shapes."""
+    """The experts of a layer, with the same number of tokens each, because shapes do not determine
+    the routing."""
 
     def __init__(self, experts):
         super().__init__()
@@ -313,7 +311,7 @@ class EvenExperts(nn.Module):
 
 
 def shapes_of_batch(rows: int, prompt: int, response: int) -> Batch:
-    """A batch of which nothing is known but shapes."""
+    """A batch with known shapes and no values."""
     fields = dict.fromkeys(Batch.__dataclass_fields__)
     fields["ids"] = torch.zeros(rows, prompt + response, dtype=torch.long)
     fields["tokens"] = torch.zeros(rows, response, dtype=torch.long)
@@ -330,6 +328,6 @@ def n_layers(config) -> int:
 
 
 def layers_travel_in(cfg: OptimizerFlags, model) -> int:
-    """Bytes of a number of the layers' weights as they compute: with FSDP they may come in 16
-    bits."""
+    """Bytes of one number of the layers' weights in computation: with FSDP they may be gathered in
+    16 bits."""
     return 2 if cfg.parallel == "fsdp" and memory.travels_in(model, memory.compute_type(cfg)) else 4

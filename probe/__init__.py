@@ -1,25 +1,24 @@
-"""The probe: how far is the sampler from the policy that learns, and which correction can bridge
-it? No training.
+"""Measure the mismatch between sampler and learner, and name usable corrections. No training.
 
     python -m probe --model=FOLDER --dtype=bfloat16 --lm_head_fp32=True           # engine against learner
-    python -m probe --model=base:policy --actor=base:actor                        # another model samples
+    python -m probe --model=base:policy --actor=base:actor                        # a different model samples
     python -m probe --model=FOLDER --rollout_quant=int8 --learner_quant=aligned   # both in low bits
     python -m probe --model=FOLDER --temperature=0.7 --top_p=0.8 --keep_sampling_mask=off
     python -m probe --explain --model=FOLDER --rollout_quant=int8                 # sources of the mismatch
-    python -m probe --explain --model=FOLDER --synced_from=OLDER_FOLDER           # weights that stayed old
+    python -m probe --explain --model=FOLDER --synced_from=OLDER_FOLDER           # possibly stale weights
 
-The engine samples, the learner scores the same tokens, and everything else is arithmetic on p_inf
-and p_ref:
+The engine samples and the learner scores the same tokens. All results are computed from p_inf and
+p_ref:
 
   gaps         the largest and the mean |p_inf - p_ref| of a response, against its length (TIS text);
-  floor        the distances of learner and engine from themselves, by rounding (probe/floor.py);
-  distances    KL, chi2, the ESS of token and sequence weights, and the length T_max = clamp / KL at which
-               sequence weights end (Mismatch Praxis, section 4);
-  control      is it the length of a response that makes its largest gap grow, or only the number of tokens? One long
-               response against several short ones of the same total, and against the long one's own beginning
+  floor        the distances of the learner from itself and of the engine from itself, by rounding (probe/floor.py);
+  distances    KL, chi2, the ESS of token and sequence weights, and T_max = clamp / KL, the length at which sequence
+               weights become useless (Mismatch Praxis, section 4);
+  control      does the largest gap grow with the length of a response, or only with the number of tokens? One long
+               response against several short responses of the same total, and against its own beginning
                (TIS text, "Longer Response, Larger Max Gap");
-  verdicts     for each correction whether its noise stays small at these lengths, and why;
-  ladder       with --explain: which source has which share of it, one at a time from zero (probe/ladder.py).
+  verdicts     for each correction whether the variance of its weights stays small at these lengths, and why;
+  ladder       with --explain: the share of each source in the mismatch (probe/ladder.py).
 
 Notation: r = p_ref / p_inf of a token, R = product of r over a response, T = tokens of a response.
 """
@@ -60,7 +59,7 @@ from rollout import Rollout, as_groups, request_seed
 from sampling import Sampling, max_allowed
 from tasks import encode, grade_all, turns
 
-PROBLEMS = 64  # unless --problems names a number
+PROBLEMS = 64  # default of --problems
 
 
 @dataclass(frozen=True)
@@ -85,17 +84,17 @@ class ProbeFlags(ModelFlags):
 
 @dataclass
 class ScoredTokens:
-    """Probabilities of the sampled tokens under engine and learner. After the end of a response
-    every array is 0."""
+    """Probabilities of the sampled tokens under engine and learner; 0 after the end of a
+    response."""
 
     p_inf: np.ndarray  # (B, T) probability of each token under the engine that sampled it
-    p_ref: np.ndarray  # (B, T) the same under the learner
+    p_ref: np.ndarray  # (B, T) probability of each token under the learner
     log_r: np.ndarray  # (B, T) log p_ref - log p_inf, not clamped
-    length: np.ndarray  # (B,)   tokens of each response, without an environment's replies
+    length: np.ndarray  # (B,)   sampled tokens of each response, without an environment's replies
     turn: np.ndarray  # (B, T) turn of each token, from 0
     groups: list[Rollout]  # the responses, as the engine recorded them
-    batch: Batch  # the same, scored by the learner
-    metrics: dict[str, float]  # reward, rollout_corr/*: as train.py logs them
+    batch: Batch  # the same responses, scored by the learner
+    metrics: dict[str, float]  # reward, rollout_corr/*, as train.py logs them
 
     @property
     def gap(self) -> np.ndarray:
@@ -104,20 +103,20 @@ class ScoredTokens:
 
     @property
     def exists(self) -> np.ndarray:
-        """(B, T) bool: the places that hold a token."""
+        """(B, T) bool: the positions that hold a token."""
         return exists(self.log_r, self.length)
 
 
 @dataclass
 class Report:
-    """Results of the probe. The names are the keys of the JSON file of --out."""
+    """Results of the probe. The field names are the keys of the JSON file of --out."""
 
-    model: str  # the learner's
+    model: str  # of the learner
     sampler: str  # the model that samples
-    engine: str  # its engine, precision and low-bit format
+    engine: str  # the sampler's engine, precision and low-bit format
     learner: str  # precision and low-bit format
     lm_head_fp32: bool
-    sampling: dict  # the flags that shape the sampler's distribution
+    sampling: dict  # the flags that determine the sampler's distribution
     vocabulary: int
     responses: int
     tokens: int  # of all responses
@@ -125,9 +124,9 @@ class Report:
     kl: float  # KL(inf || ref), nats a token: the larger of the two estimates
     k1_kl: float  # mean of -log r
     k3_kl: float  # mean of r - 1 - log r
-    chi2_token: float  # mean of r^2, less 1
-    chi2_seq: float  # mean of R^2, less 1
-    ratio_mean: float  # mean of r: 1 if the learner scores the distribution that was sampled
+    chi2_token: float  # mean of r^2, minus 1
+    chi2_seq: float  # mean of R^2, minus 1
+    ratio_mean: float  # mean of r: 1 if the learner scores the distribution that was sampled from
     token_ess: float  # ESS of r over the number of tokens
     seq_ess: float  # ESS of R over the number of responses
     seq_clamped: float  # share of the responses with log R at the clamp
@@ -137,21 +136,21 @@ class Report:
     above_half: float  # share of the responses with a token of |p_inf - p_ref| > 0.5
     cut_fraction: float  # share of the sampled tokens to which the learner's own truncation gives probability 0
     reward: float  # mean reward of the sampler's responses
-    reward_weighted: float  # the learner's, estimated by capped R
+    reward_weighted: float  # reward of the learner, estimated with capped R
     clamp: float  # of log-ratios
     t_max: float  # clamp / KL, tokens
-    t_half: float  # log 2 / log(1 + chi2): number of tokens in which the ESS of R halves
+    t_half: float  # log 2 / log(1 + chi2): number of tokens that halves the ESS of R
     by_turn: list[dict]  # gaps by turn; empty without an environment
-    retokenized: float  # share of the responses with a text that would be tokenized otherwise
+    retokenized: float  # share of responses with text that is tokenized differently
     by_length: list[dict]  # gaps of responses in buckets of length
-    by_prefix: list[dict]  # sequence weights if responses ended earlier
-    floor: list[dict]  # distances of learner and engine from themselves
-    control: dict | None  # length, or number of tokens? None: too few responses are long enough
-    verdicts: list[dict]  # "correction", "viable", "why"
+    by_prefix: list[dict]  # sequence weights of responses cut off earlier
+    floor: list[dict]  # distances of learner and engine, each from itself
+    control: dict | None  # does length or number of tokens matter? None: too few long responses
+    verdicts: list[dict]  # rows of "correction", "viable", "why"
     ladder: dict | None  # --explain: shares of the sources, and suspected faults
 
     def as_dict(self) -> dict:
-        """For JSON."""
+        """The report as a dictionary for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -161,23 +160,23 @@ class Report:
 
 
 def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = None) -> Report:
-    """Sample, score, print, draw.
+    """Sample, score, print and draw; return the report.
 
-    setup: the learner's model and its problems. actor: folder of another model that samples, or
-    None. start: folder of older weights that the engine starts from. UserError: one sentence."""
+    setup: the learner's model and its problems. actor: folder of a different model that samples, or
+    None. start: folder of older weights that the engine starts from. UserError: a flag is wrong."""
     train_cfg = learner_config(cfg, setup)
     check_models(train_cfg, setup.folder, actor)
     sampling = Sampling.of(cfg)
     allowed = max_allowed(train_cfg, setup.vocabulary)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    comm = Comm(device)  # before vLLM makes a process group of its own, for one rank
+    comm = Comm(device)  # before vLLM makes its own process group, for one rank
     engine = start_engine(cfg, setup, actor or setup.folder, start, max(1, allowed), device)
     learner = Learner(load_model(setup.folder), None, train_cfg, comm, setup.vocabulary)
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed, "probe")
     first = groups[0]
     learner.check_heads(np.concatenate([first.prompt_ids, first.responses[0].tokens])[None])
     scored = score(learner, groups, train_cfg)
-    # the control: the first response to each prompt against PIECES short ones
+    # the control: the first response to each prompt against PIECES short responses
     first = scored.length[:: cfg.samples]
     piece = max(1, int(np.median(first)) // PIECES)
     shorter = dataclasses.replace(sampling, max_tokens=piece)
@@ -203,8 +202,8 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
 def start_engine(
     cfg: ProbeFlags, setup: Setup, folder: str, start: str | None, topk: int, device: str
 ):
-    """The engine with the weights of a folder. start: folder of older weights that it has before it
-    loads these."""
+    """The engine with the weights of a folder. start: folder of older weights that the engine loads
+    before these weights."""
     engine = make_engine(cfg, start or folder, setup.context, topk, device, setup.vocabulary)
     if start:
         model = load_model(folder)
@@ -216,14 +215,14 @@ def start_engine(
 
 
 def learner_config(cfg: ProbeFlags, setup) -> config.Config:
-    """The training configuration in which the learner scores: no correction, all responses in one
+    """The configuration with which the learner scores: no correction, all responses in one
     batch."""
     responses = setup.problems * cfg.samples
     values = {
         "objective": "none",
         "model": setup.folder,
         "actor": "none",
-        "lr": 1.0,  # asked for, and nothing learns
+        "lr": 1.0,  # required, but nothing is trained
         "group_size": cfg.samples,
         "train_batch": responses,
         "rollout_batch": responses,
@@ -237,11 +236,11 @@ def learner_config(cfg: ProbeFlags, setup) -> config.Config:
 def rollouts(
     engine, setup, samples: int, sampling: Sampling, allowed: int, key: str
 ) -> list[Rollout]:
-    """Graded groups of `samples` responses to the held-out problems. Another `key` draws other
-    responses.
+    """Graded groups of `samples` responses to the held-out problems. A different `key` draws
+    different responses.
 
-    allowed: maximum number of allowed tokens that are recorded where sampling truncates; 0:
-    none."""
+    allowed: maximum number of allowed tokens that are recorded under truncated sampling; 0: no
+    tokens are recorded."""
     problems = [setup.task.problem("test", i) for i in range(setup.problems)]
     prompts = [np.array(encode(setup.tokenizer, p), np.int32) for p in problems]
     seeds = []
@@ -258,7 +257,7 @@ def rollouts(
 
 
 def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
-    """The learner's probabilities of the sampled tokens, and the metrics that training would
+    """The learner's probabilities of the sampled tokens, with the metrics that training would
     log."""
     batch = collate(groups, cfg)
     new = learner.score(batch, Needs(entropy=True))
@@ -280,7 +279,7 @@ def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
 
 
 def without_replies(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Values of the sampled tokens alone, (B, T): a row's come first, in their order, then 0."""
+    """Values of the sampled tokens only, (B, T): moved to the front of each row, followed by 0."""
     order = torch.argsort(~mask, dim=1, stable=True)
     return (x * mask).gather(1, order)
 
@@ -291,8 +290,8 @@ def without_replies(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def retokenized(tokenizer, groups: list[Rollout]) -> float:
-    """Share of the responses that decoding and tokenizing again would change: the learner of a
-    program that does so scores tokens that were not sampled."""
+    """Share of the responses that change when they are decoded and tokenized again. A program that
+    does this trains on tokens that were not sampled."""
     changed = []
     for group in groups:
         for response in group.responses:
@@ -303,10 +302,10 @@ def retokenized(tokenizer, groups: list[Rollout]) -> float:
 
 
 def summarize(cfg: Config, setup, scored: ScoredTokens, floor: list[dict]) -> Report:
-    """The report but for the control and the ladder."""
+    """The report without the control and the ladder."""
     m = {name.removeprefix("rollout_corr/"): value for name, value in scored.metrics.items()}
     length = scored.length
-    # where tokens were cut k3 is too small; k1 alone can be negative
+    # k3 is too small if tokens were cut; k1 alone can be negative
     kl = max(m["kl"], m["k3_kl"])
     evidence = Evidence.of(scored.log_r, length, kl, cfg.log_ratio_clamp)
     shaping = ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode")

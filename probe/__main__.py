@@ -1,8 +1,8 @@
 """Measure the mismatch between sampler and learner on held-out problems.
 
-python -m probe --model=FOLDER --rollout_quant=int8                 # an engine in low bits
-python -m probe --model=FOLDER --actor=OTHER_FOLDER --explain       # another model samples; shares of the sources
-python -m probe --rollouts=FILE.jsonl                               # rollouts of any program, and the likely cause
+python -m probe --model=FOLDER --rollout_quant=int8             # a low-bit engine
+python -m probe --model=FOLDER --actor=OTHER_FOLDER --explain   # a different model samples; sources
+python -m probe --rollouts=FILE.jsonl                           # rollouts of any program; cause
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from probe import PROBLEMS, ProbeFlags, doctor, ladder, probe
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """The report as a dictionary, which --out writes. UserError: one sentence."""
+    """The report as a dictionary, which --out writes. UserError: a flag is wrong."""
     if any(word.split("=")[0] == "--rollouts" for word in (sys.argv[1:] if argv is None else argv)):
         return doctor.main(argv)
     cfg = parse_flags(
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> dict:
 
 
 def check_flags(cfg: ProbeFlags) -> None:
-    """UserError, one sentence: flags that are wrong on their own, or contradict each other."""
+    """Raise UserError for flags that are invalid or contradict each other."""
     check(cfg)
     need(cfg.micro_tokens >= 1, f"--micro_tokens={cfg.micro_tokens}: must be at least 1")
     need(

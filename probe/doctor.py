@@ -1,16 +1,16 @@
-"""The mismatch in rollouts that any program has dumped, and its likely cause. No model is loaded.
+"""Diagnose the mismatch in rollouts dumped by any program. No model is loaded.
 
     python -m probe --rollouts=FILE.jsonl
     python -m probe --rollouts=FILE.parquet --columns=sampler=old_logps,trainer=new_logps,tokens=ids
 
 A row is one response, with lists over its tokens: the log-probabilities of the sampled tokens under
-sampler and trainer and, where there are any, token ids and a loss mask. The column names of verl,
-TRL, prime-rl, slime and of this repository are known (COLUMNS); others are given by --columns.
+sampler and trainer and, if present, token ids and a loss mask. The column names of verl, TRL,
+prime-rl, slime and of this repository are known (COLUMNS); --columns gives different names.
 
-Each rule of CAUSES looks for the mark that a cause leaves in these two numbers a token. Marks:
+Each rule of CAUSES looks for the sign of a cause in these two numbers per token:
 
-    log r = log p_trainer - log p_sampler of a token. A sampler that draws from its own distribution
-    has E r = 1, whatever the trainer's distribution is, as long as both are normalised.
+    log r = log p_trainer - log p_sampler of a token. If the sampler records its own sampling distribution,
+    E r = 1 for any distribution of the trainer, as long as both are normalised.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ COLUMNS = {  # in order of preference
     "tokens": ("response_ids", "completion_ids", "responses", "tokens", "output_ids"),
     "mask": ("response_mask", "completion_mask", "loss_mask", "mask"),
 }
-PRECISION = 0.06  # rms of log r below which 16-bit arithmetic of two engines explains it
-SHOWN = 8  # tokens with the largest gaps
+PRECISION = 0.06  # rms of log r below which 16-bit arithmetic explains the mismatch
+SHOWN = 8  # number of listed tokens with the largest gaps
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class DoctorFlags:
 class Dump:
     """The log-probabilities of a file, padded with 0."""
 
-    inf: np.ndarray  # (B, T) of the sampler
-    ref: np.ndarray  # (B, T) of the trainer
+    inf: np.ndarray  # (B, T) log-probabilities of the sampler
+    ref: np.ndarray  # (B, T) log-probabilities of the trainer
     length: np.ndarray  # (B,)
     tokens: np.ndarray | None  # (B, T) ids
-    notes: list[str]  # what was put right while reading
+    notes: list[str]  # corrections that were made while reading
 
     @property
     def on(self) -> np.ndarray:
@@ -93,7 +93,7 @@ class Dump:
 
 
 def read(path: str, columns: str = "") -> Dump:
-    """The responses of a file. UserError: one sentence."""
+    """Read the responses of a file. UserError: the file or a column is wrong."""
     rows = from_file(path, "rollouts")
     need(rows, f"--rollouts={path}: no rows")
     named = named_columns(columns, COLUMNS)
@@ -130,12 +130,12 @@ def read(path: str, columns: str = "") -> Dump:
 
 
 def column_of(kind: str, row: dict) -> str:
-    """The column of a kind by the names in use, or ""."""
+    """The column of a kind, by its known names, or ""."""
     return next((name for name in COLUMNS[kind] if name in row), "")
 
 
 def numbers(row: dict, column: str, place: str) -> np.ndarray:
-    """A column of a row as float64. UserError: it is no list of numbers."""
+    """A column of a row as float64. Raise UserError if it is not a list of numbers."""
     need(column in row, f"{place}: no column {column}")
     try:
         x = np.asarray(row[column], np.float64)
@@ -153,7 +153,7 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Causes: each rule returns the evidence in one sentence, or "" where its mark is missing
+# Causes: each rule returns the evidence in one sentence, or "" if its sign is missing
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -178,7 +178,8 @@ def not_logarithms(d: Dump) -> str:
 
 
 def base_of_the_logarithm(d: Dump) -> str:
-    """A slope through the origin of 0.69 (ln against log2) or 2.3 (log10), without a residual."""
+    """A line through the origin of slope 0.69 (ln against log2) or 2.3 (log10) fits without
+    residual."""
     inf, ref = d.flat(d.inf), d.flat(d.ref)
     slope = (inf * ref).sum() / max((inf**2).sum(), 1e-30)
     residual = ((ref - slope * inf) ** 2).sum() / max(((ref - inf) ** 2).sum(), 1e-30)
@@ -191,7 +192,7 @@ def base_of_the_logarithm(d: Dump) -> str:
 
 
 def one_place_off(d: Dump) -> str:
-    """The trainer's numbers fit the sampler's of a neighbouring token."""
+    """The trainer's numbers fit the sampler's numbers of a neighbouring token."""
     straight = correlation(d.inf, d.ref, d.on)
     right = correlation(d.inf[:, :-1], d.ref[:, 1:], d.on[:, 1:])
     left = correlation(d.inf[:, 1:], d.ref[:, :-1], d.on[:, 1:])
@@ -204,7 +205,7 @@ def one_place_off(d: Dump) -> str:
 
 
 def other_rows(d: Dump) -> str:
-    """The two sides have nothing to do with each other."""
+    """The two sides are nearly uncorrelated."""
     straight = correlation(d.inf, d.ref, d.on)
     return (
         f"the correlation of the two sides over tokens is {straight:.2f}" if straight < 0.3 else ""
@@ -212,7 +213,7 @@ def other_rows(d: Dump) -> str:
 
 
 def some_rows(d: Dump) -> str:
-    """A few responses have nearly all of the gap."""
+    """A few responses cause nearly all of the gap."""
     rms = np.sqrt((d.log_r**2 * d.on).sum(1) / d.length)
     bad = rms > 20 * np.median(rms) + 0.5
     if 0 < bad.mean() < 0.4:
@@ -222,7 +223,7 @@ def some_rows(d: Dump) -> str:
 
 
 def first_tokens(d: Dump) -> str:
-    """The gap sits at the beginning of responses."""
+    """The gap is at the beginning of responses."""
     near, far = gap_between(d, 0, 4), gap_between(d, 16, None)
     if near > 10 * far and near > 1e-4:
         return f"KL of the first 4 tokens {near:.2g}, after 16 tokens {far:.2g}"
@@ -230,7 +231,7 @@ def first_tokens(d: Dump) -> str:
 
 
 def last_token(d: Dump) -> str:
-    """The gap sits at the last token of responses."""
+    """The gap is at the last token of responses."""
     last = np.arange(d.inf.shape[1])[None] == d.length[:, None] - 1
     near, far = k3(d.log_r[last]).mean(), k3(d.log_r[d.on & ~last]).mean()
     return (
@@ -241,7 +242,7 @@ def last_token(d: Dump) -> str:
 
 
 def one_token(d: Dump) -> str:
-    """The gap sits in one token id."""
+    """The gap is at one token id."""
     if d.tokens is None:
         return ""
     ids, gap = d.flat(d.tokens).astype(int), k3(d.flat(d.log_r))
@@ -256,7 +257,8 @@ def one_token(d: Dump) -> str:
 
 
 def truncated_sampler(d: Dump) -> str:
-    """The sampler's probabilities are divided by the mass of the tokens that it keeps: r <= 1 nearly everywhere."""
+    """The sampler normalises over its kept tokens and the trainer does not: r <= 1 nearly
+    everywhere."""
     log_r = d.flat(d.log_r)
     above, mean = (log_r > 2e-2).mean(), np.exp(log_r).mean()
     if above < 0.01 and mean < 0.995:
@@ -265,7 +267,8 @@ def truncated_sampler(d: Dump) -> str:
 
 
 def truncated_trainer(d: Dump) -> str:
-    """The opposite: the trainer cuts, and the sampler's numbers are of the whole vocabulary."""
+    """The trainer normalises over kept tokens and the sampler does not: r >= 1 nearly
+    everywhere."""
     log_r = d.flat(d.log_r)
     below, mean = (log_r < -2e-2).mean(), np.exp(log_r).mean()
     if below < 0.01 and mean > 1.005:
@@ -274,7 +277,7 @@ def truncated_trainer(d: Dump) -> str:
 
 
 def temperature(d: Dump) -> str:
-    """log r falls or rises in proportion to log p: p_trainer ~ p_sampler^c."""
+    """log r is proportional to log p: p_trainer ~ p_sampler^c."""
     inf, log_r = d.flat(d.inf), d.flat(d.log_r)
     slope, start = np.polyfit(inf, log_r, 1)
     residual = ((log_r - slope * inf - start) ** 2).sum() / max(
@@ -290,7 +293,7 @@ def temperature(d: Dump) -> str:
 
 
 def grows(d: Dump) -> str:
-    """The gap grows along responses."""
+    """The gap grows with the position in the response."""
     T = int(np.median(d.length))
     if T < 16:
         return ""
@@ -301,7 +304,7 @@ def grows(d: Dump) -> str:
 
 
 def arithmetic(d: Dump) -> str:
-    """E r = 1, and a gap of the size that 16 bits make."""
+    """E r = 1, and the gap is as small as 16-bit arithmetic makes it."""
     rms, mean = of_r(d)
     if rms < PRECISION and abs(mean - 1) < 0.005:
         return f"log r is {rms:.2g} in the root mean square, and r {mean:.4f} in the mean"
@@ -309,7 +312,7 @@ def arithmetic(d: Dump) -> str:
 
 
 def another_policy(d: Dump) -> str:
-    """E r = 1, and a gap above arithmetic's."""
+    """E r = 1, and the gap is too large for 16-bit arithmetic."""
     rms, mean = of_r(d)
     error = np.exp(d.flat(d.log_r)).std() / math.sqrt(d.length.sum())
     if rms >= PRECISION and abs(mean - 1) < max(0.01, 4 * error):
@@ -326,18 +329,18 @@ def correlation(x, y, on) -> float:
 
 
 def gap_between(d: Dump, start: int, end: int | None) -> float:
-    """k3 of the tokens at these places; 0 where there are none."""
+    """Mean k3 of the tokens at these positions; 0 if there are no tokens."""
     x = k3(d.log_r[:, start:end])[d.on[:, start:end]]
     return float(x.mean()) if len(x) else 0.0
 
 
 def of_r(d: Dump) -> tuple[float, float]:
-    """Root mean square of log r, mean of r."""
+    """(root mean square of log r, mean of r)."""
     log_r = d.flat(d.log_r)
     return float(np.sqrt((log_r**2).mean())), float(np.exp(log_r).mean())
 
 
-# (name, rule, what to check). The first ones make the others meaningless: reading stops there
+# (name, rule, advice). A cause in BROKEN invalidates all further causes, so the search ends there
 BROKEN = (
     (
         "numbers that are not finite",
@@ -413,7 +416,7 @@ CAUSES = (
 
 
 def causes(d: Dump) -> list[dict]:
-    """The causes that leave their mark: name, evidence, what to check; the most specific first."""
+    """The causes that fit: name, evidence, advice; the most specific first."""
     for rules in (BROKEN, CAUSES):
         rows = []
         for name, rule, check in rules:
@@ -440,7 +443,7 @@ def causes(d: Dump) -> list[dict]:
 
 
 def diagnose(cfg: DoctorFlags) -> dict:
-    """The report as a dictionary; prints it."""
+    """Print the report, and return it as a dictionary."""
     d = read(cfg.rollouts, cfg.columns)
     report = {"rollouts": cfg.rollouts, "responses": len(d.length), "tokens": int(d.length.sum())}
     report |= {"notes": d.notes, "causes": causes(d)}
@@ -452,7 +455,7 @@ def diagnose(cfg: DoctorFlags) -> dict:
 
 
 def measured(d: Dump, clamp: float) -> dict:
-    """Distances, tables and verdicts."""
+    """The distances, tables and verdicts of the report."""
     log_r = d.log_r * d.on
     gap = np.abs(np.exp(d.inf) - np.exp(d.ref)) * d.on
     apart = distances(d.inf, d.ref, d.length)
@@ -479,7 +482,7 @@ def measured(d: Dump, clamp: float) -> dict:
 
 
 def largest(d: Dump, gap) -> list[dict]:
-    """The tokens with the largest gaps."""
+    """Rows for the tokens with the largest gaps."""
     rows = []
     for at in np.argsort(gap, axis=None)[::-1][:SHOWN]:
         b, t = (int(i) for i in np.unravel_index(at, gap.shape))
@@ -497,7 +500,7 @@ def largest(d: Dump, gap) -> list[dict]:
 
 
 def text(o: dict) -> str:
-    """The report as a page."""
+    """The report as text."""
     lines = [
         f"{o['rollouts']}: {o['responses']} responses, {o['tokens']:,} tokens",
         *o["notes"],
@@ -539,7 +542,7 @@ def text(o: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """The command. UserError: one sentence."""
+    """Run the command. UserError: a flag is wrong."""
     cfg = parse_flags(DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ...")
     need(cfg.rollouts.strip(), "--rollouts is empty: name a file of responses")
     need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")

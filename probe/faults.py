@@ -1,18 +1,16 @@
-"""Faults that an engine may have: each known one is tried on its records, the best explanation
-first.
+"""Known engine faults, each tested on the engine's recorded log-probabilities.
 
-The ladder's last rung gives the values l that the engine should have recorded. The remainder,
-e = log p_inf - l, is compared with the remainder if the scorer has the fault, too:
+The last rung of the ladder gives the values l that the engine should have recorded. The remainder
+e = log p_inf - l is compared with the remainder of a scorer that has the fault too:
 
     explained = 1 - sum e_fault^2 / sum e^2
 
 over the tokens of a few responses. Two faults may record the same numbers: an engine at temperature
-1, and one that samples correctly and records raw log-probabilities. Then the one with the higher
-likelihood of the sampled tokens comes first. Some are tried only where older
-weights are known (--synced_from).
+1, and an engine that samples correctly and records raw log-probabilities. In this case the fault
+with the higher likelihood of the sampled tokens comes first. Faults of stale weights are tested
+only if the older weights are known (--synced_from).
 
-A fault is a generator of findings, one for each way in which it may have happened, and a row of
-FAULTS."""
+A fault is a row of FAULTS and a generator that yields a finding for each of its variants."""
 
 from __future__ import annotations
 
@@ -34,11 +32,11 @@ from rollout import Rollout
 from tasks import encode
 from tasks.prompts import Chat
 
-ALIKE = 0.02  # of two explanations that are no further apart, the sampled tokens decide
-BOUND = 20.0  # differences of log-probabilities count up to this
+ALIKE = 0.02  # if two explanations differ by less, the likelihood of the sampled tokens decides
+BOUND = 20.0  # differences of log-probabilities are clamped to +- this
 LARGEST_FLOAT16 = 65504.0
-ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of the field's models
-CACHE_BLOCKS = (1, 4, 8, 16, 32)  # tokens of a block of a prefix cache
+ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of common models
+CACHE_BLOCKS = (1, 4, 8, 16, 32)  # tokens per block of a prefix cache
 RANDOM = 0.1  # share of noise in the remainder above which an engine counts as random
 RESAMPLED = 200  # bootstrap samples
 
@@ -48,7 +46,7 @@ def within(
 ) -> tuple[list[Rollout], batching.Batch, list[int]]:
     """(groups, their batch, its rows in `batch`) with at most this number of tokens, prompts included.
 
-    Responses to each prompt are dropped first, then prompts. At least two prompts stay."""
+    Drops responses to each prompt first, then prompts. At least two prompts remain."""
 
     def size(g, n: int) -> int:
         return sum(len(g.prompt_ids) + len(r.tokens) for r in g.responses[:n])
@@ -67,32 +65,33 @@ def within(
 
 @dataclass
 class Finding:
-    """The remainder if the engine had one variant of a fault."""
+    """The remainder under one variant of a fault."""
 
-    where: str  # layer, temperature or prompt; "": one variant only
+    where: str  # layer, temperature or prompt; "": the fault has one variant
     left: np.ndarray  # (B, T) squared remainder of each token
-    # (B, T) log-probability of each token in the distribution that this engine samples from
+    # (B, T) log-probability of each token in the distribution that the faulty engine samples from
     sampled: np.ndarray
-    certain: bool = False  # it was seen, and not only supposed: named before all that are not
+    certain: bool = False  # the fault was observed directly; it is named before all others
 
 
 @dataclass
 class Case:
-    """An engine's records of a few groups, and the means to compute them again with a fault."""
+    """An engine's recorded log-probabilities of a few groups, and the tools to recompute them with
+    a fault."""
 
-    scorer: object  # probe.ladder.Scorer: computes as the engine should
-    old: object | None  # the same with the older weights
+    scorer: object  # probe.ladder.Scorer, which computes as the engine should
+    old: object | None  # the same scorer with the older weights
     engine: object  # the engine itself
     setup: object  # eval.Setup
     groups: list[Rollout]
     batch: batching.Batch  # of these groups
-    expected: np.ndarray  # (B, T) the last rung
+    expected: np.ndarray  # (B, T) log-probabilities of the last rung
     budget: int  # tokens of one forward
     only: frozenset[str] = frozenset()  # layers to try; empty: all
 
     def __post_init__(self):
         for scorer in filter(None, (self.scorer, self.old)):
-            head = scorer.model.get_output_embeddings()  # a tied one is looked at by itself
+            head = scorer.model.get_output_embeddings()  # separates a tied head from the embedding
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
     @property
@@ -100,7 +99,7 @@ class Case:
         return self.scorer.model
 
     def shortest(self) -> Case:
-        """The case of one response: the one with the fewest tokens, prompt included."""
+        """The case with one response only: the response with the fewest tokens, prompt included."""
         told = [(g, r) for g in self.groups for r in g.responses]
         row = int((self.batch.prompt_len + self.batch.length).argmin())
         group, response = told[row]
@@ -113,7 +112,7 @@ class Case:
         )
 
     def tries(self, layer: str) -> bool:
-        """Whether a fault is tried on this layer."""
+        """Whether a fault is tested on this layer."""
         return not self.only or layer in self.only
 
     @property
@@ -121,19 +120,19 @@ class Case:
         return dict(self.model.named_parameters())
 
     def left(self, logp) -> np.ndarray:
-        """(log p_inf - logp)^2, (B, T), 0 after the ends."""
+        """(log p_inf - logp)^2, (B, T), 0 after the ends of responses."""
         off = self.batch.logp_inf.double().numpy() - logp
         return np.where(self.batch.exists.numpy(), off.clip(-BOUND, BOUND) ** 2, 0.0)
 
     def finding(self, where: str, logp, sampled=None) -> Finding:
-        """logp (B, T): records of an engine with the fault. sampled: log-probabilities of its
-        sampling distribution; None: it records them."""
+        """The finding for logp (B, T), the records of an engine with the fault. sampled:
+        log-probabilities of its sampling distribution; None: equal to logp."""
         return Finding(where, self.left(logp), logp if sampled is None else sampled)
 
     @torch.no_grad()
     def logp(self, model=None, groups=None, vocabulary: int | None = None, **recipe) -> np.ndarray:
-        """log p (B, T) by whole sequences, of another model, prompts, rows of the head, temperature
-        or cut."""
+        """log p (B, T) of whole sequences, optionally with a different model, prompts, number of
+        head rows, temperature or truncation."""
         batch = self.as_sampled(groups, **recipe)
         module = PolicyAndActor(model or self.model, vocabulary=vocabulary or self.setup.vocabulary)
         out = torch.zeros_like(batch.logp_inf)
@@ -143,8 +142,8 @@ class Case:
         return out.nan_to_num_(nan=FLOOR).clamp_min_(FLOOR).double().numpy()
 
     def as_sampled(self, groups, **change) -> batching.Batch:
-        """The batch, scored by the engine's rules or by changed ones; groups: with other
-        prompts."""
+        """The batch with the engine's temperature and truncation, or with changed ones. groups:
+        replaces the prompts."""
         recipe, rule = replace(self.scorer.recipe, **change), self.scorer.sampling
         cuts = [rule.top_p, rule.top_k, rule.min_p] if recipe.cut == "rule" else [1.0, 0.0, 0.0]
         batch = replace(
@@ -161,7 +160,7 @@ class Case:
 
 @contextlib.contextmanager
 def put(parameters: dict, values: dict):
-    """Give parameters these values while inside."""
+    """Set parameters to these values inside the context."""
     kept = {name: parameters[name].data for name in values}
     for name, x in values.items():
         parameters[name].data = x
@@ -173,20 +172,20 @@ def put(parameters: dict, values: dict):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Weights that stayed old
+# Stale weights
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def stale(case: Case, where: str, names) -> Finding:
-    """The parameters of these names have their older values."""
+    """The finding if the parameters with these names have their older values."""
     old = dict(case.old.model.named_parameters())
     with put(case.parameters, {name: old[name].data for name in names}):
         return case.finding(where, case.logp())
 
 
 def places(model) -> dict[str, list[str]]:
-    """The names of a model's parameters by decoder layer, and those outside one by one; without the
-    head's."""
+    """The parameter names of a model, grouped by decoder layer; parameters outside layers form
+    their own groups. The head is left out."""
     head = model.get_output_embeddings().weight
     by_kind: dict[str, list[str]] = {}
     for name, p in model.named_parameters():
@@ -198,20 +197,20 @@ def places(model) -> dict[str, list[str]]:
 
 
 def stale_weights(case: Case) -> Iterator[Finding]:
-    """No new weights arrived at all."""
+    """Yield the case that no new weights arrived."""
     if case.old is not None:
         yield stale(case, "", case.parameters)
 
 
 def stale_head(case: Case) -> Iterator[Finding]:
-    """The head stayed old: the usual fate of tied weights that travel under one name."""
+    """Yield the case of a stale head, as happens if tied weights are sent under one name."""
     if case.old is not None:
         head = case.model.get_output_embeddings().weight
         yield stale(case, "", [name for name, p in case.parameters.items() if p is head])
 
 
 def stale_layer(case: Case) -> Iterator[Finding]:
-    """One layer, the embedding or the last norm stayed old."""
+    """Yield the cases of one stale layer, embedding or final norm."""
     if case.old is not None:
         for place, names in places(case.model).items():
             if case.tries(place):
@@ -219,8 +218,8 @@ def stale_layer(case: Case) -> Iterator[Finding]:
 
 
 def stale_prefix(case: Case) -> Iterator[Finding]:
-    """The prompts' keys and values are those of the older weights: the prefix cache was not
-    emptied."""
+    """Yield the cases of a prefix cache that kept the prompts' keys and values of the older
+    weights."""
     shortest = min(len(g.prompt_ids) for g in case.groups)
     for block in CACHE_BLOCKS if case.old is not None else ():
         if block < shortest:
@@ -229,12 +228,12 @@ def stale_prefix(case: Case) -> Iterator[Finding]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The model is another function
+# A wrong model function
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def scale_of_one(case: Case) -> Iterator[Finding]:
-    """The scales of one linear layer are 1: they were never loaded."""
+    """Yield the cases of one linear layer with scales of 1, because its scales were not loaded."""
     fmt = case.scorer.fmt
     layers = quant.quantized_linears(case.model) if fmt is not None else {}
     low_bit = [layer for layer in layers.values() if isinstance(layer, quant.LowBitLinear)]
@@ -260,9 +259,9 @@ def scale_of_one(case: Case) -> Iterator[Finding]:
 
 
 def truncated_head(case: Case) -> Iterator[Finding]:
-    """The head's last rows are missing: their tokens have probability 0."""
+    """Yield the cases of a head without its last rows: their tokens have probability 0."""
     rows = len(case.model.get_output_embeddings().weight)
-    # all that were sampled are there, and all that could have been
+    # the head has all tokens that were sampled or allowed
     first = int(case.batch.tokens.max()) + 1
     if case.scorer.recipe.cut == "sets":
         first = max(first, *(int(ids.max()) + 1 for _, ids in case.batch.allowed if len(ids)))
@@ -275,7 +274,7 @@ def truncated_head(case: Case) -> Iterator[Finding]:
 
 
 def wrong_rope(case: Case) -> Iterator[Finding]:
-    """Positions turn at the speeds of another base: theta_i = base^(-2 i / d)."""
+    """Yield the cases of a wrong RoPE base: theta_i = base^(-2 i / d)."""
     config = case.model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     base = rope.get("rope_theta")
@@ -296,7 +295,7 @@ def wrong_rope(case: Case) -> Iterator[Finding]:
 
 
 def float16_overflow(case: Case) -> Iterator[Finding]:
-    """The body computes in float16, and overflow is clamped to its largest number."""
+    """Yield the case of a body in float16 with overflow clamped to the largest float16 number."""
     if case.scorer.dtype == "float16":
         return
 
@@ -311,22 +310,23 @@ def float16_overflow(case: Case) -> Iterator[Finding]:
         return tuple(map(hold, output)) if isinstance(output, tuple) else hold(output)
 
     model = copy.deepcopy(case.model).half()
-    for m in model.modules():  # sums on the way into a norm, too
+    for m in model.modules():  # also for the sums before a norm
         m.register_forward_pre_hook(lambda module, inputs: tuple(map(hold, inputs)))
         m.register_forward_hook(behind)
     yield case.finding("", case.logp(model))
 
 
 def dropout(case: Case) -> Iterator[Finding]:
-    """The engine is random: it is asked the same twice, and the half of the squared difference is
-    its noise.
+    """Yield the case of a random engine. Two identical requests give the noise: half of the squared
+    difference.
 
-    The draws of the records are unknown, so the explained part is the noise's share of the
-    remainder. A random engine is biased, too: tokens are likelier under the draws that chose them,
-    and its mean is flatter. Another fault may imitate that, but none makes an engine random: if
-    noise has the share RANDOM of the remainder, the fault is certain."""
+    The draws behind the records are unknown, so the explained part is the noise's share of the
+    remainder. A random engine is biased too: tokens are likelier under the draws that chose them,
+    and the mean of the engine is flatter. A different fault may imitate this bias, but no other
+    fault makes an engine random. If noise has more than the share RANDOM of the remainder, the
+    fault is certain."""
     prompts = [g.prompt_ids for g in case.groups for _ in g.responses]
-    # an engine that scores wants room for one token more
+    # an engine that scores needs room for one more token
     most = case.scorer.sampling.max_tokens - 1
     told = [r.tokens[:most] for g in case.groups for r in g.responses]
     first_pass, two = (prefill(case.engine, prompts, told, case.setup.vocabulary) for _ in range(2))
@@ -338,13 +338,13 @@ def dropout(case: Case) -> Iterator[Finding]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Another distribution, other prompts
+# A wrong distribution, wrong prompts
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def wrong_temperature(case: Case) -> Iterator[Finding]:
-    """Sampled at another temperature, which is searched for: 1 first, then between a third and
-    three times the right one."""
+    """Yield the cases of a wrong temperature: 1 first, then a search between a third and three
+    times the right temperature."""
     right = case.scorer.recipe.temperature
 
     def at(temperature: float) -> Finding:
@@ -356,7 +356,7 @@ def wrong_temperature(case: Case) -> Iterator[Finding]:
     golden = (math.sqrt(5) - 1) / 2
     inner = [high - golden * (high - low), low + golden * (high - low)]
     tried = [at(math.exp(x)) for x in inner]
-    for _ in range(11):  # golden section: the sum of squares has one minimum
+    for _ in range(11):  # golden-section search: the sum of squares has one minimum
         if tried[0].left.sum() < tried[1].left.sum():
             high = inner[1]
             inner = [high - golden * (high - low), inner[0]]
@@ -369,7 +369,7 @@ def wrong_temperature(case: Case) -> Iterator[Finding]:
 
 
 def raw(case: Case) -> Iterator[Finding]:
-    """Sampled as asked, but the log-probabilities are the model's own, before temperature and
+    """Yield the case of correct sampling with raw log-probabilities, before temperature and
     truncation."""
     recipe = case.scorer.recipe
     if recipe.temperature != 1 or recipe.cut != "none":
@@ -377,15 +377,14 @@ def raw(case: Case) -> Iterator[Finding]:
 
 
 def kept_sets(case: Case) -> Iterator[Finding]:
-    """The recorded sets of allowed tokens are not those that were sampled from: they belong to
-    other responses."""
+    """Yield the case of recorded sets of allowed tokens that belong to different responses."""
     if case.scorer.recipe.cut == "sets":
         yield case.finding("", case.logp(cut="rule"))
 
 
 def other_prompt(case: Case) -> Iterator[Finding]:
-    """The engine was asked in another way than the learner reads: other template, other special
-    tokens."""
+    """Yield the cases of prompts rendered in a different way: a different template, different
+    special tokens."""
     tokenizer = case.setup.tokenizer
     asked = [
         renderings(tokenizer, case.setup.task.find(g.prompt_id), g.prompt_ids.tolist())
@@ -403,7 +402,8 @@ def other_prompt(case: Case) -> Iterator[Finding]:
 
 
 def renderings(tokenizer, problem, ids: list[int]) -> dict[str, list[int]]:
-    """Other renderings of a problem's prompt, as token ids; empty if there are none."""
+    """Alternative renderings of a problem's prompt: name -> token ids; empty if a rendering does
+    not exist."""
     model_template = getattr(tokenizer, "chat_template", None)
     prompt, kwargs = problem.prompt, dict(problem.chat.kwargs)
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -435,7 +435,7 @@ def renderings(tokenizer, problem, ids: list[int]) -> dict[str, list[int]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Naming
+# Naming the fault
 # ---------------------------------------------------------------------------------------------------------------------
 
 FAULTS = {
@@ -456,12 +456,12 @@ FAULTS = {
 
 
 BY_LAYER = (stale_layer, scale_of_one)
-FINAL = 4  # layers of such a fault that are tried on all responses
+FINAL = 4  # number of layers that are tested on all responses
 
 
 def best_finding(fault, case: Case) -> Finding | None:
-    """The variant of a fault that explains most. All layers are tried on one response, the FINAL
-    best on all."""
+    """The variant of a fault that explains most; None without variants. All layers are tested on
+    one response, the FINAL best layers on all responses."""
     if fault in BY_LAYER:
         tried = sorted(fault(case.shortest()), key=lambda finding: finding.left.sum())
         case = replace(case, only=frozenset(finding.where for finding in tried[:FINAL]))
@@ -469,7 +469,7 @@ def best_finding(fault, case: Case) -> Finding | None:
 
 
 def suspects(case: Case) -> list[dict]:
-    """The faults that were tried, "certain" ones first, then by explained share: "fault", "where",
+    """The tested faults, certain faults first, then by explained share: "fault", "where",
     "explained" (at most 1) and its error."""
     before = case.left(case.expected)
     rows = []
@@ -488,7 +488,7 @@ def suspects(case: Case) -> list[dict]:
 
 
 def error(before, left, group) -> float:
-    """Standard error of 1 - sum left / sum before, (B,) each: bootstrap over prompts."""
+    """Standard error of 1 - sum left / sum before, (B,) each, by bootstrap over prompts."""
     prompts = group.max() + 1
     counts = np.random.default_rng(0).multinomial(
         prompts, np.full(prompts, 1 / prompts), RESAMPLED

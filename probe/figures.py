@@ -1,4 +1,4 @@
-"""Figures of the mismatch report: six panels of the report, one waterfall for each ladder."""
+"""Figures of the mismatch report: six panels, and a waterfall plot for each ladder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ BLUE, ORANGE = "#1f6fb4", "#e07b28"
 
 
 def draw_mismatch(report, scored, clamp: float, path: Path) -> Path:
-    """Six panels, written to `path`. report, scored: probe.Report and probe.ScoredTokens."""
+    """Draw six panels into `path`. report, scored: probe.Report and probe.ScoredTokens."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     rng = np.random.default_rng(0)
-    # lengths are whole numbers: spread them, so that points do not hide each other
+    # lengths are integers: jitter keeps points from covering each other
     spread = scored.length + rng.uniform(-0.3, 0.3, len(scored.length))
     panels = [["probabilities", "gaps", "control"], ["weights", "ess", "ratios"]]
     fig, axes = plt.subplot_mosaic(panels, figsize=(15, 8.4))
@@ -42,8 +42,8 @@ def draw_mismatch(report, scored, clamp: float, path: Path) -> Path:
 
 
 def draw_ladder(ladders: list[dict], titles: list[str], path: Path) -> Path:
-    """A waterfall for each ladder (probe.ladder.shares) and measure: each source's bar begins where
-    the one above ends, and the last one ends at the total."""
+    """Draw a waterfall plot for each ladder (probe.ladder.shares) and measure. The bar of each
+    source begins at the end of the bar above; the last bar ends at the total."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -69,7 +69,7 @@ def draw_ladder(ladders: list[dict], titles: list[str], path: Path) -> Path:
 
 
 def draw_waterfall(ax, ladder: dict, measure: str) -> None:
-    """One measure of a ladder: sources from top to bottom, the total in black, the floor as a
+    """Draw one measure of a ladder: sources from top to bottom, the total in black, the floor as a
     dotted line."""
     shares = [row[measure]["share"] for row in ladder["rows"]]
     errors = [row[measure]["se"] for row in ladder["rows"]]
@@ -92,12 +92,12 @@ def draw_waterfall(ax, ladder: dict, measure: str) -> None:
 
 
 def column(rows: list[dict], name: str) -> list[float]:
-    """One column of a table."""
+    """One column of a table, as a list."""
     return [row[name] for row in rows]
 
 
 def draw_probabilities(ax, scored, rng) -> None:
-    """p_ref against p_inf, at most 5,000 tokens."""
+    """Plot p_ref against p_inf for at most 5,000 tokens."""
     on = scored.exists
     pick = rng.permutation(int(on.sum()))[:5000]
     ax.scatter(
@@ -112,7 +112,8 @@ def draw_probabilities(ax, scored, rng) -> None:
 
 
 def draw_gaps(ax, report, scored, spread) -> None:
-    """The largest and the mean gap of each response by its length, and their means by bucket."""
+    """Plot the largest and the mean gap of each response by its length, and their means by
+    bucket."""
     dots = {"s": 8, "alpha": 0.4, "linewidths": 0}
     largest = scored.gap.max(1)
     mean = scored.gap.sum(1) / scored.length
@@ -131,7 +132,7 @@ def draw_gaps(ax, report, scored, spread) -> None:
 
 
 def draw_control(ax, report) -> None:
-    """Largest gap of short responses and of long ones."""
+    """Plot the largest gap of short and of long responses."""
     ax.set(ylabel="largest |p_inf - p_ref|", title="length, or number of tokens?")
     if report.control is None:
         ax.text(
@@ -151,7 +152,7 @@ def draw_control(ax, report) -> None:
 
 
 def draw_weights(ax, report, scored, spread, clamp: float) -> None:
-    """log R of each response by its length, and its mean at this KL."""
+    """Plot log R of each response by its length, and its mean at this KL."""
     total = scored.log_r.sum(1)
     ax.scatter(spread, total, s=8, alpha=0.5, color=BLUE, linewidths=0)
     T = np.arange(1, scored.length.max() + 1)
@@ -170,7 +171,7 @@ def draw_weights(ax, report, scored, spread, clamp: float) -> None:
 
 
 def draw_ess(ax, report) -> None:
-    """ESS, low-weight and clamped share of R if responses ended earlier."""
+    """Plot ESS, low-weight and clamped share of R for responses cut off earlier."""
     rows = report.by_prefix
     tokens = column(rows, "tokens")
     T = np.arange(1, report.length["max"] + 1)
@@ -190,7 +191,7 @@ def draw_ess(ax, report) -> None:
 
 
 def draw_ratios(ax, report, scored) -> None:
-    """How log r is spread over all tokens."""
+    """Plot a histogram of log r over all tokens."""
     log_r = scored.log_r[scored.exists]
     edge = max(1e-7, float(np.quantile(np.abs(log_r), 0.999)))
     ax.hist(log_r.clip(-edge, edge), bins=81, color=BLUE)

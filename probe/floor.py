@@ -1,14 +1,14 @@
-"""The noise floor: how far learner and engine are from themselves, where nothing but the order of
-sums differs.
+"""The noise floor: the distances of the learner from itself and of the engine from itself, by
+rounding alone.
 
-    learner, 3 rows at once     the same weights and tokens, other micro-batches
-    learner, 2 threads          the same micro-batches, another division of each product (CPU)
+    learner, 3 rows at once     the same weights and tokens in different micro-batches
+    learner, 2 threads          the same micro-batches, each product split over a different number of threads (CPU)
     engine, decode / prefill    tokens one by one with a cache, against the whole sequence at once
     engine, in other batches    the same draws in smaller batches; up to the first token that differs
 
-A gap that is no larger than its floor is rounding, and says nothing of weights, formats or
-settings. A correction whose weights are uneven on the floor's own log-ratios is noise in every
-run."""
+A gap that is no larger than its floor is rounding, and does not depend on weights, formats or
+settings. If a correction has weights of high variance on the floor's log-ratios, it adds noise to
+every run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from probe.verdicts import uneven
 from rollout import request_seed
 from sampling import Sampling
 
-ROWS = 3  # of a micro-batch of the learner's other split
-LOGITS = 1 << 26  # that an engine's prefill holds at once: 256 MiB
+ROWS = 3  # rows of a micro-batch in the learner's second pass
+LOGITS = 1 << 26  # number of logits of one engine prefill: 256 MiB
 
 
 def floors(learner, batch, engine, sampling: Sampling, setup) -> list[dict]:
-    """One row a comparison: see `compare`; for the learner also the error of the reward estimate.
-    batch: scored by the learner (logp_ref). setup: eval.Setup."""
+    """One row for each comparison (see `compare`); rows of the learner also have the error of the
+    reward estimate. batch: scored by the learner (logp_ref). setup: eval.Setup."""
     clamp = learner.cfg.log_ratio_clamp
     rows = [learner_row(f"learner, {ROWS} rows at once", batch, in_pieces(learner, batch), clamp)]
     if torch.device(learner.device).type == "cpu":
@@ -44,7 +44,7 @@ def floors(learner, batch, engine, sampling: Sampling, setup) -> list[dict]:
 
 def compare(name: str, logp, other, length, clamp: float) -> dict:
     """A row: its name, `gaps.distances` of two log-probabilities (B, T) of the same tokens, and
-    "uneven": the corrections whose weights are uneven by this rounding alone."""
+    "uneven": the corrections with high-variance weights under this rounding alone."""
     log_r = np.where(exists(logp, length), other - logp, 0.0)
     row = {"name": name} | distances(logp, other, length)
     non_empty = length > 0
@@ -53,7 +53,7 @@ def compare(name: str, logp, other, length, clamp: float) -> dict:
 
 
 def learner_row(name: str, batch, again, clamp: float) -> dict:
-    """The learner's log-probabilities (B, T) against those of its second pass."""
+    """A row for the learner's log-probabilities (B, T) in a first and a second pass."""
     logp, other = (x.double().numpy() for x in (batch.logp_ref, again))
     R, reward = np.exp(((other - logp) * batch.mask.numpy()).sum(1)), batch.reward.double().numpy()
     moved = float(abs((R * reward).sum() / R.sum() - reward.mean()))
@@ -61,7 +61,7 @@ def learner_row(name: str, batch, again, clamp: float) -> dict:
 
 
 def in_pieces(learner, batch) -> torch.Tensor:
-    """The learner's log-probabilities (B, T), ROWS responses at a time."""
+    """The learner's log-probabilities (B, T), computed with ROWS responses at a time."""
     out = torch.zeros_like(batch.logp_inf)
     for start in range(0, len(batch), ROWS):
         rows = list(range(start, min(start + ROWS, len(batch))))
@@ -71,8 +71,8 @@ def in_pieces(learner, batch) -> torch.Tensor:
 
 
 def engine_rows(engine, prompts, sampling: Sampling, setup, clamp: float) -> list[dict]:
-    """The engine against itself, on one response to each prompt at temperature 1 without
-    truncation, as scored by `engine.logprobs`."""
+    """Rows for the engine against itself, on one response to each prompt at temperature 1 without
+    truncation, scored by `engine.logprobs`."""
     plain = Sampling(max_tokens=max(1, sampling.max_tokens - 1), seed=sampling.seed)
     seeds = [[request_seed("floor", plain.seed, i)] for i in range(len(prompts))]
     piece = len(prompts) // 2 + 1
@@ -102,8 +102,8 @@ def prompts_of(batch) -> list[np.ndarray]:
 
 
 def prefill(engine, prompts, responses, vocabulary: int) -> np.ndarray:
-    """log p of the responses' tokens by the engine's reading of whole sequences, at temperature 1:
-    (B, T)."""
+    """Log-probabilities (B, T) of the responses' tokens, computed by the engine on whole sequences
+    at temperature 1."""
     ids = pad(
         [np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)], dtype=np.int64
     ).numpy()
@@ -117,13 +117,13 @@ def prefill(engine, prompts, responses, vocabulary: int) -> np.ndarray:
 
 
 def common(a, b) -> int:
-    """The number of tokens up to the first that differs."""
+    """The number of tokens before the first difference."""
     n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n
 
 
 def largest(rows: list[dict]) -> dict[str, float]:
-    """The floor under the report: of each distance the largest of all rows that have it."""
+    """The floor in the report: for each distance the largest value of all rows that have it."""
     keys = {key for row in rows for key in row} - {"name", "tokens", "uneven"}
     return {key: max(row[key] for row in rows if key in row) for key in keys}

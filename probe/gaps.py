@@ -1,4 +1,4 @@
-"""Arithmetic on the (B, T) arrays of the probe: gaps and weights by length, and the control."""
+"""Statistics of the probe's (B, T) arrays: gaps and weights by length, and the control."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 3
 
 
 def exists(x, length) -> np.ndarray:
-    """(B, T) bool, T as in x (B, T): the places that hold a token."""
+    """(B, T) bool, T as in x (B, T): the positions that hold a token."""
     return np.arange(x.shape[1])[None] < length[:, None]
 
 
@@ -26,9 +26,9 @@ def ess(w) -> float:
 
 
 def distances(logp, other, length) -> dict[str, float]:
-    """How far two sides are apart on the same tokens: log-probabilities (B, T) each, of which the
-    first `length` (B,) of a row count. The keys are those of a row of the noise floor; all are 0
-    where nothing differs."""
+    """Distances of two sides on the same tokens. logp, other: log-probabilities (B, T); the first
+    `length` (B,) of each row count. The keys are the keys of a row of the noise floor. All values
+    are 0 if the two sides are equal."""
     on = exists(logp, length)
     log_r = np.where(on, other - logp, 0.0)
     gap = np.where(on, np.abs(np.exp(other) - np.exp(logp)), 0.0)
@@ -36,30 +36,30 @@ def distances(logp, other, length) -> dict[str, float]:
     return {
         "max": float(gap.max(1, initial=0.0).mean()),
         "mean": float((gap.sum(1) / np.maximum(length, 1)).mean()),
-        "dp": float(gap.sum() / tokens),  # over tokens, as the ladder has it
+        "dp": float(gap.sum() / tokens),  # over tokens, as in the ladder
         "k1": abs(float(log_r.sum() / tokens)),
         "kl": float(k3(log_r).sum() / tokens),
-        "ratio": abs(float(np.expm1(log_r).sum() / tokens)),  # mean of r, less 1
+        "ratio": abs(float(np.expm1(log_r).sum() / tokens)),  # mean of r, minus 1
         "cut": float(
             (((logp <= FLOOR) != (other <= FLOOR)) & on).sum() / tokens
-        ),  # by one side alone
-        "chi2": float((np.expm1(log_r) ** 2).sum() / tokens),  # E r^2 - 1 where E r = 1
+        ),  # by one side only
+        "chi2": float((np.expm1(log_r) ** 2).sum() / tokens),  # E r^2 - 1 if E r = 1
         "chi2_seq": float((np.expm1(log_r.sum(1)) ** 2).mean()),
-        "log_R": float(np.abs(log_r.sum(1)).max(initial=0.0)),  # of a response, the largest
+        "log_R": float(np.abs(log_r.sum(1)).max(initial=0.0)),  # largest |log R| of a response
         "rms": float(np.sqrt((log_r**2).sum() / tokens)),
         "tokens": int(on.sum()),
     }
 
 
 def k3(log_r):
-    """r - 1 - log r of each token, never below 0; its mean over the engine's samples is KL(inf ||
+    """r - 1 - log r of each token, never below 0. Its mean over the engine's samples is KL(inf ||
     ref)."""
     return np.expm1(log_r) - log_r
 
 
 def by_prefix(log_r, length, clamp: float) -> list[dict]:
-    """R if responses ended after t tokens, from all that reach t: ESS, low-weight and clamped
-    share."""
+    """R for responses cut off after t tokens, over all responses of at least t tokens: ESS,
+    low-weight and clamped share."""
     total = log_r.cumsum(1)  # log R after t tokens
     ends = {t for t in EDGES if t < length.max()} | {int(np.quantile(length, 0.9))}
     rows = []
@@ -80,8 +80,8 @@ def by_prefix(log_r, length, clamp: float) -> list[dict]:
 
 
 def by_length(gap, length, log_r) -> list[dict]:
-    """Largest and mean gap of a response, in up to eight buckets of length with about as many
-    responses each."""
+    """Largest and mean gap of a response, in up to eight buckets of length with about equally many
+    responses."""
     largest = gap.max(1)
     mean = gap.sum(1) / length
     edges = np.unique(np.quantile(length, np.linspace(0, 1, 9)[1:], method="lower")).tolist()
@@ -106,8 +106,8 @@ def by_length(gap, length, log_r) -> list[dict]:
 
 
 def by_turn(gap, log_r, turn, length) -> list[dict]:
-    """KL, mean and largest gap of the sampled tokens of each turn; empty where there is one turn.
-    All arguments (B, T), but length (B,)."""
+    """KL, mean and largest gap of the sampled tokens of each turn; an empty list if there is one
+    turn. All arguments are (B, T), except length (B,)."""
     on = exists(gap, length)
     rows = []
     for n in range(int(turn.max(initial=0)) + 1):
@@ -124,13 +124,14 @@ def by_turn(gap, log_r, turn, length) -> list[dict]:
 
 
 def control(gap, length, short_gap, short_length, piece: int) -> dict | None:
-    """Largest gap, [mean, standard error] over prompts: is it the length of a response, or the
-    number of its tokens?
+    """Largest gap as [mean, standard error] over prompts: does it grow with the length of a
+    response, or with the number of tokens?
 
-    Of one short response (`piece` tokens), of PIECES short ones together, of a long one's first
-    `piece` tokens, and of its first PIECES * piece. gap (P, T), length (P,): one long response to
-    each of P prompts; short_gap and short_length: PIECES short ones to each, prompt by prompt. A
-    prompt counts if all of its responses are full. None: fewer than two do."""
+    Computed for one short response (`piece` tokens), for PIECES short responses together, for the
+    first `piece` tokens of a long response, and for its first PIECES * piece tokens. gap (P, T),
+    length (P,): one long response to each of P prompts. short_gap, short_length: PIECES short
+    responses to each prompt, prompt by prompt. A prompt counts if all of its responses are long
+    enough. None: fewer than two prompts count."""
     has_pieces = (short_length >= piece).reshape(-1, PIECES).all(1)
     full = np.flatnonzero((length >= PIECES * piece) & has_pieces)
     if len(full) < 2:

@@ -1,33 +1,32 @@
-"""The ladder: which source has which share of a mismatch? They are switched on one at a time, from
-the zero.
+"""The ladder: the share of each source in a mismatch. The sources are enabled one at a time.
 
-The sampled tokens are fixed. The first rung scores them as the learner does, the last one has the
-engine's records. Each rung in between scores them in plain torch, and changes one thing:
+The sampled tokens are fixed. The first rung scores them as the learner does, and the last rung has
+the engine's records. Each rung between them scores the tokens in plain torch, with one more change:
 
-    batch shape           the learner's own forward in other micro-batches
-    decode path           token by token on a cache, as engines decode, instead of whole sequences
+    batch shape           the learner's own forward in different micro-batches
+    decode path           token by token with a cache, as engines decode, instead of whole sequences
     head precision        the type of the head's factors and of the logits
     body precision        the type of all other weights and activations
-    weight rounding       --rollout_quant: the weights on the format's grid
-    activation rounding   the activations too
+    weight rounding       --rollout_quant: the weights rounded to the format's grid
+    activation rounding   the activations rounded too
     cache rounding        --kv_cache_dtype=int8: keys and values in 8 bits
     truncation            the set of tokens over which probabilities are normalised
-    temperature           1 where the engine records raw log-probabilities
-    weight age            other weights of the same shape (--actor)
-    other model           another shape (--actor)
+    temperature           1 if the engine records raw log-probabilities
+    weight age            different weights of the same shape (--actor)
+    other model           a model of a different shape (--actor)
     remainder             the engine's records against the last rung: kernels, vLLM's fp8 cache, a fault
 
-With l_k = log p of rung k and r = l_0 - l_k three numbers f are taken of each rung,
+With l_k = log p of rung k and r = l_0 - l_k three numbers f are computed for each rung,
 
     KL        mean over tokens of e^r - 1 - r
     |dp|      mean over tokens of |e^l_k - e^l_0|
     var(R)    variance over responses of exp(sum of r), clamped
 
-and a source's share is f_k - f_(k-1): the shares add up to the last rung's f by construction, and f
-of the first is 0. A source that acts through another (activations that are rounded on a rounded
-body) is counted where it is switched on, in this order, and a share may be negative. Errors:
-bootstrap over prompts. Where more remains than rounding, known faults are tried on it (faults.py).
-"""
+and a source's share is f_k - f_(k-1). The shares add up to f of the last rung by construction, and
+f of the first rung is 0. If a source acts through an earlier source (activations rounded on a
+rounded body), it is counted when it is enabled, in this order. A share may be negative. Errors:
+bootstrap over prompts. If the remainder exceeds rounding, known faults are tested on it
+(faults.py)."""
 
 from __future__ import annotations
 
@@ -51,33 +50,31 @@ from rollout import Rollout
 from sampling import Sampling, truncate
 
 RESAMPLED = 400  # bootstrap samples
-# Work of one rung, and of one fault: multiplications of a forward pass, by device
+# Work of one rung and of one fault test: multiplications of a forward pass, by device
 RUNG = {"cpu": 5e11, "cuda": 5e13}
 FAULT = {"cpu": 6e10, "cuda": 6e12}
-TRIED = 16  # groups at most on which faults are tried
-LEAST = 1e-5  # root mean square of the remainder, nats, below which no fault is searched
+TRIED = 16  # most groups on which faults are tested
+LEAST = 1e-5  # root mean square of the remainder in nats; below it no fault is searched
 MEASURES = ("kl", "dp", "var")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the log-probabilities of given tokens are computed. The fields stand in the order of the
+    """How to compute the log-probabilities of given tokens. The fields are in the order of the
     ladder."""
 
-    head: (
-        str  # "float32", or a 16-bit type; "T factors": of the factors alone, as the learner has it
-    )
-    body: str  # type of weights and activations; "autocast T": of products, over weights in float32
+    head: str  # "float32", or a 16-bit type; "T factors": only the factors in T, as in the learner
+    body: str  # type of weights and activations; "autocast T": products in T, weights in float32
     weights: quant.Format | None
-    activations: bool  # whether they are rounded too
-    cache: str  # of keys and values: "auto", as they are; "int8"
-    cut: str  # "none"; "sets": the rollout's allowed tokens; "rule": top_p, top_k, min_p on these logits
+    activations: bool  # whether activations are rounded too
+    cache: str  # keys and values: "auto": unchanged; "int8"
+    cut: str  # "none"; "sets": the recorded allowed tokens; "rule": top_p, top_k and min_p
     temperature: float
     folder: str
 
     @classmethod
     def of_learner(cls, cfg: Config, folder: str) -> Recipe:
-        """cfg: the learner's config.Config."""
+        """The learner's recipe. cfg: the learner's config.Config."""
         low = cfg.dtype != "float32"
         fmt = quant.learner_format(cfg)
         cut = {"off": "none", "recompute": "rule", "replay": "sets"}[cfg.keep_sampling_mask]
@@ -94,7 +91,7 @@ class Recipe:
 
     @classmethod
     def of_engine(cls, cfg: RolloutFlags, folder: str) -> Recipe:
-        """cfg: the flags of the engine, as make_engine takes them."""
+        """The engine's recipe. cfg: the flags of the engine, as make_engine takes them."""
         fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
         raw = cfg.logprobs_mode == "raw"
         cut = "sets" if cfg.keep_sampling_mask == "replay" else "rule"
@@ -118,13 +115,13 @@ SOURCES = {
     "cache": "cache rounding",
     "cut": "truncation",
     "temperature": "temperature",
-    "folder": "other model",  # "weight age" where both have one shape
+    "folder": "other model",  # "weight age" if both models have the same shape
 }
 
 
 def steps(learner: Recipe, engine: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """(source, recipe with it switched on), from the learner's to the engine's: one for each field
-    that differs."""
+    """(source, recipe with the source enabled) for each field that differs, from the learner's
+    recipe to the engine's."""
     recipe = learner
     for field in fields(Recipe):
         value = getattr(engine, field.name)
@@ -132,7 +129,7 @@ def steps(learner: Recipe, engine: Recipe) -> Iterator[tuple[str, Recipe]]:
             continue
         recipe = replace(recipe, **{field.name: value})
         if field.name == "activations" and recipe.weights is None:
-            continue  # without a format there are none to round
+            continue  # without a format no activations are rounded
         name = SOURCES[field.name]
         if field.name == "folder" and same_shape(learner.folder, engine.folder):
             name = "weight age"
@@ -149,12 +146,12 @@ def same_shape(folder: str, other: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A rung: the log-probabilities of given tokens
+# A rung: log-probabilities of given tokens
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Scorer(HFEngine):
-    """The engine in plain torch with given tokens: it decodes like HFEngine, and computes by a
+    """The plain torch engine for given tokens: it decodes like HFEngine, and computes by a
     recipe."""
 
     def __init__(self, recipe: Recipe, sampling: Sampling, device: str, vocabulary: int):
@@ -175,8 +172,8 @@ class Scorer(HFEngine):
         self.autocast = getattr(torch, dtype) if scope else None
 
     def score(self, groups, reader: HFEngine | None = None, block: int = 1) -> np.ndarray:
-        """log p (B, T) of the groups' responses, 0 after their ends. reader: another engine, which
-        has read the whole blocks of each prompt, without the last token."""
+        """log p (B, T) of the groups' responses, 0 after their ends. reader: a different engine
+        that reads the beginning of each prompt: all whole blocks before its last token."""
         prompts = [g.prompt_ids for g in groups]
         responses = [g.responses for g in groups]
         rows = []
@@ -188,7 +185,7 @@ class Scorer(HFEngine):
 
     @torch.no_grad()
     def _force(self, prompts, groups, reader, block: int) -> torch.Tensor:
-        """HFEngine._decode, with the tokens given."""
+        """Run HFEngine._decode with given tokens."""
         responses = list(chain.from_iterable(groups))
         length = torch.tensor([len(r.tokens) for r in responses], device=self.device)
         tokens = pad([r.tokens for r in responses], dtype=np.int64).to(self.device)
@@ -208,16 +205,15 @@ class Scorer(HFEngine):
             n_going = int(going.sum())
             if n_going == 0:
                 break
-            if n_going < 0.75 * len(
-                going
-            ):  # as HFEngine has it: the batch's shape decides how sums are rounded
+            if n_going < 0.75 * len(going):  # as in HFEngine: the shape affects rounding
                 rows.shrink(going)
                 token = token[going]
             logits = self._step(token, rows)
         return out
 
     def _read_on(self, prompts, sizes: list[int], reader, block: int):
-        """As _read_prompts, on the keys and values that `reader` has of the prompts' beginnings."""
+        """Do the work of _read_prompts, starting from the keys and values that `reader` has of the
+        prompts' beginnings."""
         known = [(len(p) - 1) // block * block for p in prompts]
         _, rows = reader._read_prompts([p[:n] for p, n in zip(prompts, known, strict=True)], sizes)
         suffixes = [p[n:].astype(np.int64) for p, n in zip(prompts, known, strict=True)]
@@ -235,9 +231,9 @@ class Scorer(HFEngine):
         return logits, rows
 
     def _logp(self, logits, token, t: int, responses) -> torch.Tensor:
-        """log p (n,) of the t-th tokens (n, 1) of these responses in the distribution of the
-        recipe."""
-        z = logits * (1.0 / torch.tensor(self.recipe.temperature))  # as HFEngine has it, to the bit
+        """log p (n,) of the t-th tokens (n, 1) of these responses under the recipe's
+        distribution."""
+        z = logits * (1.0 / torch.tensor(self.recipe.temperature))  # bitwise as in HFEngine
         if self.recipe.cut == "rule":
             z, _ = truncate(z, self.sampling)
         elif self.recipe.cut == "sets":
@@ -246,7 +242,7 @@ class Scorer(HFEngine):
         return logp.nan_to_num_(nan=FLOOR).clamp_min_(FLOOR)
 
     def _forward(self, ids, **more):
-        """As HFEngine's; also for a head and a body of different types."""
+        """Do the work of HFEngine._forward, also for a head and a body of different types."""
         head, _, factors = self.recipe.head.partition(" ")
         if self.autocast is None and head in ("float32", self.dtype):
             return super()._forward(ids, **more)
@@ -263,10 +259,10 @@ class Scorer(HFEngine):
 
 
 def outside(z, t: int, responses) -> torch.Tensor:
-    """Which tokens are not in the recorded sets of the t-th place, (n, V) bool."""
+    """Mask (n, V) of the tokens that are not in the recorded sets at position t."""
     gone = torch.ones_like(z, dtype=torch.bool)
     for i, r in enumerate(responses):
-        if t >= len(r.tokens):  # it has ended, and is still decoded
+        if t >= len(r.tokens):  # an ended response that is still decoded
             gone[i] = False
             continue
         first, last = r.allowed_offsets[t], r.allowed_offsets[t + 1]
@@ -290,11 +286,11 @@ def explain(
     start: str | None,
 ) -> dict:
     """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and
-    "suspects" where more remains than rounding.
+    "suspects" if the remainder exceeds rounding.
 
     cfg: ProbeFlags. setup: eval.Setup. scored: probe.ScoredTokens. actor: folder of the model that
-    samples, if it is another. floor: probe.floor.floors. start: folder of the older weights that
-    the engine started from."""
+    samples, if it differs from the learner's. floor: rows of probe.floor.floors. start: folder of
+    the older weights that the engine started from."""
     device = torch.device(learner.device).type
     size = sum(p.numel() for p in learner.models.parameters())
     groups, batch, _ = within(scored.groups, scored.batch, RUNG[device] / size)
@@ -318,7 +314,7 @@ def explain(
 
 
 def remains(logp, batch) -> float:
-    """Root mean square of the engine's records against the last rung. logp (K, B, T)."""
+    """Root mean square difference of the engine's records and the last rung. logp (K, B, T)."""
     on = batch.exists.numpy()
     return float(np.sqrt(((logp[-1] - logp[-2])[on] ** 2).mean()))
 
@@ -326,8 +322,8 @@ def remains(logp, batch) -> float:
 def rungs(
     cfg: RolloutFlags, learner, groups: list[Rollout], batch: Batch, actor: str | None
 ) -> tuple[list[str], np.ndarray, Scorer]:
-    """The rungs' names (K), their log-probabilities (K, B, T), and the scorer of the last but one,
-    which computes the expected values of the engine."""
+    """The names of the rungs (K), their log-probabilities (K, B, T), and the scorer of the last
+    rung before the remainder, which computes the expected values of the engine."""
     folder, sampling = learner.cfg.model, Sampling.of(cfg)
     start, end = Recipe.of_learner(learner.cfg, folder), Recipe.of_engine(cfg, actor or folder)
     place = (sampling, learner.device, learner.models.vocabulary)
@@ -348,8 +344,8 @@ def shares(names: list[str], logp, batch, floor: list[dict], clamp: float) -> di
     """The ladder's table: for each source its share of each measure, {"share", "se", "low", "high"}
     (95 %).
 
-    names (K), logp (K, B, T): the rungs, from the learner's. batch: lengths and groups. floor:
-    mismatch.floor."""
+    names (K), logp (K, B, T): the rungs, starting with the learner's. batch: lengths and groups.
+    floor: rows of probe.floor.floors."""
     length, group = batch.length.numpy(), batch.group.numpy()
     on = np.arange(logp.shape[2]) < length[:, None]
     log_r = np.where(on, logp[0] - logp, 0.0)
@@ -391,7 +387,7 @@ def measures(sums: dict, weight, length, counts) -> dict[str, np.ndarray]:
     tokens = (counts @ length)[:, None]
     n = counts.sum(1, keepdims=True)
     out = {name: counts @ x.T / tokens for name, x in sums.items()}
-    # which changes no variance, and keeps small ones from rounding
+    # centring changes no variance and reduces rounding errors
     centred = weight - weight[:, :1]
     shift = counts @ centred.T / n
     out["var"] = counts @ (centred**2).T / n - shift**2

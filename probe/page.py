@@ -81,12 +81,13 @@ def distances_text(o) -> list[str]:
 
 
 def ess_floor(chi2: float) -> str:
-    """ESS of a weight of mean 1: 1 / (1 + chi2) of its samples. Near 1 the share that is lost."""
+    """The ESS of a weight with mean 1: 1 / (1 + chi2) of its samples; near 1 as 1 - the lost
+    share."""
     return f"1 - {chi2 / (1 + chi2):.1g}" if chi2 < 0.05 else f"{1 / (1 + chi2):.2g}"
 
 
 def floor_text(o) -> list[str]:
-    """Distances of learner and engine from themselves, by the order of sums."""
+    """Distances of the learner from itself and of the engine from itself, by rounding."""
     distances = "largest gap    mean gap    KL a token  chi2 a token  chi2 a response"
     lines = [f"the floor: against itself     tokens   {distances}"]
     for row in o.floor:
@@ -185,14 +186,14 @@ def ladder_text(o) -> list[str]:
 
 
 def share_text(x: dict, total: float) -> str:
-    """A share, its 95 % interval, and the share in hundredths of the total."""
+    """A share, its 95 % interval, and its percentage of the total."""
     between = f"[{x['low']:.1e}, {x['high']:.1e}]"
     part = f"{100 * x['share'] / total:4.0f} %" if total else f"{'':6s}"
     return f"{x['share']:8.2g} {between:18s}{part} "
 
 
 def suspects_text(o) -> list[str]:
-    """The faults that explain most of the remainder."""
+    """The faults that explain the largest parts of the remainder."""
     suspects = o.ladder["suspects"]
     if not suspects:
         return ["the remainder is rounding: no fault is searched"]

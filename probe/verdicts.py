@@ -1,9 +1,9 @@
-"""Does the noise of a correction's weights stay small at these lengths? Each rule returns (viable,
-why).
+"""Verdicts: does the variance of a correction's weights stay small at these lengths? Each rule
+returns (viable, why).
 
 These are rules of thumb about variance: effective sample size, kept share, the clamp. Except for
-the line on states they do not see bias, and a noisy weight can still teach more than an even one:
-worth.py measures both."""
+the text on states they ignore bias, and a high-variance weight can still train better than a
+low-variance weight: worth.py measures both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Evidence:
     seq_ratio: np.ndarray  # (B,) R of each response
     geo_ratio: np.ndarray  # (B,) R^(1/T)
     prefix_ratio: np.ndarray  # (N,) R_t = prod_{s<=t} r_s
-    before_ratio: np.ndarray  # (N,) the same without the token itself: the ratio of its state
+    before_ratio: np.ndarray  # (N,) R_t without the token itself: the ratio of its state
     traces: np.ndarray  # (N,) prod_{s<=t} min(r_s, 1)
     seq_of_token: np.ndarray  # (N,) R of the token's response
     length: np.ndarray  # (B,) T
@@ -34,7 +34,7 @@ class Evidence:
 
     @classmethod
     def of(cls, log_r, length, kl: float, clamp: float) -> Evidence:
-        """From log r (B, T), 0 after the end of a response, and the lengths (B,)."""
+        """The evidence in log r (B, T), 0 after the end of a response, and the lengths (B,)."""
         valid = exists(log_r, length)
         total = log_r.sum(1)
         prefix = log_r.cumsum(1)
@@ -59,42 +59,43 @@ class Evidence:
 
     @property
     def biased(self) -> bool:
-        """Is the mean of r off 1 by more than 0.005 and more than noise? Then the learner scores
-        another distribution than was sampled, and weights do not fix that."""
+        """Whether the mean of r differs from 1 by more than 0.005 and by more than noise. If so,
+        the learner scores a distribution that was not sampled from, and weights cannot correct
+        this."""
         off = abs(self.token_ratio.mean() - 1)
         return off > 0.005 and off > 4 * self.token_ratio.std() / math.sqrt(len(self.token_ratio))
 
     @property
     def longest(self) -> int:
-        """95 % quantile of response length, tokens."""
+        """The 95 % quantile of the response length, in tokens."""
         return int(np.quantile(self.length, 0.95))
 
     @property
     def sequence_weights_fit(self) -> bool:
-        """Do the weights of whole responses stay off the clamp?"""
+        """Whether the weights of whole responses stay below the clamp."""
         return self.longest * self.kl < self.clamp and self.clamped < 0.01
 
     @property
     def states(self) -> str:
-        """The part that token weights do not correct: of the sampler's states, the share sum
-        min(inf, ref) that the learner would visit as often."""
+        """The text on the error that token weights do not correct: the share of the sampler's
+        states, sum min(inf, ref), that the learner would visit as often."""
         shared = np.minimum(self.before_ratio, 1).mean()
         return f"its states stay the sampler's ({100 * shared:.0f} % would be the learner's)"
 
     @property
     def reach(self) -> str:
-        """How near the longest responses come to the clamp."""
+        """The text on the distance of the longest responses from the clamp."""
         product = self.longest * self.kl
         return f"longest x KL = {self.longest} x {self.kl:.2g} = {product:.2g} of the clamp's {self.clamp:g}"
 
 
 def bound(correction: str, flag: str) -> float:
-    """A correction's own default of --is_cap, --rs_low or --rs_high."""
+    """The default of --is_cap, --rs_low or --rs_high for a correction."""
     return corrections.CORRECTIONS[correction].bounds[flag]
 
 
 def judge_none(x: Evidence):
-    """Without a correction: KL of a whole response below 0.1 nats."""
+    """Judge no correction: viable if the KL of a whole response is below 0.1 nats."""
     T = float(x.length.mean())
     apart = T * x.kl
     return (
@@ -104,28 +105,28 @@ def judge_none(x: Evidence):
 
 
 def judge_tis(x: Evidence):
-    """ESS of min(r, C) above 1/2."""
+    """Viable if the ESS of min(r, C) is above 1/2."""
     C = bound("tis", "is_cap")
     share = ess(x.token_ratio.clip(max=C))
     return share > 0.5 and not x.biased, f"ESS of min(r, {C:g}) is {share:.2f}; {x.states}"
 
 
 def judge_jackpot(x: Evidence):
-    """More than 80 % of the tokens accepted, by min(1, r)."""
+    """Viable if more than 80 % of the tokens are accepted, by min(1, r)."""
     accepted = np.minimum(1, x.token_ratio).mean()
     why = f"{100 * accepted:.1f} % of the tokens would be accepted; {x.states}"
     return accepted > 0.8 and not x.biased, why
 
 
 def judge_seq_is(x: Evidence):
-    """R off the clamp, its ESS above 1/2."""
+    """Viable if R stays below the clamp and its ESS is above 1/2."""
     share = ess(x.seq_ratio)
     viable = x.sequence_weights_fit and share > 0.5 and not x.biased
     return viable, f"{seq_ess_text(x, share)}; {x.reach}"
 
 
 def judge_seq_tis(x: Evidence):
-    """R off the clamp, ESS of min(R, C) above 1/2."""
+    """Viable if R stays below the clamp and the ESS of min(R, C) is above 1/2."""
     C = bound("seq_tis", "is_cap")
     share = ess(x.seq_ratio.clip(max=C))
     light = f"{100 * (x.seq_ratio < 1 / C).mean():.0f} % of the responses weigh less than 1/{C:g}"
@@ -134,23 +135,23 @@ def judge_seq_tis(x: Evidence):
 
 
 def judge_seq_tis_1(x: Evidence):
-    """ESS of min(R, 1) above 1/2."""
+    """Viable if the ESS of min(R, 1) is above 1/2."""
     return even(x, x.seq_ratio.clip(max=1), "min(R, 1)")
 
 
 def judge_prefix_tis(x: Evidence):
-    """ESS of min(R_t, C) above 1/2."""
+    """Viable if the ESS of min(R_t, C) is above 1/2."""
     C = bound("prefix_tis", "is_cap")
     return even(x, x.prefix_ratio.clip(max=C), f"min(R_t, {C:g})")
 
 
 def judge_retrace_seq(x: Evidence):
-    """ESS of prod_{s<=t} min(r_s, 1) min(R, 1) above 1/2."""
+    """Viable if the ESS of prod_{s<=t} min(r_s, 1) min(R, 1) is above 1/2."""
     return even(x, x.traces * x.seq_of_token.clip(max=1), "prod min(r_s, 1) min(R, 1)")
 
 
 def even(x: Evidence, weight, name: str):
-    """ESS above 1/2, of weights that do not all stand at the clamp."""
+    """Viable if the ESS is above 1/2 and at most half of the weights are clamped."""
     share = ess(weight)
     clamped = (weight <= math.exp(-x.clamp)).mean() > 0.5
     false = " and false: they are clamped" if clamped else ""
@@ -158,8 +159,8 @@ def even(x: Evidence, weight, name: str):
 
 
 def judge_seq_mis(x: Evidence):
-    """R off the clamp, more than half of the responses kept, ESS with weight 0 for the dropped
-    above 1/2."""
+    """Viable if R stays below the clamp, more than half of the responses are kept, and the ESS is
+    above 1/2 with weight 0 for dropped responses."""
     keep = x.seq_ratio <= bound("seq_mis", "rs_high")
     share = ess(x.seq_ratio * keep)
     viable = x.sequence_weights_fit and keep.mean() > 0.5 and share > 0.5 and not x.biased
@@ -170,7 +171,7 @@ def judge_seq_mis(x: Evidence):
 
 
 def judge_geo_rs(x: Evidence):
-    """More than half of the responses kept."""
+    """Viable if more than half of the responses are kept."""
     low, high = bound("geo_rs", "rs_low"), bound("geo_rs", "rs_high")
     keep = (x.geo_ratio >= low) & (x.geo_ratio <= high)
     nine_in_ten = f"[{np.quantile(x.geo_ratio, 0.05):.4g}, {np.quantile(x.geo_ratio, 0.95):.4g}]"
@@ -181,7 +182,8 @@ def judge_geo_rs(x: Evidence):
 
 
 def seq_ess_text(x: Evidence, share: float) -> str:
-    """Equal weights have ESS 1, also if they are equal because all of them were clamped."""
+    """The text on the ESS of responses. Equal weights have ESS 1, even if all of them are
+    clamped."""
     false = " and false: they are clamped" if x.clamped > 0.5 else ""
     return f"ESS of the responses is {share:.2f}{false}"
 
@@ -201,7 +203,7 @@ VERDICTS = {
 
 
 def uneven(log_r, length, kl: float, clamp: float) -> list[str]:
-    """Names of the corrections whose weights are uneven on these log-ratios (B, T)."""
+    """Names of the corrections that are not viable on these log-ratios (B, T)."""
     if not len(length):
         return []
     x = Evidence.of(log_r, length, kl, clamp)
@@ -209,8 +211,8 @@ def uneven(log_r, length, kl: float, clamp: float) -> list[str]:
 
 
 def judged(x: Evidence, floor: list[dict]) -> list[dict]:
-    """One row a correction: its name, whether its noise stays small at these lengths, and why.
-    floor: rows of `floor.floors`; weights that rounding alone makes uneven are not viable."""
+    """One row for each correction: its name, whether it is viable at these lengths, and why. floor:
+    rows of `floor.floors`; a correction that is not viable under rounding alone is not viable."""
     rows = []
     for name, judge in VERDICTS.items():
         viable, why = judge(x)

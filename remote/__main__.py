@@ -1,4 +1,4 @@
-"""python -m remote --connect=...: a sampler on this host for a learner somewhere else."""
+"""python -m remote --connect=...: run a sampler on this host for a learner on a different host."""
 
 import machinery.startup  # isort: skip  # noqa: F401
 

@@ -1,13 +1,13 @@
 """The account of every group: handed over by a sampler, held by the learner. HeteroRL, section 4.2.
 
-A group's name is STREAM/INCARNATION/N: an incarnation is one life of a sampler's process, N counts
-its groups, and a stream is the sampler's name, with several ranks SAMPLER.R. Every such name is
-read by one rule (`split`), wherever it comes from: a message, a file, a checkpoint. The sampler
-writes a group into its `Spool`, a file that appears whole behind its digest; from then on it is
-accounted for. It stays there until the learner says that a checkpoint holds it. A damaged file is
-replaced by an empty one that says so, and the learner books the group as lost. The learner's side
-is an `Account`, a set of names that stays small: a checkpoint carries it, and a group that is in it
-is turned away when it comes again."""
+A group's name is STREAM/INCARNATION/N. An incarnation is one life of a sampler's process, and N
+counts its groups. A stream is the sampler's name; with several ranks it is SAMPLER.R. One rule
+(`split`) reads every such name, from a message, a file or a checkpoint. The sampler writes a group
+into its `Spool`, as a file that starts with its digest and appears whole. From then on the group is
+accounted for. The file stays until the learner says that a checkpoint holds the group. A damaged
+file is replaced by an empty `.lost` file, and the learner books the group as lost. The learner's
+side is an `Account`, a compact set of names. A checkpoint stores it, and a group in the account is
+rejected when it comes again."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
-VERSIONS = (
-    2  # weights that can be fetched: a sampler may finish fetching the ones before the newest
-)
-MOST_GROUP = 1 << 30  # bytes of a file in a spool
+VERSIONS = 2  # sets of weights that can be fetched: a sampler may finish fetching the previous set
+MOST_GROUP = 1 << 30  # most bytes of a file in a spool
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Names
@@ -34,7 +32,7 @@ SAMPLER = "[A-Za-z0-9_-]{1,64}"
 NUMBER = "(?:0|[1-9][0-9]{0,17})"
 STREAM = rf"{SAMPLER}(?:\.{NUMBER})?"
 GROUP = re.compile(f"({STREAM})/({NUMBER})/({NUMBER})")
-FILE = re.compile(f"({NUMBER})-({NUMBER})")  # of a group, in its stream's folder
+FILE = re.compile(f"({NUMBER})-({NUMBER})")  # a group's file, in the folder of its stream
 
 
 def is_sampler(name: str) -> bool:
@@ -42,22 +40,22 @@ def is_sampler(name: str) -> bool:
 
 
 def is_stream(name: str) -> bool:
-    """Whether this can be a sampler's name, with or without the number of a rank."""
+    """Whether this is a valid sampler's name, with or without the number of a rank."""
     return re.fullmatch(STREAM, name) is not None
 
 
 def without_rank(stream: str) -> str:
-    """The sampler of a stream."""
+    """The sampler's name in a stream's name."""
     return stream.partition(".")[0]
 
 
 def rank_of(stream: str) -> int:
-    """The learner's rank that a stream is for."""
+    """The rank of the learner that receives a stream."""
     return int(stream.partition(".")[2] or 0)
 
 
 def split(name: str) -> tuple[tuple[str, int], int]:
-    """((stream, incarnation), n) of a group's name. ValueError: not such a name."""
+    """((stream, incarnation), n) of a group's name. Raise ValueError for any other text."""
     match = GROUP.fullmatch(name)
     if match is None:
         raise ValueError(f"{name[:100]!r} is no name of a group")
@@ -65,18 +63,18 @@ def split(name: str) -> tuple[tuple[str, int], int]:
 
 
 def sampler_of(name: str) -> str:
-    """The stream in a group's name. ValueError: not such a name."""
+    """The stream in a group's name. Raise ValueError for any other text."""
     return split(name)[0][0]
 
 
 def is_of(stream: str, name: str) -> bool:
-    """Whether this may be the name of one of a stream's groups. It may come from anybody."""
+    """Whether this is a name of a group in a stream. The name may come from an untrusted peer."""
     match = GROUP.fullmatch(name)
     return match is not None and match[1] == stream
 
 
 def name_of_file(stream: str, file: str) -> str | None:
-    """The name of the group in a stream's file; None: the file is no group's."""
+    """The name of the group in a stream's file; None if the file is not a group."""
     match = FILE.fullmatch(file)
     return None if match is None else f"{stream}/{match[1]}/{match[2]}"
 
@@ -87,7 +85,8 @@ def name_of_file(stream: str, file: str) -> str | None:
 
 
 class Received:
-    """A set of sequence numbers that is nearly 0, 1, 2, ...: all below `upto`, and some beyond."""
+    """A set of sequence numbers that is nearly 0, 1, 2, ...: all below `upto`, and some above
+    it."""
 
     def __init__(self, upto: int = 0, beyond=()):
         self.upto = upto
@@ -108,7 +107,7 @@ class Received:
 
 
 class Account(dict):
-    """(sampler, incarnation) -> Received."""
+    """The received groups: (sampler, incarnation) -> Received."""
 
     def has(self, name: str) -> bool:
         key, n = split(name)
@@ -133,19 +132,19 @@ class Account(dict):
 
 @dataclass
 class Arrived:
-    """A group for the training loop: its bytes, or the fate of a group that will not come."""
+    """A group for the training loop: its bytes, or the fate of a group that will not arrive."""
 
     name: str
     when: float  # seconds since the epoch
     data: bytes = b""
-    fate: str = ""  # source.py lists them; empty: undecided, look at the data
+    fate: str = ""  # listed in source.py; empty: undecided, the data decides
 
 
 class Intake:
-    """The learner's account of one rank, which both transports keep in the same way.
+    """The learner's account of one rank, the same for both transports.
 
     counts: groups and messages, by kind. reports: groups that each (stream, incarnation) says it
-    has handed over. got: groups that are here, or that will not come; held: those of them that a
+    has handed over. got: groups that have arrived or will not arrive; held: the part of them that a
     checkpoint accounts for. broken: the error that ended the transport."""
 
     def __init__(self, room: int, log):
@@ -154,32 +153,32 @@ class Intake:
         self.reports: dict[tuple[str, int], int] = {}
         self.got = Account()
         self.held_names = Account()
-        self.room = room  # bytes of groups that may be here or asked for
-        self.size = 0  # bytes of groups that are
+        self.room = room  # most bytes of groups that have arrived or are asked for
+        self.size = 0  # bytes of groups that have arrived or are asked for
         self.lock = threading.Lock()
         self.is_open = False
         self.broken = ""
 
     def open(self, held: Account) -> None:
-        """Let samplers in. held: the groups that the checkpoint accounts for."""
+        """Accept samplers. held: the groups that the checkpoint accounts for."""
         self.held_names = held
         self.got = Account.of(held.state())
         self.is_open = True
 
     def report(self, key: tuple[str, int], handed: int) -> None:
-        """Note how many groups an incarnation has handed over."""
+        """Record how many groups an incarnation has handed over."""
         self.reports[key] = max(self.reports.get(key, 0), handed)
 
     def take_room(self, nbytes: int) -> bool:
-        """Take room for a group, if there is any. A group that is bigger than all the room is taken
-        alone."""
+        """Reserve room for a group; False if there is not enough. A group that exceeds the whole
+        room is accepted when no other group takes room."""
         with self.lock:
             fits = not self.size or self.size + nbytes <= self.room
             self.size += nbytes * fits
         return fits
 
     def free(self, nbytes: int) -> None:
-        """Give the room of a group back."""
+        """Release the room of a group."""
         with self.lock:
             self.size -= nbytes
 
@@ -192,25 +191,25 @@ class Intake:
 class Spool:
     """Groups that were handed over: files STREAM/INCARNATION-N, each after its digest.
 
-    STREAM/INCARNATION-N.lost stands in place of one that was damaged. With several ranks a sampler
-    has a stream for each rank."""
+    STREAM/INCARNATION-N.lost replaces a damaged file. With several ranks a sampler has one stream
+    for each rank."""
 
     def __init__(self, folder: Path, streams: list[str], incarnation: int):
         self.folder = folder
         self.incarnation = incarnation
         self.lock = threading.Lock()
-        self.handed: dict[str, int] = {}  # groups of this incarnation
+        self.handed: dict[str, int] = {}  # number of groups of this incarnation
         self.lost: dict[str, list[str]] = {}  # names
         self.waiting: dict[str, deque] = {}  # names, oldest first
         for stream in streams:
             self._read_folder(stream)
 
     def _read_folder(self, stream: str) -> None:
-        """Go on with the groups that an earlier life has left."""
+        """Read the groups that an earlier process left."""
         folder = self.folder / stream
         folder.mkdir(parents=True, exist_ok=True)
-        for scratch in folder.glob(".*"):  # cut off in the middle: never handed over
-            with contextlib.suppress(OSError):  # not ours
+        for scratch in folder.glob(".*"):  # interrupted while it was written: never handed over
+            with contextlib.suppress(OSError):  # owned by a different user
                 scratch.unlink()
         files = os.listdir(folder)
         lost = [
@@ -235,16 +234,17 @@ class Spool:
         return path.with_name(f"{path.name}.lost")
 
     def hand_over(self, stream: str, name: str, data: bytes) -> None:
-        """From here on the group is accounted for. OSError: the disk is full, and it is not."""
-        # A killed process leaves the file whole. A host that loses power may not, and then the
-        # digest says so.
+        """Hand over a group: from here on it is accounted for. OSError: the disk is full, and the
+        group is not handed over."""
+        # A killed process leaves the file whole. A power failure may damage it, and the digest
+        # detects this.
         write_atomically(self.path(name), with_digest(data), flush=False)
         with self.lock:
             self.handed[stream] += 1
             self.waiting[stream].append(name)
 
     def read(self, name: str) -> bytes | None:
-        """The group's bytes. None if they are gone or damaged: then the group is lost from here
+        """The group's bytes. None if they are missing or damaged: the group is lost from here
         on."""
         path, stream = self.path(name), sampler_of(name)
         try:
@@ -260,7 +260,7 @@ class Spool:
         return data
 
     def forget(self, names) -> None:
-        """The learner holds these groups, or has booked them as lost."""
+        """Delete groups that the learner holds or has booked as lost."""
         for name in names:
             stream = sampler_of(name)
             with self.lock:
@@ -277,12 +277,13 @@ class Spool:
 
 
 class OddFileError(ValueError):
-    """A link, a folder, a pipe, a device, or more bytes than there may be."""
+    """The path is a link, a folder, a pipe or a device, or the file is too large."""
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The bytes of a file. Others may write into its folder, so no link is followed and no pipe
-    waited for. OddFileError: no regular file of at most `most` bytes; OSError: no file."""
+    """The bytes of a file. Other users may write into its folder, so links are not followed and
+    pipes are not read. OddFileError: not a regular file of at most `most` bytes. OSError: no
+    file."""
     about = path.lstat()
     if not stat.S_ISREG(about.st_mode):
         raise OddFileError(f"{path.name}: not a regular file")
@@ -292,8 +293,8 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
-    """Write a file whole or not at all. flush: onto the disk, so that it survives a loss of power
-    too."""
+    """Write a file whole or not at all. flush: write it to the disk, so that it survives a power
+    failure."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(scratch, "wb") as f:
@@ -309,7 +310,7 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
 
 
 def with_digest(data: bytes) -> bytes:
-    """A file's bytes after their digest."""
+    """A file's bytes, preceded by their digest."""
     return hashlib.sha256(data).digest() + data
 
 
@@ -319,13 +320,13 @@ def verified(data: bytes) -> bytes | None:
 
 
 def retain_weights(path: Path, published: list[Path], most: int = VERSIONS) -> list[Path]:
-    """The weights published last, `path` the newest of at most `most`; all others in its folder are
+    """The newest weights, at most `most`, with `path` last; all other weights in its folder are
     deleted.
 
-    Those of an undone history are deleted too, whatever their numbers."""
+    Weights of a discarded history are deleted too, whatever their numbers."""
     newest = [*(p for p in published if p != path), path][-most:]
     for old in path.parent.glob("v*.safetensors"):
         if old not in newest:
-            with contextlib.suppress(OSError):  # not ours
+            with contextlib.suppress(OSError):  # owned by a different user
                 old.unlink()
     return newest

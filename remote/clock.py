@@ -1,35 +1,35 @@
-"""The learner's time, estimated by samplers: the age of a group is counted on one clock. HeteroRL,
-section 4.2.
+"""Estimation of the learner's time by samplers, so that one clock measures the age of all groups.
+HeteroRL, section 4.2.
 
-A sampler's clock may be hours off, so it stamps its groups with the learner's time, which it
-estimates as NTP does. Over a socket a hello carries its own time `sent`, and the answer brings it
-back with the learner's time `clock`:
+A sampler's clock may be hours off. So a sampler stamps its groups with the learner's time, which it
+estimates as NTP does. Over a socket a hello carries the sampler's time `sent`, and the answer
+returns `sent` with the learner's time `clock`:
 
     offset = clock - (sent + now) / 2        seconds to add to the own clock; wrong by half the round trip at most
 
-The offset of the smallest round trip among the last few is the best. In a shared folder nothing is
-answered, but each file is stamped by one clock, the file system's. With the learner's file, which
-holds its time `clock`, and one of our own, written at `sent`:
+The offset with the smallest round trip among the last few is used. In a shared folder there are no
+answers, but one clock, the file system's, stamps all files. The learner's file holds its time
+`clock`; the sampler writes its own file at `sent`:
 
-    offset = (clock - stamp of that file) + (stamp of ours - sent)
+    offset = (clock - stamp of the learner's file) + (stamp of the sampler's file - sent)
 
-Whoever was held up between looking at the clock and writing makes the first bracket too small, or
-the second too large.
+A delay between reading the clock and writing the file makes the first bracket too small, or the
+second too large.
 
-The learner does not trust a stamp blindly (`made_at`): no group was made after it came, or before
-its weights were published. In delay.py, where samplers are simulated, the clock is one by
-construction."""
+The learner does not trust a stamp blindly (`made_at`): a group cannot be made after it arrived, or
+before its weights were published. In delay.py samplers are simulated, so there is only one
+clock."""
 
 from __future__ import annotations
 
 from collections import deque
 
-KEPT = 8  # measurements: a clock that is set again is followed after as many
+KEPT = 8  # measurements; the offset follows a clock that is set again after as many
 
 
 class LearnerClock:
-    """Estimates the offset of the learner's clock from the own one, in seconds. 0 before anything
-    is known."""
+    """Estimates the offset of the learner's clock from the own clock, in seconds; 0 before the
+    first measurement."""
 
     def __init__(self):
         self.answers: deque = deque(maxlen=KEPT)  # (round trip, offset)
@@ -37,17 +37,19 @@ class LearnerClock:
         self.of_own: deque = deque(maxlen=KEPT)  # stamp - clock
 
     def answered(self, sent: float, clock: float, now: float) -> None:
-        """An answer to the hello of `sent`, both by the own clock, says that it was `clock` at the
-        learner."""
+        """Record the learner's answer: its time was `clock` between `sent` and `now` on the own
+        clock."""
         if now - sent >= 0:  # the own clock was not set back meanwhile
             self.answers.append((now - sent, clock - (sent + now) / 2))
 
     def stamped_there(self, clock: float, stamp: float) -> None:
-        """A file that the learner wrote at `clock` is stamped so by the file system."""
+        """Record that the file system stamped `stamp` on a file that the learner wrote at
+        `clock`."""
         self.of_learner.append(clock - stamp)
 
     def stamped_here(self, sent: float, stamp: float) -> None:
-        """The same of a file that we wrote."""
+        """Record that the file system stamped `stamp` on a file that this sampler wrote at
+        `sent`."""
         self.of_own.append(stamp - sent)
 
     @property
@@ -60,5 +62,5 @@ class LearnerClock:
 
 
 def made_at(stamp: float, published: float, arrived: float) -> float:
-    """When a group was made, by the learner's clock, as far as its stamp can be believed."""
+    """When a group was made, by the learner's clock: its stamp, clipped to the possible range."""
     return min(max(stamp, published), arrived)

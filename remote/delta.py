@@ -1,20 +1,20 @@
 """The words that differ between two sets of weights: lossless and small. HeteroRL, section 4.2.
 
-At the learning rates of RL an update moves most weights by less than half of the last place of
-bfloat16, so few of the published numbers change. Two safetensors files of the same tensors differ
-only in the entries of these numbers, so a delta is one of files: of words of two bytes, whatever
-the types (of one byte, where the size is odd). In each block of BLOCK bytes:
+At the learning rates of RL an update moves most weights by less than half a unit in the last place
+of bfloat16, so few of the published numbers change. Two safetensors files of the same tensors
+differ only in these entries. So a delta compares files as two-byte words, for any tensor type
+(as bytes if the size is odd). In each block of BLOCK bytes:
 
     changed    n words                                                uint32, then the sizes of the next two
-    gaps       unchanged words before each of them: 255 stands for "255, and on", packed by zlib
+    gaps       unchanged words before each changed word: 255 means "255, and continue", packed by zlib
     values     new - old, modulo 2^16: n words, packed by zlib; after a small update nearly all of them are 1 or -1
 
-The inverse adds the values, so the new file is the old one's bytes with exactly these words
-replaced. A chain of deltas leads from one version to a later one; it is applied block by block
-(`rebuild`), and each leaf that comes out is compared with the manifest of the whole weights, as if
-it had come over the wire. So a delta need not be trusted; one that does not fit is refused with a
-WireError before anything beyond its block is allocated. Deltas of more than 1 / WORTH of the
-weights, together, are not sent."""
+The inverse adds the values, so the new file is the old file with exactly these words replaced. A
+chain of deltas leads from one version to a later version. It is applied block by block (`rebuild`),
+and each resulting leaf is compared with the manifest of the whole weights, as if it had come over
+the wire. So a delta need not be trusted. A delta that does not fit raises a WireError before
+anything beyond its block is allocated. A chain that exceeds 1 / WORTH of the size of the weights is
+not sent."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ import numpy as np
 from remote import wire
 
 BLOCK = 16 * wire.LEAF  # bytes
-HEAD = struct.Struct("<III")  # of a block: words changed, bytes of gaps, bytes of values
-MOST_CHAIN = 16  # deltas in a row
-WORTH = 2  # both ends hold deltas in memory
+HEAD = struct.Struct("<III")  # head of a block: words changed, bytes of gaps, bytes of values
+MOST_CHAIN = 16  # most deltas in a chain
+WORTH = 2  # deltas above 1 / WORTH of the weights are not sent: both ends hold them in memory
 
 
 def word_of(nbytes: int) -> np.dtype:
@@ -39,8 +39,8 @@ def word_of(nbytes: int) -> np.dtype:
 
 
 def encode(before, after) -> bytes | None:
-    """The delta from one file's bytes to another's. None: it is not worth it, or they differ in
-    size."""
+    """The delta from one file's bytes to another file's. None: it is too large, or the sizes
+    differ."""
     before, after = memoryview(before), memoryview(after)
     if len(before) != len(after):
         return None
@@ -59,7 +59,7 @@ def encode(before, after) -> bytes | None:
 
 
 def between(before: Path, after: Path) -> bytes | None:
-    """The delta from one file to another; None as in `encode`."""
+    """The delta between two files; None as in `encode`."""
     with open(before, "rb") as old, open(after, "rb") as new:
         maps = [mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) for file in (old, new)]
     return encode(*maps)
@@ -73,8 +73,8 @@ def encode_block(old: np.ndarray, new: np.ndarray) -> bytes:
 
 
 def encode_gaps(at: np.ndarray) -> bytes:
-    """Ascending positions as the numbers of words before each of them: floor(gap / 255) times 255,
-    then the rest."""
+    """Encode ascending positions as the numbers of words before each: floor(gap / 255) times 255,
+    then the remainder."""
     gaps = np.diff(at, prepend=-1) - 1
     ends = np.cumsum(gaps // 255 + 1)
     out = np.full(ends[-1] if len(ends) else 0, 255, np.uint8)
@@ -83,7 +83,7 @@ def encode_gaps(at: np.ndarray) -> bytes:
 
 
 def decode_gaps(packed: bytes, n: int, words: int) -> np.ndarray:
-    """The inverse of encode_gaps. WireError unless these are n ascending positions below
+    """The inverse of encode_gaps. Raise WireError unless these are n ascending positions below
     `words`."""
     gaps = np.frombuffer(packed, np.uint8)
     is_end = gaps != 255
@@ -97,7 +97,7 @@ def decode_gaps(packed: bytes, n: int, words: int) -> np.ndarray:
 
 
 def unpack(packed, most: int) -> bytes:
-    """Unpack zlib data, about `most` bytes at most. WireError: there are more."""
+    """Unpack zlib data into at most `most` + 1 bytes. Raise WireError if there are more."""
     inflate = zlib.decompressobj()
     try:
         out = inflate.decompress(packed, most + 1)
@@ -108,7 +108,7 @@ def unpack(packed, most: int) -> bytes:
 
 
 class Delta:
-    """A delta that came, cut into its blocks. WireError: it does not fit weights of `nbytes`
+    """A received delta, cut into its blocks. WireError: it does not fit weights of `nbytes`
     bytes."""
 
     def __init__(self, data, nbytes: int):
@@ -125,7 +125,7 @@ class Delta:
         wire.need(at == len(data), "a delta with data after its end")
 
     def add_to(self, words: np.ndarray, block: int) -> None:
-        """Turn the old words of a block into the new ones."""
+        """Replace the old words of a block by the new words."""
         n, gaps, values = self.blocks[block]
         wire.need(n <= len(words), "a delta with more changes than there are weights")
         at = decode_gaps(unpack(gaps, n + len(words) // 255 + 1), n, len(words))
@@ -138,10 +138,10 @@ class Delta:
 
 
 def rebuild(base: Path, deltas: list, of: wire.Manifest, sink):
-    """Write the weights `of` into the sink: the file `base`, and the deltas that lead from it to
-    them. A generator that stops after each block, so that whoever runs it can do something else.
+    """Write the weights `of` into the sink, from the file `base` and a chain of deltas. A generator
+    that yields after each block, so that its caller can do other work.
 
-    WireError: these weights do not come out; the leaves that were written are good. OSError: no
+    WireError: the result is not these weights; the leaves that were written are valid. OSError: no
     such file, or no room."""
     chain = [Delta(data, of.nbytes) for data in deltas]
     word = word_of(of.nbytes)
@@ -160,7 +160,7 @@ def rebuild(base: Path, deltas: list, of: wire.Manifest, sink):
 
 
 def write_if_good(data: bytearray, start: int, of: wire.Manifest, sink) -> None:
-    """Write the leaves of a block. WireError: one of them is not as the manifest says."""
+    """Write the leaves of a block. Raise WireError if a leaf differs from the manifest."""
     view = memoryview(data)
     for begin in range(0, len(data), wire.LEAF):
         leaf = view[begin : begin + wire.LEAF]
@@ -170,10 +170,10 @@ def write_if_good(data: bytearray, start: int, of: wire.Manifest, sink) -> None:
 
 
 def chain_from(root: str, offer: wire.Offer) -> list[wire.Manifest]:
-    """The deltas of an offer that lead from the weights of this root to the offered ones; empty
-    without any.
+    """The deltas of an offer that lead from the weights with this root to the offered weights; an
+    empty list if there are none.
 
-    WireError: deltas that are as big as the weights."""
+    WireError: the deltas are as large as the weights."""
     bases = [step.base for step in offer.deltas]
     if root not in bases:
         return []
@@ -186,16 +186,16 @@ def chain_from(root: str, offer: wire.Offer) -> list[wire.Manifest]:
 
 
 class Chain:
-    """The learner's side: the deltas that lead to the newest weights, as far back as they are worth
-    it."""
+    """The learner's side: the deltas that lead to the newest weights, as far back as their total
+    size is worth sending."""
 
     def __init__(self):
         self.root = ""  # of the newest weights
         self.steps: list[tuple[wire.Step, bytes]] = []
 
     def add(self, of: wire.Manifest, change: bytes | None) -> None:
-        """Add new weights, and the delta from those before. None: there is no delta, and the chain
-        begins again."""
+        """Add new weights, and the delta from the previous weights. None: there is no delta, and
+        the chain starts over."""
         if change is None or not self.root:
             self.steps = []
         else:

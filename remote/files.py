@@ -1,23 +1,23 @@
 """The learner's end over a shared folder: HeteroRL's `Model_Sync_Path` and `Rollout_Sync_Path`,
 section 4.2.
 
-`FilesHub` has the interface of hub.Hub; files_link.py is the sampler's end. Every file appears
-whole, by a rename:
+`FilesHub` has the interface of hub.Hub; files_link.py is the sampler's end. Every file is written
+whole and then renamed into place:
 
     welcome                       the work, and the learner's session
     clock.0                       the time at rank 0, written every other second
     models/v000012.safetensors    weights
     models/newest                 the Offer of the newest weights
-    rollouts/SAMPLER/INC-N        a group behind its SHA-256; the sampler deletes it when it is held
-    got/SAMPLER                   its groups that are fetched
-    held/SAMPLER                  its groups that are held
+    rollouts/SAMPLER/INC-N        a group after its SHA-256, deleted by the sampler once it is held
+    got/SAMPLER                   the sampler's groups that are fetched
+    held/SAMPLER                  the sampler's groups that are held
     samplers/SAMPLER              the sampler's last Hello
 
-With several ranks a sampler SAMPLER.R has a stream for each rank R. The learner touches `welcome`
-as long as it is there. Both ends wait out a full disk. Names follow account.py's rule, the name
-inside a message is the name of its file, and only regular files are read, up to a bound: no link,
-folder, pipe or device. Clocks of other hosts are not believed (clock.py): a group arrives when the
-learner sees it."""
+With several ranks a sampler SAMPLER.R has a stream for each rank R. A running learner touches
+`welcome` regularly. Both ends wait while a disk is full. Names follow account.py's rule, the name
+inside a message must be the name of its file, and only regular files up to a maximum size are read:
+no link, folder, pipe or device. Clocks of other hosts are not trusted (clock.py): a group's arrival
+is the moment when the learner sees it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from remote.groups import Limits
 from remote.weights import manifest_of, mapped
 
 BEAT = 2.0  # seconds between two signs of life
-PATIENCE = 20.0  # seconds until a file that should be there is lost: listings of a folder on another host lag behind
-MOST_FILES = 1 << 16  # of a folder that are looked at
-MANY = 1 << 14  # groups handed over and not held: a report of more is not believed
+PATIENCE = 20.0  # seconds until a missing file counts as lost: remote folder listings lag
+MOST_FILES = 1 << 16  # most files of a folder that are read
+MANY = 1 << 14  # most groups handed over and not held; a report of more is not believed
 
 
 def read_message(path: Path, kind):
-    """A message of this kind in a file. WireError: another or a damaged one; OSError: no such
-    file."""
+    """Read a message of this kind from a file. WireError: a different or a damaged message;
+    OSError: no such file."""
     try:
         message = wire.decode(read_regular(path, wire.MOST))
     except OddFileError as e:
@@ -71,8 +71,8 @@ def clock_file(rank: int) -> str:
 
 
 class FilesHub(Intake):
-    """The calls of the training loop do everything but the sign of life, which comes from a
-    thread."""
+    """The methods that the training loop calls do all work, except for the sign of life, which has
+    its own thread."""
 
     def __init__(
         self, folder: str, welcome: wire.Welcome, limits: Limits, log, rank: int = 0, ranks: int = 1
@@ -86,21 +86,19 @@ class FilesHub(Intake):
         self.limits = limits
         self.rank = rank
         self.ranks = ranks
-        self.absent: dict[
-            str, float
-        ] = {}  # groups that should be there and are not -> missed since when
+        self.absent: dict[str, float] = {}  # missing groups -> time since when they are missing
         self.turns = 0
         self.closed = threading.Event()
-        self.beat = 0.0  # when the learner gave its last sign of life
+        self.beat = 0.0  # time of the learner's last sign of life
         self.published: list[Path] = []  # weights of this session, in order
-        self.unwritten: dict[Path, bytes] = {}  # messages for which the disk had no room
+        self.unwritten: dict[Path, bytes] = {}  # messages that wait for room on the disk
         self.unpublished: tuple[Path, wire.Offer] | None = (
-            None  # the newest weights, as long as they are not out
+            None  # the newest weights, until they are published
         )
 
     def open(self, held: Account) -> None:
         super().open(held)
-        for stream in self._streams("got"):  # of an earlier session: nothing is fetched in this one
+        for stream in self._streams("got"):  # from an earlier session: nothing is fetched yet
             self._guarded(stream, (self.folder / "got" / stream).unlink)
         for stream in self._streams("rollouts"):
             self._guarded(stream, self._write_held, stream)
@@ -112,20 +110,20 @@ class FilesHub(Intake):
     def broadcast(
         self, version: int, path: Path, published: float, change: bytes | None = None
     ) -> None:
-        """Offer these weights to all samplers, whole: they are read where they lie."""
+        """Offer these weights, as a whole file, to all samplers; samplers read it in the folder."""
         if self.rank == 0:
             self.unpublished = (path, wire.Offer(manifest_of(path), version, published))
             self._write_waiting()
 
     def held(self, names: list[str]) -> None:
-        """A checkpoint accounts for these groups: their samplers may forget them."""
+        """Report that a checkpoint accounts for these groups: their samplers may delete them."""
         for name in names:
             self.held_names.add(name)
         for stream in {sampler_of(name) for name in names}:
             self._guarded(stream, self._write_held, stream)
 
     def drain(self) -> list[Arrived]:
-        """The groups that have come since the last call, in order of arrival."""
+        """The groups that have arrived since the last call, in order of arrival."""
         out: list[Arrived] = []
         if time.monotonic() - self.beat > BEAT:
             self.beat = time.monotonic()
@@ -146,13 +144,12 @@ class FilesHub(Intake):
     # -------------------------------------------------------------------------------------------------------
 
     def _write(self, path: Path, message: wire.Message) -> None:
-        """Write a message; where the disk is full, later."""
+        """Write a message, or retry later if the disk is full."""
         self.unwritten[path] = wire.encode(message)
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        """Write everything for which there was no room so far: messages, then the newest
-        weights."""
+        """Write everything that still waits for room: messages, then the newest weights."""
         for path, data in list(self.unwritten.items()):
             try:
                 write_atomically(path, data)
@@ -183,14 +180,14 @@ class FilesHub(Intake):
         self._write(self.folder / clock_file(self.rank), wire.Got([], clock=time.time()))
 
     def _stay_alive(self) -> None:
-        """Touch `welcome` as long as the learner is there: an update or an evaluation may be
+        """Touch `welcome` while the learner runs, because an update or an evaluation may take
         long."""
         while not self.closed.wait(BEAT):
             with contextlib.suppress(OSError):
                 os.utime(self.folder / "welcome", follow_symlinks=False)
 
     def _renew_welcome(self) -> None:
-        """Write `welcome` again if something else lies there."""
+        """Write `welcome` again if the file has changed."""
         try:
             is_current = read_regular(self.folder / "welcome", wire.MOST) == wire.encode(
                 self.welcome
@@ -204,24 +201,24 @@ class FilesHub(Intake):
     # -------------------------------------------------------------------------------------------------------
 
     def _guarded(self, stream: str, work, *args):
-        """Do some work for one stream, so that its files keep no other stream from being read.
-        None: it failed."""
+        """Do some work for one stream, so that a fault in its files does not stop the other
+        streams. None: the work failed."""
         try:
             return work(*args)
         except FileNotFoundError:  # replaced while it was read
             pass
-        except OSError as e:  # a folder on another host is away for a while
+        except OSError as e:  # a remote folder is unavailable for a while
             self.log.warning("stream %s: %s; tried again soon", stream, e.strerror)
         except wire.WireError as e:
             self.counts["malformed"] += 1
             self.log.warning("stream %s: %s", stream, e)
-        except Exception as e:  # a fault of ours, which does not end the run
+        except Exception as e:  # a fault in this code, which does not end the run
             self.counts["faults"] += 1
             self.log.error("a fault in stream %s: %r", stream, e)
         return None
 
     def _streams(self, kind: str) -> list[str]:
-        """The streams of this rank in one of the folders: folders of groups, or files with a
+        """The streams of this rank in one of the folders: subfolders with groups, or files with a
         message."""
         streams = []
         try:
@@ -240,7 +237,7 @@ class FilesHub(Intake):
         return is_stream(stream) and stream.endswith(f".{self.rank}")
 
     def _names(self, stream: str) -> list[str]:
-        """The groups in a stream's folder, oldest first; files of another form are not groups."""
+        """The groups in a stream's folder, oldest first; files with other names are ignored."""
         names = []
         try:
             with os.scandir(self.folder / "rollouts" / stream) as entries:
@@ -248,7 +245,7 @@ class FilesHub(Intake):
                     name = name_of_file(stream, entry.name)
                     if name is not None and entry.is_file(follow_symlinks=False):
                         names.append(name)
-        except (FileNotFoundError, NotADirectoryError):  # not yet, or no more
+        except (FileNotFoundError, NotADirectoryError):  # not there yet, or deleted
             return []
         return sorted(names, key=split)
 
@@ -256,8 +253,8 @@ class FilesHub(Intake):
         return [name for name in self._names(stream) if not self.got.has(name)]
 
     def _fetch(self, out: list[Arrived]) -> None:
-        """Read the groups that are new, one of each stream in turn, as far as there is room, and
-        list those that were fetched. Another stream is the first each time."""
+        """Read new groups while there is room, one of each stream in turn, and list the fetched
+        groups. Each call starts at a different stream."""
         streams = self._streams("rollouts")
         self.turns += 1
         first = self.turns % max(1, len(streams))
@@ -276,10 +273,10 @@ class FilesHub(Intake):
             self._guarded(stream, self._write_got, stream)
 
     def _read_group(self, name: str) -> Arrived | None:
-        """The group, or its fate; None where there is no room for it."""
+        """The group, or its fate; None if there is no room for it."""
         (stream, incarnation), n = split(name)
         path = self.folder / "rollouts" / stream / f"{incarnation}-{n}"
-        nbytes = max(0, path.lstat().st_size - 32)  # behind its digest
+        nbytes = max(0, path.lstat().st_size - 32)  # without the digest
         if nbytes > self.limits.nbytes:
             self.log.warning("%s is too big for a group", path)
             return Arrived(name, time.time(), fate="refused")
@@ -316,8 +313,8 @@ class FilesHub(Intake):
         self.report(key, hello.handed)
 
     def _book_absent(self, out: list[Arrived]) -> None:
-        """Groups that were handed over and are not in the folder, are lost when they stay away for
-        a while."""
+        """Book a group as lost if it was handed over and stays missing from the folder for PATIENCE
+        seconds."""
         before, self.absent = self.absent, {}
         for (stream, incarnation), handed in list(self.reports.items()):
             seen = self.got.get((stream, incarnation), Received())

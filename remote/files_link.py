@@ -1,4 +1,4 @@
-"""A sampler's end of a shared folder, with the interface of link.Link: files.py lists the files."""
+"""The sampler's end over a shared folder, with the interface of link.Link (see files.py)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from remote.account import OddFileError, Spool, rank_of, read_regular, write_ato
 from remote.clock import LearnerClock
 from remote.files import BEAT, clock_file, read_message
 
-PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that is not there
-OFFERS = 64  # names of lost groups in a hello
+PRINT_EVERY = 30.0  # seconds between two printed lines about a missing learner
+OFFERS = 64  # most names of lost groups in a hello
 WEIGHTS = re.compile(r"v[0-9]{6,18}\.safetensors")
 
 
 class FilesLink(threading.Thread):
-    """A thread that looks into the folder, as link.Link listens to its sockets. The spool is the
+    """A thread that polls the folder, as link.Link polls its sockets. The spool is the shared
     folder itself."""
 
     def __init__(self, folder: str, streams: list[str], flags, spool: Spool):
@@ -37,20 +37,18 @@ class FilesLink(threading.Thread):
         self.session = ""
         self.got = dict.fromkeys(streams, 0)  # groups fetched by the learner and not held yet
         self.clocks = {stream: LearnerClock() for stream in streams}
-        self.read: dict[
-            str, float
-        ] = {}  # stream -> stamp of the learner's clock that was read last
-        self.touched = 0  # when the learner touched `welcome` last, by its clock
-        self.heard = time.monotonic()  # the same, when it was noticed
+        self.read: dict[str, float] = {}  # stream -> last stamp of the clock file
+        self.touched = 0  # time when the learner last touched `welcome`, by the folder's clock
+        self.heard = time.monotonic()  # the own time when this was noticed
         self.beat = 0.0
         self.start()
 
     def behind(self, stream: str) -> int:
-        """Groups that the learner has not fetched, as link.Link.behind."""
+        """The number of groups that the learner has not fetched, as in link.Link.behind."""
         return max(0, len(self.spool.waiting[stream]) - self.got[stream])
 
     def offset(self, stream: str) -> float:
-        """Seconds by which the clock of this stream's learner is ahead of ours."""
+        """Seconds by which the clock of this stream's learner is ahead of the own clock."""
         return self.clocks[stream].offset
 
     def close(self) -> None:
@@ -63,9 +61,7 @@ class FilesLink(threading.Thread):
             now = time.monotonic()
             away = now - before
             before = now
-            if (
-                away > self.flags.patience
-            ):  # this process was suspended; do not count that time against the learner
+            if away > self.flags.patience:  # suspended: this is not the learner's silence
                 self.heard += away
             self._turn_if_there(now)
             if now - self.heard > self.flags.give_up:
@@ -76,9 +72,8 @@ class FilesLink(threading.Thread):
             time.sleep(0.05)
 
     def _turn_if_there(self, now: float) -> None:
-        """One turn. One bad file keeps no other from being read, and the thread goes on whatever
-        lies in the folder."""
-        # The clock is known before there are weights to sample with.
+        """Do one turn. A bad file does not stop the thread or the reading of other files."""
+        # The clocks are read first, so that they are known before there are weights to sample with.
         for work in (
             self._read_welcome,
             self._read_clocks,
@@ -165,8 +160,8 @@ class FilesLink(threading.Thread):
 
 
 def wait_for_ranks(folder: Path, flags) -> int:
-    """The number of the learner's ranks, once it is there. UserError after --give_up seconds
-    without one."""
+    """The number of the learner's ranks; waits for the learner. Raise UserError after --give_up
+    seconds without a learner."""
     start = printed = time.monotonic()
     while time.monotonic() - start <= flags.give_up:
         with contextlib.suppress(OSError, wire.WireError):

@@ -1,5 +1,4 @@
-"""A group of rollouts as bytes, and the learner's checks before it believes one. HeteroRL, section
-4.2.
+"""A group of rollouts as bytes, and the learner's checks of received groups. HeteroRL, section 4.2.
 
 A group is one safetensors file: arrays over all N tokens of its G responses, end to end, and
 everything else as JSON in the file's metadata (`GroupHead`).
@@ -9,10 +8,10 @@ everything else as JSON in the file's metadata (`GroupHead`).
     rewards       float64 [G]          allowed_ids, allowed_sizes     int32 [sum of sizes], [N]
                                        routed                         int16 [N + G (P - 1), layers, k]
 
-allowed_ids and allowed_sizes are there with truncated sampling only: the tokens that each token was
-drawn from, set after set. routed is there with --router_replay only. A sampler may send anything:
-`decode_group` returns a Rollout that fits the run and that an engine can have sampled, or raises
-WireError with the reason. A group that it lets through must not stop the learner."""
+allowed_ids and allowed_sizes exist with truncated sampling only. They are the set of tokens that
+each token was drawn from, one set after the other. routed exists with --router_replay only. A
+sampler may send anything: `decode_group` returns a Rollout that fits the run and that an engine can
+have sampled, or raises WireError with the reason. An accepted group must not stop the learner."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ MOST_TEXT = {"prompt_id": 1024, "model": 256, "precision": 64, "digest": 256}  #
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that a rank of the learner takes. A bigger group is refused before anything is
+    """The sizes that a rank of the learner accepts. A larger group is refused before anything is
     allocated."""
 
     group_size: int
@@ -59,18 +58,18 @@ class Limits:
     max_prompt: int
     vocab: int
     topk: int
-    max_allowed: int  # tokens of a set of allowed tokens; 0: no such sets are recorded
-    # layers with experts, experts of a token, experts; 0: not recorded
+    max_allowed: int  # tokens of a set of allowed tokens; 0: no sets are recorded
+    # layers with experts, experts per token, number of experts; 0: not recorded
     routed: tuple[int, int, int] = (
         0,
         0,
         0,
     )
-    room: int = 256 << 20  # bytes of groups that a rank holds or has asked for
+    room: int = 256 << 20  # most bytes of groups that a rank holds or has asked for
 
     @property
     def nbytes(self) -> int:
-        """The most that one group takes."""
+        """The largest size of one group."""
         layers, k, _ = self.routed
         token = 4 + 1 + 4 + 8 * self.topk + 4 + 4 * self.max_allowed + 2 * layers * k
         prompts = self.max_prompt * (4 + self.group_size * 2 * layers * k)
@@ -78,7 +77,7 @@ class Limits:
 
 
 class GroupHead(msgspec.Struct, frozen=True):
-    """Everything of a group but its arrays."""
+    """Everything in a group except its arrays."""
 
     uid: tuple[str, int, int]
     prompt_id: str
@@ -95,7 +94,7 @@ class GroupHead(msgspec.Struct, frozen=True):
 
 
 def name_of(uid) -> str:
-    """SAMPLER/INCARNATION/N."""
+    """The group's name, SAMPLER/INCARNATION/N."""
     return f"{uid[0]}/{uid[1]}/{uid[2]}"
 
 
@@ -135,8 +134,8 @@ def encode_group(group: Rollout) -> bytes:
 
 
 def decode_group(data, limits: Limits) -> Rollout:
-    """The inverse of encode_group. WireError with the reason: types, shapes, sizes, token ids,
-    log-probabilities."""
+    """The inverse of encode_group. Raise WireError with the reason if types, shapes, sizes, token
+    ids or log-probabilities are wrong."""
     data = bytes(data)
     try:
         arrays = load(data)
@@ -145,9 +144,7 @@ def decode_group(data, limits: Limits) -> Rollout:
             json.loads(data[8 : 8 + size])["__metadata__"]["head"], type=GroupHead
         )
         sampling = msgspec.convert(head.sampling, Sampling)
-    except (
-        Exception
-    ) as e:  # three decoders, and each has other errors: RecursionError is among them
+    except Exception as e:  # three decoders, each with its own errors, RecursionError among them
         raise WireError(f"not a group: {printable(e)}") from None
     check_head(head)
     try:
@@ -173,7 +170,7 @@ def decode_group(data, limits: Limits) -> Rollout:
 
 
 def check_head(head: GroupHead) -> None:
-    """WireError unless every name and number outside the arrays is possible."""
+    """Raise WireError unless every name and number outside the arrays is possible."""
     sampler, incarnation, n = head.uid
     for number in (incarnation, n, head.version, abs(head.sampling.get("seed", 0))):
         need(0 <= number < 10**18, "not a group: a number of more than 18 digits, or below 0")
@@ -198,7 +195,7 @@ def check_head(head: GroupHead) -> None:
 
 
 def check_shapes(head: GroupHead, arrays: dict, limits: Limits) -> None:
-    """WireError unless these are the right arrays, as long as they say, within the limits."""
+    """Raise WireError unless these are the expected arrays, with consistent sizes."""
     expected = set(SHAPES) if head.has_allowed else set(SHAPES) - set(ALLOWED)
     if not limits.routed[0]:
         expected.remove("routed")
@@ -232,7 +229,7 @@ def check_shapes(head: GroupHead, arrays: dict, limits: Limits) -> None:
 
 
 def check_values(arrays: dict, limits: Limits) -> None:
-    """WireError unless every number in the arrays can come from an engine, and from grading."""
+    """Raise WireError unless an engine and a grader can have made every number in the arrays."""
     for name in ("prompt_ids", "tokens", "topk_ids", "allowed_ids"):
         x = arrays.get(name, np.zeros(0))
         inside = x.size == 0 or 0 <= x.min() <= x.max() < limits.vocab
@@ -248,7 +245,7 @@ def check_values(arrays: dict, limits: Limits) -> None:
     )
     logp_inf, rewards = arrays["logp_inf"], arrays["rewards"]
     need(
-        logp_inf.min() >= LEAST_LOGP and logp_inf.max() < 1e-3,  # both are false of NaN
+        logp_inf.min() >= LEAST_LOGP and logp_inf.max() < 1e-3,  # both false for NaN
         "log-probabilities that are NaN, infinite or above 0",
     )
     need(np.isfinite(rewards).all(), "a reward that is NaN or infinite")
@@ -258,8 +255,8 @@ def check_values(arrays: dict, limits: Limits) -> None:
 
 
 def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
-    """WireError unless these are the most likely tokens of a distribution: [N, K]. A token that was
-    cut has -inf."""
+    """Raise WireError unless these [N, K] arrays are the most likely tokens of distributions. A
+    token excluded by truncation has -inf."""
     need((logp < 1e-3).all(), "top-K log-probabilities that are NaN or above 0")
     need((logp[:, 1:] <= logp[:, :-1]).all(), "top-K log-probabilities that do not fall")
     need(
@@ -270,8 +267,8 @@ def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
 
 
 def check_allowed(head: GroupHead, arrays: dict, limits: Limits) -> None:
-    """WireError unless there are sets of allowed tokens exactly where the sampling is truncated, of
-    sizes that fit."""
+    """Raise WireError unless sets of allowed tokens are present exactly if the sampling is
+    truncated, with consistent sizes."""
     if limits.max_allowed:
         need(head.has_allowed, "the sets of allowed tokens are missing")
     else:
@@ -294,10 +291,10 @@ def check_allowed(head: GroupHead, arrays: dict, limits: Limits) -> None:
 
 
 def split_responses(head: GroupHead, arrays: dict) -> list[Response]:
-    """The arrays over all tokens, cut into responses."""
+    """The responses in the arrays over all tokens."""
     responses = []
     ends = np.cumsum(arrays["lengths"])
-    if head.has_allowed:  # where each token's set begins; the last entry is the end of all
+    if head.has_allowed:  # the start of each token's set; the last entry is the end of all sets
         offsets = np.concatenate([[0], np.cumsum(arrays["allowed_sizes"], dtype=np.int64)])
     for i, end in enumerate(ends):
         start = end - arrays["lengths"][i]
@@ -310,7 +307,7 @@ def split_responses(head: GroupHead, arrays: dict) -> list[Response]:
             response.allowed_offsets = offsets[start : end + 1] - offsets[start]
             response.allowed_ids = arrays["allowed_ids"][offsets[start] : offsets[end]]
         if "routed" in arrays:
-            # of the prompts of this response and those before it
+            # routing entries of the prompts before this response; `through` includes its own prompt
             before = i * (len(arrays["prompt_ids"]) - 1)
             through = before + len(arrays["prompt_ids"]) - 1
             response.routed = arrays["routed"][start + before : end + through]

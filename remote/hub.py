@@ -3,7 +3,7 @@
     torchrun train.py --samplers=tcp://*:5555 --keys=keys/learner     # rank r binds port 5555 + r
 
 `Hub` is a thread: samplers come and go, offer groups and pull weights (wire.py lists the messages).
-The training loop only looks into its inbox (source.py), so no sampler can hold it up. A malformed
+The training loop only reads its inbox (source.py), so no sampler can block training. A malformed
 message is logged, counted and dropped. link.py is the sampler's end; files.py has the same
 interface over a shared folder."""
 
@@ -27,23 +27,23 @@ from remote.groups import Limits
 from remote.keys import refusal_of, secure
 from remote.weights import manifest_of, mapped
 
-SILENT = 60.0  # seconds after which a sampler that says nothing gives its room back
+SILENT = 60.0  # seconds of silence after which a sampler's room is released
 UNANSWERED = (
-    30.0  # seconds without a good leaf after which a group that was asked for gives its room back
+    30.0  # seconds without a good leaf after which the room of a requested group is released
 )
-PULLS = 64  # groups that are fetched from one sampler at the same time, at most
-OFFERS = 256  # offers of one sampler that are remembered; a sampler has 64 open, and repeats them
+PULLS = 64  # most groups that are fetched from one sampler at the same time
+OFFERS = 256  # most remembered offers of one sampler; a sampler has 64 open, and repeats them
 
 
 @dataclass
 class Peer:
     """A sampler's connection."""
 
-    identity: bytes  # ZeroMQ's name for it
-    key: str  # its public key; empty in the clear
+    identity: bytes  # ZeroMQ's name for the connection
+    key: str  # the sampler's public key; empty without encryption
     sampler: str
     incarnation: int
-    heard: float  # when it said something last
+    heard: float  # time of its last message
     window: wire.Window = field(default_factory=wire.Window)
     offers: dict[str, wire.Manifest] = field(default_factory=dict)  # not asked for yet
     pulls: dict[str, wire.Pull] = field(default_factory=dict)
@@ -55,12 +55,12 @@ class Offered:
 
     offer: wire.Offer
     data: mmap.mmap
-    deltas: dict[str, bytes]  # name -> delta of its chain
+    deltas: dict[str, bytes]  # name -> delta of the offer's chain
 
 
 class Hub(threading.Thread, Intake):
-    """The socket, the thread, and the account of one rank. The training loop calls the methods of
-    the first part."""
+    """The socket, the thread, and the account of one rank. The training loop calls the first part
+    of the methods."""
 
     def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: Limits, log):
         threading.Thread.__init__(self, daemon=True, name="hub")
@@ -68,11 +68,11 @@ class Hub(threading.Thread, Intake):
         self.welcome = welcome
         self.limits = limits
         self.arrived: deque[Arrived] = deque()  # the inbox
-        self.todo: deque[Offered | wire.Held] = deque()  # messages of the training loop
+        self.todo: deque[Offered | wire.Held] = deque()  # messages from the training loop
         self.stopping = False
         self.turns = 0
         self.peers: dict[bytes, Peer] = {}
-        self.weights: dict[str, Offered] = {}  # the newest stands last
+        self.weights: dict[str, Offered] = {}  # in order of publication
         self.chain = Chain()
         wire.check_address("samplers", bind, 0)
         self.context = zmq.Context()
@@ -80,9 +80,9 @@ class Hub(threading.Thread, Intake):
         try:
             self._open_socket(bind, keys)
         except Exception:
-            self._close_sockets()  # or the process could wait for them for ever
+            self._close_sockets()  # otherwise the process could wait for them forever
             raise
-        self.start()  # libzmq ends the process where peers leave a socket that nothing reads
+        self.start()  # libzmq aborts the process if peers leave a socket that nothing reads
 
     def _open_socket(self, bind: str, keys: str) -> None:
         self.socket = self.context.socket(zmq.ROUTER)
@@ -107,8 +107,8 @@ class Hub(threading.Thread, Intake):
     def broadcast(
         self, version: int, path: Path, published: float, change: bytes | None = None
     ) -> None:
-        """Offer these weights to all samplers. change: the delta from those before, if there is
-        one."""
+        """Offer these weights to all samplers. change: the delta from the previous weights, if
+        there is one."""
         of, data = manifest_of(path), mapped(path)
         self.chain.add(of, change)
         offer = wire.Offer(of, version, published, [step for step, _ in self.chain.steps])
@@ -117,11 +117,11 @@ class Hub(threading.Thread, Intake):
         )
 
     def held(self, names: list[str]) -> None:
-        """A checkpoint accounts for these groups: their samplers may forget them."""
+        """Report that a checkpoint accounts for these groups: their samplers may delete them."""
         self.todo.append(wire.Held(names))
 
     def drain(self) -> list[Arrived]:
-        """The groups that have come since the last call, in order of arrival."""
+        """The groups that have arrived since the last call, in order of arrival."""
         with self.lock:
             out = list(self.arrived)
             self.arrived.clear()
@@ -153,7 +153,7 @@ class Hub(threading.Thread, Intake):
             self.broken = repr(e)
             raise
         finally:
-            self.socket.close(linger=0)  # by the thread that uses it
+            self.socket.close(linger=0)  # closed by the thread that uses it
 
     def _send_todo(self) -> None:
         while self.todo:
@@ -177,7 +177,7 @@ class Hub(threading.Thread, Intake):
                 self._send(identity, wire.Held(by_sampler[peer.sampler]))
 
     def _receive(self) -> None:
-        """Handle the messages that have come, a thousand at most."""
+        """Handle at most a thousand messages that have arrived."""
         for _ in range(1000):
             try:
                 identity, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -189,15 +189,12 @@ class Hub(threading.Thread, Intake):
             except wire.WireError as e:
                 self.counts["malformed"] += 1
                 self.log.warning("malformed message dropped: %s", e)
-            except (
-                Exception
-            ) as e:  # a fault of ours, which ends neither the run nor another connection
+            except Exception as e:  # a fault in this code: the run and all connections continue
                 self.counts["faults"] += 1
                 self.log.error("a fault in a message, which is dropped: %r", e)
 
     def _give_up_silent(self, now: float) -> None:
-        """A sampler that says nothing any more gives its room back, and so does a group of which
-        nothing comes."""
+        """Release the room of silent samplers, and of requested groups without progress."""
         for identity, peer in list(self.peers.items()):
             if now - peer.heard > SILENT:
                 self.log.info(
@@ -216,8 +213,7 @@ class Hub(threading.Thread, Intake):
                     self._drop(peer, name)
 
     def _ask(self, now: float) -> None:
-        """Ask for groups that are offered, as far as there is room; another peer is the first each
-        time."""
+        """Ask for offered groups while there is room. Each call starts at a different peer."""
         peers = list(self.peers.values())
         self.turns += 1
         first = self.turns % max(1, len(peers))
@@ -240,29 +236,25 @@ class Hub(threading.Thread, Intake):
         frames = [identity, wire.encode(message)]
         if payload is not None:
             frames.append(payload)
-        with contextlib.suppress(
-            zmq.ZMQError
-        ):  # a peer that is gone or does not read: it will say hello again
+        with contextlib.suppress(zmq.ZMQError):  # a peer that is gone will say hello again
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
     # -- one method for each message
     # -----------------------------------------------------------------------------------
 
     def _handle(self, identity: bytes, frames: list[zmq.Frame]) -> None:
-        """WireError: no message, or none that may come now."""
+        """Handle a message. WireError: it is not a message, or not allowed now."""
         wire.need(1 <= len(frames) <= 2, f"a message of {len(frames)} parts")
         message = wire.decode(frames[0].buffer)
         try:
             key = frames[0].get("User-Id")
-        except zmq.ZMQError:  # in the clear
+        except zmq.ZMQError:  # without encryption
             key = ""
         if isinstance(message, wire.Hello):
             self._on_hello(identity, key, message)
             return
         peer = self.peers.get(identity)
-        if (
-            peer is None or peer.key != key
-        ):  # a sampler of an earlier session: it must say who it is
+        if peer is None or peer.key != key:  # it must introduce itself
             self._send(identity, wire.Gone(""))
             return
         peer.heard = time.monotonic()
@@ -299,11 +291,11 @@ class Hub(threading.Thread, Intake):
             if is_of(peer.sampler, name):
                 self._on_lost(peer, name)
         newest = next(reversed(self.weights), "")
-        # an answer: the learner is alive
+        # the answer shows that the learner is alive
         self._send(identity, wire.Got([], newest, hello.sent, time.time()))
 
     def _refusal(self, hello: wire.Hello, key: str) -> str:
-        """Why this sampler is turned away; empty if it may come in."""
+        """Why this sampler is rejected; empty if it is accepted."""
         if not is_stream(hello.sampler):
             name = wire.printable(hello.sampler, 100)
             return f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _"
@@ -317,12 +309,10 @@ class Hub(threading.Thread, Intake):
     def _let_in(self, identity: bytes, key: str, hello: wire.Hello) -> Peer:
         self.log.info("sampler %s, incarnation %d, is here", hello.sampler, hello.incarnation)
         peer = Peer(identity, key, hello.sampler, hello.incarnation, heard=time.monotonic())
-        if (
-            identity in self.peers and self.peers[identity].sampler != hello.sampler
-        ):  # it goes by another name now
+        if identity in self.peers and self.peers[identity].sampler != hello.sampler:  # a new name
             self._drop_all(self.peers.pop(identity))
-        # On a new connection, or from a new process, groups that the old one was asked for go on
-        # from their last leaf.
+        # Pulls of an older connection or process of the same sampler continue here from their last
+        # good leaf.
         for old in [other for other in self.peers.values() if other.sampler == hello.sampler]:
             peer.pulls |= self.peers.pop(old.identity).pulls
         for pull in peer.pulls.values():
@@ -338,7 +328,7 @@ class Hub(threading.Thread, Intake):
             self._send(identity, next(reversed(self.weights.values())).offer)
 
     def _on_lost(self, peer: Peer, name: str) -> None:
-        """The sampler cannot send this group any more."""
+        """Record that the sampler cannot send this group any more."""
         if self.held_names.has(name):
             self._send(peer.identity, wire.Held([name]))
         elif not self.got.has(name):
@@ -348,7 +338,7 @@ class Hub(threading.Thread, Intake):
             self._enter(Arrived(name, time.time(), fate="lost"))
 
     def _enter(self, arrived: Arrived) -> None:
-        """Hand a group, or its fate, to the training loop."""
+        """Put a group, or its fate, into the inbox of the training loop."""
         self.got.add(arrived.name)
         with self.lock:
             self.arrived.append(arrived)
@@ -388,7 +378,7 @@ class Hub(threading.Thread, Intake):
             self._send(peer.identity, wire.Got([message.name]))
 
     def _drop(self, peer: Peer, name: str) -> None:
-        """Give up a group that was asked for."""
+        """Stop fetching a group that was asked for."""
         pull = peer.pulls.pop(name)
         pull.forget_asked()
         self.free(pull.of.nbytes)
@@ -407,7 +397,8 @@ class Hub(threading.Thread, Intake):
         self._send(peer.identity, wire.Leaves(ask.name, ask.first), part)
 
     def _object(self, name: str) -> mmap.mmap | bytes | None:
-        """Weights or a delta of this name that samplers may fetch."""
+        """The weights or the delta with this name that samplers may fetch; None if there are
+        none."""
         for published in self.weights.values():
             if published.offer.of.name == name:
                 return published.data

@@ -1,10 +1,10 @@
-"""CURVE keys: they say who may talk to whom, and no one else can read it.
+"""CURVE keys: they authenticate learner and samplers, and encrypt their connection.
 
     python -m remote.keys OUT --samplers=4      # OUT/learner and OUT/sampler0 ... OUT/sampler3
 
-Carry each machine its folder, by a way you trust. ZeroMQ's CURVE (Curve25519) authenticates and
-encrypts every connection: each end needs the public key of the other. A sampler's name is the name
-of its folder of keys, or begins with it and a hyphen."""
+Copy each folder to its machine over a trusted channel. ZeroMQ's CURVE (Curve25519) authenticates
+and encrypts every connection: each end needs the public key of the other end. A sampler's name is
+the name of its folder of keys, or begins with this name and a hyphen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ USAGE = "python -m remote.keys OUT [--samplers=N]: keys for a learner and its sa
 
 
 class SamplerKeys(NamedTuple):
-    """A sampler's keys, as ZeroMQ wants them."""
+    """A sampler's keys, in ZeroMQ's format."""
 
     public: bytes
     secret: bytes
@@ -35,10 +35,10 @@ class SamplerKeys(NamedTuple):
 
 
 def make_keys(out: str, samplers: int) -> None:
-    """OUT/learner and OUT/sampler0, ...: a folder of keys for each machine, secrets readable by
-    their owner alone.
+    """Write OUT/learner and OUT/sampler0, ...: a folder of keys for each machine; only the owner
+    can read the secret keys.
 
-    UserError: there is something in OUT already."""
+    UserError: OUT is not empty."""
     need(
         1 <= samplers <= MOST_SAMPLERS, f"--samplers={samplers}: a number from 1 to {MOST_SAMPLERS}"
     )
@@ -55,14 +55,14 @@ def make_keys(out: str, samplers: int) -> None:
         os.chmod(folder / f"{folder.name}.key_secret", 0o600)
     (learner / "samplers").mkdir()
     for folder in folders:
-        # the learner knows whom it lets in
+        # the learner knows the public keys of its samplers
         shutil.move(folder / f"{folder.name}.key", learner / "samplers")
         shutil.copy(learner / "learner.key", folder)
 
 
 def machine_keys(folder: str) -> tuple[bytes, bytes]:
-    """(public, secret) of the machine of a key folder. UserError: none there, or readable by
-    others."""
+    """(public, secret) in a machine's folder of keys. Raise UserError if there is no secret key, or
+    if other users can read it."""
     files = sorted(Path(folder).glob("*.key_secret"))
     if len(files) != 1:
         raise UserError(
@@ -83,7 +83,7 @@ def machine_keys(folder: str) -> tuple[bytes, bytes]:
 
 
 def sampler_keys(folder: str) -> SamplerKeys:
-    """The keys in a sampler's key folder. UserError: no such folder."""
+    """The keys in a sampler's folder. Raise UserError if it is not one."""
     learner = Path(folder) / "learner.key"
     need(
         not (Path(folder) / "samplers").exists(),
@@ -97,7 +97,7 @@ def sampler_keys(folder: str) -> SamplerKeys:
 
 
 def read_key_file(path: Path) -> tuple[bytes, bytes | None]:
-    """(public, secret or None) in a file of keys. UserError: it has no keys."""
+    """(public, secret or None) in a key file. Raise UserError if it has no keys."""
     try:
         public, secret = zmq.auth.load_certificate(path)
         is_valid = len(public) == 40 and (secret is None or len(secret) == 40)
@@ -108,7 +108,7 @@ def read_key_file(path: Path) -> tuple[bytes, bytes | None]:
 
 
 class KnownKeys:
-    """Asked by ZeroMQ at every handshake: whether the peer with this public key may come in."""
+    """The callback of ZeroMQ at every handshake: accepts only peers with a known public key."""
 
     def __init__(self, known: dict[str, str], log, counts):
         self.known = known
@@ -124,11 +124,11 @@ class KnownKeys:
 
 
 def secure(context, socket, keys: str, log, counts) -> tuple[ThreadAuthenticator, dict[str, str]]:
-    """Encrypt a socket that will be bound, and let in only the samplers that have a public key in
+    """Encrypt a socket before it is bound, and accept only the samplers that have a public key in
     KEYS/samplers.
 
     Returns the thread that answers ZeroMQ's questions, which the caller stops, and the name of each
-    public key. UserError: no keys there."""
+    public key. UserError: there are no keys."""
     public, secret = machine_keys(keys)
     files = sorted((Path(keys) / "samplers").glob("*.key"))
     known = {read_key_file(path)[0].decode("ascii"): path.stem for path in files}
@@ -149,8 +149,7 @@ def secure(context, socket, keys: str, log, counts) -> tuple[ThreadAuthenticator
 
 
 def refusal_of(stream: str, owner: str) -> str:
-    """Why the sampler with the keys of the folder `owner` may not use this name; empty if it
-    may."""
+    """Why a sampler with the keys of the folder `owner` may not use this name; empty if it may."""
     sampler = without_rank(stream)
     if sampler == owner or sampler.startswith(f"{owner}-"):
         return ""

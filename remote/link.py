@@ -1,5 +1,5 @@
-"""A sampler's end over ZeroMQ: offers its spool, answers asks, fetches the newest weights.
-HeteroRL, section 4.2.
+"""The sampler's end over ZeroMQ: offers the groups in its spool, answers asks, fetches the newest
+weights. HeteroRL, section 4.2.
 
 `Link` is a thread with one `Line`, a ZeroMQ DEALER socket, for each rank of the learner. The
 sampling loop (sampler.py) reads `newest` and `error`, and never waits for the thread. A malformed
@@ -23,17 +23,17 @@ from remote.clock import LearnerClock
 from remote.keys import SamplerKeys
 
 BEAT = 2.0  # seconds between two hellos
-# bytes of groups that are read and hashed before asks are looked at again
+# bytes of groups that are read and hashed before the thread looks for asks again
 OFFERED_AT_ONCE = 4 << 20
-OFFERS = 64  # groups offered and not yet fetched, at most
+OFFERS = 64  # most groups that are offered and not yet fetched
 PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that does not answer
 
 
 class Link(threading.Thread):
     """One line to each rank of the learner; the newest weights come from the first rank.
 
-    flags: sampler.SamplerFlags. store: the folder for weights. keys: None for a connection in the
-    clear."""
+    flags: sampler.SamplerFlags. store: the folder for weights. keys: None for an unencrypted
+    connection."""
 
     def __init__(
         self,
@@ -50,9 +50,7 @@ class Link(threading.Thread):
         self.store = store
         self.keys = keys
         self.welcome: queue.Queue[wire.Welcome] = queue.Queue(maxsize=16)
-        self.newest: wire.ReceivedWeights | None = (
-            None  # None until the first weights are here whole
-        )
+        self.newest: wire.ReceivedWeights | None = None  # None until the first weights are complete
         self.error = ""
         self.stopping = False
         self.context = zmq.Context()
@@ -61,19 +59,19 @@ class Link(threading.Thread):
                 stream: Line(self, a, stream) for a, stream in zip(addresses, streams, strict=True)
             }
         except Exception:
-            self.context.destroy(linger=0)  # or the process would wait for open sockets
+            self.context.destroy(linger=0)  # otherwise the process would wait for open sockets
             raise
         first = self.lines[streams[0]]
         first.fetcher = Fetcher(self, first)
         self.start()
 
     def behind(self, stream: str) -> int:
-        """Groups that the learner has not fetched. Those that it has fetched must not count: it
-        holds them only when it saves, and to get there it needs more."""
+        """The number of groups that the learner has not fetched. Fetched groups do not count: the
+        learner holds them only after a checkpoint, and it needs more groups to reach one."""
         return len(self.spool.waiting[stream]) - len(self.lines[stream].got)
 
     def offset(self, stream: str) -> float:
-        """Seconds by which the clock of this stream's learner is ahead of ours."""
+        """Seconds by which the clock of this stream's learner is ahead of the own clock."""
         return self.lines[stream].clock.offset
 
     def close(self) -> None:
@@ -91,9 +89,7 @@ class Link(threading.Thread):
                 away = time.monotonic() - before
                 before += away
                 for line in self.lines.values():
-                    if (
-                        away > self.flags.patience
-                    ):  # this process was suspended; the learner is not to blame
+                    if away > self.flags.patience:  # suspended: this is not the learner's silence
                         line.heard += away
                         line.tried += away
                     self._turn(line)
@@ -106,7 +102,7 @@ class Link(threading.Thread):
     def _turn(self, line: Line) -> None:
         try:
             line.turn(time.monotonic())
-        except OSError as e:  # no room for the new weights: they are asked for again
+        except OSError as e:  # no room for the new weights: the fetch is repeated
             print(f"{self.store}: {e.strerror or e}; waiting for room", flush=True)
             time.sleep(1.0)
         if line.silence > self.flags.give_up:
@@ -124,26 +120,26 @@ class Line:
         self.link = link
         self.address = address
         self.stream = stream
-        self.fetcher: Fetcher | None = None  # on the line that the weights come over
+        self.fetcher: Fetcher | None = None  # only on the line that brings weights
         self.socket = None
-        self.session = ""  # the learner's, once it has said welcome
+        self.session = ""  # the learner's session, after its welcome
         self.clock = LearnerClock()
-        self.offered: dict[str, float] = {}  # name -> when
-        self.got: set[str] = set()  # groups that the learner has here whole
-        self.sent: tuple[str, bytes] = ("", b"")  # the group that was asked for last, and its bytes
-        self.heard = time.monotonic()  # when the learner said something last
-        self.tried = self.heard  # the same, or when a new connection was tried last
+        self.offered: dict[str, float] = {}  # name -> time of the offer
+        self.got: set[str] = set()  # groups that the learner has received completely
+        self.sent: tuple[str, bytes] = ("", b"")  # name and bytes of the last group asked for
+        self.heard = time.monotonic()  # time of the learner's last message
+        self.tried = self.heard  # time of the last message or of the last new connection
         self.printed = self.heard
-        self.beat = 0.0  # when the last hello was sent
+        self.beat = 0.0  # time of the last hello
         self.connect()
 
     @property
     def silence(self) -> float:
-        """Seconds since the learner said something."""
+        """Seconds since the learner's last message."""
         return time.monotonic() - self.heard
 
     def connect(self) -> None:
-        """Open the connection, or a new one in the place of one that is silent."""
+        """Open the connection, or replace a silent connection."""
         if self.socket is not None:
             self.socket.close(linger=0)
         self.socket = self.link.context.socket(zmq.DEALER)
@@ -164,12 +160,12 @@ class Line:
         self.forget_session()
 
     def say_hello_again(self) -> None:
-        """The learner does not know this connection."""
+        """Introduce this sampler again: the learner does not know this connection."""
         self.session = ""
         self.beat = 0.0
 
     def forget_session(self) -> None:
-        """Offers, fetched groups and asks belong to a session or a connection that is over."""
+        """Drop offers, fetched groups and asks of a session or a connection that has ended."""
         self.offered.clear()
         self.got.clear()
         if self.fetcher is not None and self.fetcher.pull is not None:
@@ -179,16 +175,14 @@ class Line:
         frames = [wire.encode(message)]
         if payload is not None:
             frames.append(payload)
-        with contextlib.suppress(
-            zmq.Again
-        ):  # no learner, or one that does not read: everything is sent again later
+        with contextlib.suppress(zmq.Again):  # lost messages are repeated later
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
     # -- the work of a turn
     # --------------------------------------------------------------------------------------------
 
     def turn(self, now: float) -> None:
-        """OSError: no room for the weights."""
+        """Receive and send what is due. OSError: no room for the weights."""
         self.receive()
         if now - self.beat > min(BEAT, self.link.flags.patience / 2):
             self.beat = now
@@ -200,15 +194,13 @@ class Line:
                 self.fetcher.turn()
 
     def receive(self) -> None:
-        """Handle the messages that have come, a thousand at most."""
+        """Handle at most a thousand messages that have arrived."""
         for _ in range(1000):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            with contextlib.suppress(
-                wire.WireError
-            ):  # damaged on the way: it will be asked for again
+            with contextlib.suppress(wire.WireError):  # damaged on the way: it is asked for again
                 self.handle(wire.decode(frames[0].buffer), frames)
 
     def send_hello(self) -> None:
@@ -233,7 +225,7 @@ class Line:
         self.connect()
 
     def offer(self, now: float) -> None:
-        """Offer the oldest groups that wait, and again those that were offered and not answered."""
+        """Offer the oldest waiting groups, and repeat offers that were not answered."""
         for name, when in list(self.offered.items()):
             if now - when > 3 * self.link.flags.patience:
                 del self.offered[name]
@@ -251,7 +243,7 @@ class Line:
                 self.offered[name] = now
                 self.send(wire.Offer(wire.manifest(name, data)))
                 read += len(data)
-            if read >= OFFERED_AT_ONCE:  # asks are waiting, perhaps
+            if read >= OFFERED_AT_ONCE:  # asks may be waiting
                 break
 
     # -- one method for each message
@@ -260,7 +252,7 @@ class Line:
     def handle(self, message: wire.Message, frames: list[zmq.Frame]) -> None:
         self.heard = self.tried = time.monotonic()
         match message:
-            case wire.Welcome() if not self.link.welcome.full():  # else it is asked for again
+            case wire.Welcome() if not self.link.welcome.full():  # otherwise the hello is repeated
                 self.session = message.session
                 self.forget_session()
                 self.link.welcome.put(message)
@@ -317,22 +309,21 @@ class Line:
 
 
 class Fetcher:
-    """Fetches the newest weights over a line into the store, one set at a time, whole before the
-    next."""
+    """Fetches the newest weights over a line into the store, one complete set after the other."""
 
     def __init__(self, link: Link, line: Line):
         self.link = link
         self.line = line
         self.window = wire.Window(link.flags.patience)
-        self.newest_name = ""  # of the weights that were offered last
-        self.wanted: wire.Offer | None = None  # the same, until they are here
-        self.fetching: wire.Offer | None = None  # the weights of `work`
-        self.work = None  # `fetch`, as far as it is
-        self.pull: wire.Pull | None = None  # of a delta, or of the whole weights
-        self.root = ""  # of the weights in the store
+        self.newest_name = ""  # name of the weights in the last offer
+        self.wanted: wire.Offer | None = None  # the last offer, until its weights are complete
+        self.fetching: wire.Offer | None = None  # the offer that `work` fetches
+        self.work = None  # the running generator `fetch`
+        self.pull: wire.Pull | None = None  # the running pull of a delta or of the whole weights
+        self.root = ""  # root of the weights in the store
 
     def turn(self) -> None:
-        """Go on for a moment. OSError: no room in the store; the fetch begins again."""
+        """Continue the fetch for a moment. OSError: no room in the store; the fetch starts over."""
         if self.work is None and self.wanted is not None:
             self.fetching = self.wanted
             self.work = self.fetch(self.wanted)
@@ -368,17 +359,18 @@ class Fetcher:
                 raise
 
     def on_gone(self, name: str) -> None:
-        """Newer weights are out. If their offer was lost, the answer to the next hello says so."""
+        """Stop the fetch: newer weights are published. If their offer was lost, the answer to the
+        next hello names them."""
         if self.pull is not None and self.pull.of.name == name:
             self.stop()
             if self.wanted is self.fetching:
                 self.wanted = None
 
     def fetch(self, offer: wire.Offer):
-        """Bring these weights into the store. A generator, which stops where it has to wait, and
-        after each block."""
+        """Bring these weights into the store. A generator that yields while it waits and after each
+        block."""
         store, before = self.link.store, self.link.newest
-        if offer.of.root == self.root:  # only the version has changed
+        if offer.of.root == self.root:  # same weights, new version
             path = before.path
         else:
             part = store / f"{offer.of.root}.part"
@@ -390,7 +382,7 @@ class Fetcher:
             path = store / f"v{offer.version:06d}.safetensors"
             os.replace(part, path)
             self.root = offer.of.root
-            for old in store.glob("v*.safetensors"):  # these weights and those before them stay
+            for old in store.glob("v*.safetensors"):  # keep these weights and the previous ones
                 if old != path and (before is None or old != before.path):
                     old.unlink()
         self.link.newest = wire.ReceivedWeights(offer.version, offer.published, path)
@@ -398,14 +390,14 @@ class Fetcher:
             self.wanted = None
 
     def fetch_whole(self, offer: wire.Offer, part: Path):
-        """Pull the file, or the leaves of it that an earlier attempt has not left there."""
+        """Pull the file, or only the leaves that an earlier attempt did not write."""
         resume = part.is_file() and part.stat().st_size == offer.of.nbytes
         with contextlib.closing(wire.FileSink(part, offer.of.nbytes, resume)) as sink:
             yield from self.wait_for(wire.Pull(offer.of, sink, self.window, resume))
 
     def fetch_deltas(self, offer: wire.Offer, part: Path):
-        """Rebuild the file from the weights in the store and the deltas that lead from them to
-        these. False: there are none, or they do not lead there."""
+        """Rebuild the file from the weights in the store and a chain of deltas. False: there is no
+        such chain, or it does not lead to these weights."""
         deltas = []
         try:
             for of in delta.chain_from(self.root, offer):
@@ -424,7 +416,7 @@ class Fetcher:
         return bool(deltas)
 
     def wait_for(self, pull: wire.Pull):
-        """Ask for leaves until the object is here."""
+        """Ask for leaves until the object is complete."""
         self.pull = pull
         while not pull.done:
             while (leaves := pull.ask(time.monotonic())) is not None:

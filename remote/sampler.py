@@ -4,12 +4,12 @@
     python -m remote --connect=/shared/run                                  # over a shared folder
 
 Everything but the engine's flags comes from the learner: the model's configuration and tokenizer,
-the sampling settings, the task, the weights. Two threads do not wait for each other. This one
-samples with the newest weights that are here whole, hands each group over to the spool (a file that
-appears whole; from then on the group is accounted for) and goes on. The link's thread (link.py or
-files_link.py) offers the groups in the spool until the learner holds them, and fetches new weights
-meanwhile. Killed and started again, a sampler offers the groups that are still in its spool and
-goes on under a new incarnation. Samplers begin the task at different places."""
+the sampling settings, the task, the weights. Two threads run without waiting for each other. The
+main thread samples with the newest complete weights, hands each group over to the spool (a file
+that appears whole; from then on the group is accounted for) and continues. The link's thread
+(link.py or files_link.py) offers the groups in the spool until the learner holds them, and fetches
+new weights. After a kill and a restart, a sampler offers the groups that are still in its spool and
+continues as a new incarnation. Each sampler starts at a different place of the task."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class SamplerFlags(EngineFlags, DelayFlags):
 
 
 def sample(flags: SamplerFlags) -> None:
-    """Run until a signal comes. UserError: the learner refuses, or is silent for longer than
-    --give_up."""
+    """Run until a signal comes. Raise UserError if the learner refuses, or is silent for longer
+    than --give_up."""
     connection = connect(flags, incarnation=int(time.time() * 1000))
     try:
         welcome = first_welcome(connection.link)
@@ -105,8 +105,7 @@ def sample(flags: SamplerFlags) -> None:
 
 
 class RemoteSampler:
-    """The loop: load the newest weights, sample for the rank that has the fewest groups, hand
-    over."""
+    """The loop: load the newest weights, sample for the rank with the fewest groups, hand over."""
 
     def __init__(
         self,
@@ -125,21 +124,20 @@ class RemoteSampler:
         self.sampled = dict.fromkeys(connection.streams, 0)  # stream -> groups
         self.loaded: wire.ReceivedWeights | None = None
         self.delays_drawn = 0
-        self.hold_until = 0.0  # no new weights before
-        self.began: float | None = None  # when the first weights were loaded
+        self.hold_until = 0.0  # time before which no new weights are loaded
+        self.began: float | None = None  # time when the first weights were loaded
         self.printed = time.monotonic()
         self.busy = 0.0  # seconds spent sampling since `began`
         self.loading = 0.0  # seconds spent loading weights since `began`
 
     def run(self) -> None:
-        """UserError with the link's error, when it has one."""
+        """Run the loop until the link has an error; raise it as UserError."""
         while not self.link.error:
             check_same_run(self.link, self.welcome)
             if self.began is not None and time.monotonic() - self.printed > PRINT_EVERY:
                 self.print_progress()
             hungry = [s for s in self.streams if self.link.behind(s) < self.flags.spool_groups]
-            # The only waits there are: for the first weights, and for a learner that does not keep
-            # up.
+            # The loop waits only for the first weights, and for a learner that does not keep up.
             if self.link.newest is None or not hungry or not self.load_newest(self.link.newest):
                 time.sleep(0.02)
                 continue
@@ -158,8 +156,8 @@ class RemoteSampler:
         )
 
     def load_newest(self, newest: wire.ReceivedWeights) -> bool:
-        """Load these weights if the engine has others and the delay is over. False: newer ones have
-        replaced the file, and the link will say so."""
+        """Load these weights if they are not loaded and the delay is over. False: newer weights
+        have replaced the file, and the link will report them."""
         if newest == self.loaded or time.monotonic() < self.hold_until:
             return True
         start = time.monotonic()
@@ -177,8 +175,8 @@ class RemoteSampler:
         return True
 
     def draw_delay(self) -> float:
-        """Seconds for which the weights just loaded are used, a pure function of incarnation and
-        number of the draw."""
+        """Seconds for which the weights just loaded are used, a pure function of the incarnation
+        and the number of draws."""
         f = self.flags
         u = float(uniforms(1, "delay", self.streams[0], self.incarnation, self.delays_drawn)[0])
         self.delays_drawn += 1
@@ -190,19 +188,19 @@ class RemoteSampler:
         self.source.owner = (stream, self.incarnation)
         first = self.sampled[stream]
         groups = self.source.sample(range(first, first + n))
-        offset = self.link.offset(stream)  # the age of a group is counted by the learner's clock
+        offset = self.link.offset(stream)  # the learner's clock counts the age of a group
         for group in groups:
             group.t_start = max(0.0, group.t_start + offset)
             group.t_end = max(0.0, group.t_end + offset)
         encoded = [encode_group(group) for group in groups]
-        # All time but this is the transport's: handing over, waiting, looking.
+        # All other time belongs to the transport: handing over, waiting, looking.
         self.busy += time.monotonic() - start
         self.sampled[stream] += n
         for group, data in zip(groups, encoded, strict=True):
             self.hand_over(stream, group, data)
 
     def hand_over(self, stream: str, group: Rollout, data: bytes) -> None:
-        """Where the disk is full, nothing is lost: the sampler waits."""
+        """Hand over a group. If the disk is full, the sampler waits and loses nothing."""
         while not self.link.error:
             try:
                 self.spool.hand_over(stream, name_of(group.uid), data)
@@ -213,7 +211,7 @@ class RemoteSampler:
 
 
 def first_welcome(link: Link | FilesLink) -> wire.Welcome:
-    """The learner's welcome, once it is here. UserError with the link's error."""
+    """Wait for the learner's welcome. Raise the link's error as UserError."""
     while not link.error:
         try:
             return link.welcome.get(timeout=0.05)
@@ -223,7 +221,7 @@ def first_welcome(link: Link | FilesLink) -> wire.Welcome:
 
 
 def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
-    """UserError if the learner has started again and wants something else."""
+    """Raise UserError if the learner has restarted with a different run."""
     while not link.welcome.empty():
         again = link.welcome.get()
         changed = [
@@ -239,13 +237,13 @@ def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The connection: everything that can be wrong before a model loads
+# The connection: all checks that come before a model is loaded
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Connection(NamedTuple):
-    """streams: this sampler's names, one for each rank of the learner. folder: of this sampler
-    alone."""
+    """streams: this sampler's names, one for each rank of the learner. folder: used by this sampler
+    only."""
 
     link: Link | FilesLink
     spool: Spool
@@ -254,7 +252,7 @@ class Connection(NamedTuple):
 
 
 def connect(flags: SamplerFlags, incarnation: int) -> Connection:
-    """Check the flags, lock the folder, start the link. UserError: one sentence."""
+    """Check the flags, lock the folder, start the link. UserError: a flag is wrong."""
     need(
         flags.connect, "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder"
     )
@@ -289,18 +287,18 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
     )
     folder = sampler_folder(flags, name)
     streams = streams_of(name, wait_for_ranks(shared, flags))
-    spool = Spool(shared / "rollouts", streams, incarnation)  # a group in there is handed over
+    spool = Spool(shared / "rollouts", streams, incarnation)  # groups here are handed over
     return Connection(FilesLink(str(shared), streams, flags, spool), spool, streams, folder)
 
 
 def streams_of(name: str, ranks: int) -> list[str]:
-    """A stream for each rank; with one rank, the sampler's name."""
+    """The names of the streams, one for each rank; with one rank, the sampler's name."""
     return [name] if ranks == 1 else [f"{name}.{rank}" for rank in range(ranks)]
 
 
 def sampler_folder(flags: SamplerFlags, name: str) -> Path:
-    """The folder of this sampler, for this process alone. UserError: it cannot be, or another one
-    works there."""
+    """The folder of this sampler, locked for this process. Raise UserError if it cannot be written,
+    or if a different sampler uses it."""
     folder = Path(flags.spool or f"out/samplers/{name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -313,7 +311,7 @@ def sampler_folder(flags: SamplerFlags, name: str) -> Path:
 
 
 def sampler_name(flags: SamplerFlags) -> str:
-    """--name, or the name of the keys, or the host's. UserError if it cannot be a sampler's
+    """--name, or the name of the keys, or the host's name. Raise UserError if it is not a valid
     name."""
     host = re.sub("[^A-Za-z0-9_-]", "-", os.uname().nodename.partition(".")[0])[:64] or "sampler"
     name = flags.name or (host if flags.keys == "none" else Path(flags.keys).name)
@@ -322,12 +320,12 @@ def sampler_name(flags: SamplerFlags) -> str:
     return name
 
 
-LOCKS = []  # open as long as the process lives
+LOCKS = []  # open until the process ends
 
 
 def lock_folder(folder: Path) -> None:
-    """One process for each folder. UserError: another one works there."""
-    lock = open(folder / "lock", "w")  # noqa: SIM115 (closing it would give the lock back)
+    """Lock a folder for this process. Raise UserError if a different sampler uses it."""
+    lock = open(folder / "lock", "w")  # noqa: SIM115 (closing the file would release the lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -338,8 +336,8 @@ def lock_folder(folder: Path) -> None:
 
 
 def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | None:
-    """The keys for these addresses of a learner's ranks. UserError: they are no addresses, or need
-    keys."""
+    """The keys for the addresses of a learner's ranks. Raise UserError for an invalid address, or
+    if keys are needed and missing."""
     for address in addresses:
         wire.check_address("connect", address, 1)
     keys = None if flags.keys == "none" else sampler_keys(flags.keys)
@@ -376,7 +374,7 @@ class Description(msgspec.Struct):
 
 
 def check_description(run: dict) -> None:
-    """UserError unless this describes a run."""
+    """Raise UserError unless this describes a run."""
     try:
         msgspec.convert(run, Description)
         Sampling(**run["sampling"])
@@ -398,8 +396,8 @@ def check_description(run: dict) -> None:
 
 
 class SamplerSource(LocalSource):
-    """A LocalSource with groups that carry this sampler's stream and incarnation, and that start at
-    a random place of the task.
+    """A LocalSource for groups that carry this sampler's stream and incarnation, and start at a
+    random place of the task.
 
     owner: (stream, incarnation) of the groups to be sampled next. skeleton: the learner's model
     without its weights; low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit
@@ -416,14 +414,14 @@ class SamplerSource(LocalSource):
         return request_seed("walk", *self.owner) % 2**31 + i, (*self.owner, i)
 
     def load_weights(self, newest: wire.ReceivedWeights) -> None:
-        """Put published weights into the engine, in the form that it takes. FileNotFoundError:
-        newer ones have replaced them."""
+        """Load published weights into the engine, in the form that it needs. FileNotFoundError:
+        newer weights have replaced them."""
         stored = read_tensors(newest.path)
         self.published = newest.published
         self.load(newest.version, Published(lambda: self.for_engine(stored)))
 
     def for_engine(self, stored: Published):
-        """Yields published tensors in the form that the engine takes, one after the other."""
+        """Yield published tensors in the form that the engine needs, one after the other."""
         if self.low_bits:
             return iter(stored) if self.engine.packed else quant.without_int4(stored)
         tensors = ((name, x.float() if x.is_floating_point() else x) for name, x in stored)
@@ -435,7 +433,7 @@ class SamplerSource(LocalSource):
 
 
 def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> SamplerSource:
-    """Engine, task and tokenizer as the learner describes them. UserError: one sentence."""
+    """Engine, task and tokenizer as the learner describes them. UserError: they cannot be made."""
     run, model = welcome.run, folder / "model"
     check_description(run)
     wire.unpack_setup(welcome.setup, model)
@@ -443,7 +441,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
     tokenizer = read_tokenizer(model)
     vocabulary = vocabulary_size(tokenizer)
     skeleton = quant.empty_model(str(model))
-    write_zeros(skeleton, model)  # the engine starts from anything and is given its weights
+    write_zeros(skeleton, model)  # the engine starts with zeros; load_weights replaces them
     engine = make_engine(
         cfg,
         str(model),
@@ -475,7 +473,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
 
 
 def configure(run: dict, flags: SamplerFlags) -> Config:
-    """The learner's flags, and this host's for the engine. UserError if they do not go together."""
+    """The learner's flags, with this host's engine flags. Raise UserError if they contradict."""
     known = {f.name for f in fields(Config)}
     cfg = Config(**{k: v for k, v in run["config"].items() if k in known})
     task = flags.task or (cfg.task if cfg.task.startswith("hf:") else "arith")
@@ -503,7 +501,7 @@ def configure(run: dict, flags: SamplerFlags) -> Config:
 
 
 def check_task(path: str, learners: str, digest: str) -> None:
-    """UserError unless this host has the learner's task file."""
+    """Raise UserError unless this host has the learner's task file."""
     try:
         same = digest_of(path) == digest
     except OSError:

@@ -2,22 +2,22 @@
 
 `RemoteSource` has the interface of a LocalSource (source.py): it publishes weights, returns groups
 in order of arrival, and keeps the account. hub.py or files.py brings the groups. No group is lost,
-and none is trained on twice: a sampler keeps each group (account.py) until the learner says `held`,
-which it says only of groups that a checkpoint accounts for, and a learner that starts again from
-that checkpoint is offered all others again. Every group has one fate:
+and no group is trained on twice. A sampler keeps each group (account.py) until the learner says
+`held`, which it says only of groups that a checkpoint accounts for. A learner that restarts from
+this checkpoint is offered all other groups again. Every group has one fate:
 
     trained      the learner has trained on it
     staleness    sampled by weights that were more than --max_staleness updates old
     window       made more than --window_seconds ago, by the learner's clock (clock.py)
-    no_spread    all of its responses earned the same (--dynamic_sampling)
-    orphan       sampled by weights of a history that did not survive
-    refused      not a group of this run, or values that no engine can have sampled
+    no_spread    all of its responses have the same reward (--dynamic_sampling)
+    orphan       sampled by weights of a discarded history
+    refused      not a group of this run, or has values that no engine can have sampled
     corrupt      damaged in the folder
-    lost         damaged in the spool, or gone
+    lost         damaged in the spool, or missing
 
-`duplicate` counts offers of groups that had come already, which have a fate each: it is not one of
-them. `faults` counts exceptions of our code in messages of samplers: they are in the log, and the
-run goes on."""
+`duplicate` is not a fate: it counts offers of groups that had already come. `faults` counts
+exceptions of this code while it handles messages of samplers: they are in the log, and the run
+continues."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from source import has_spread
 
 FATES = ("trained", "staleness", "window", "no_spread", "orphan", "refused", "corrupt", "lost")
 TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "strangers", "faults")
-SUSPENDED = 5.0  # seconds: a turn of the waiting loop that takes longer means that this process was suspended
+SUSPENDED = 5.0  # seconds; a longer turn of the waiting loop means that this process was suspended
 PRINT_EVERY = 60.0  # seconds between two lines on the screen while the learner waits
 
-# The flags of train.py that a sampler needs: how problems are asked and graded, and these.
+# The flags of train.py that a sampler needs: task and prompt flags, and those below.
 SHARED = {f.name for kind in (TaskFlags, PromptFlags) for f in dataclasses.fields(kind)}
 SHARED |= {"group_size", "max_tokens", "seed", "rollout_dtype", "rollout_quant", "quant_group"}
 SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
@@ -65,12 +65,11 @@ SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
 def open_remote_source(
     cfg: Config, run, model: str, topk: int, max_allowed: int, comm
 ) -> RemoteSource:
-    """The source of --samplers, not yet open to samplers: the first `publish` lets
-    them in.
+    """The source of --samplers. It accepts samplers from the first `publish` on.
 
-    run: run.Run. model: "policy" or "actor", the one that samples. topk: alternatives to record for
-    each token; max_allowed: tokens of a set of allowed tokens, 0 where none are recorded.
-    UserError: the address is taken, or the keys are not there."""
+    run: run.Run. model: "policy" or "actor", the model that samples. topk: alternatives to record
+    for each token; max_allowed: tokens of a set of allowed tokens, 0 if no sets are recorded.
+    UserError: the address is in use, or the keys are missing."""
     welcome = wire.Welcome(
         session=secrets.token_hex(8),
         run=describe_run(cfg, run, model, topk, max_allowed, comm.size),
@@ -93,7 +92,7 @@ def open_remote_source(
         try:
             hub = Hub(address, cfg.keys, welcome, limits, log)
         except UserError as e:
-            if comm.rank > 0:  # the first rank may have found its own port free
+            if comm.rank > 0:  # the first rank may have found its port free
                 print(f"error: rank {comm.rank}: {e}", file=sys.stderr, flush=True)
             raise
     packed = travels_packed(cfg)
@@ -102,18 +101,18 @@ def open_remote_source(
 
 
 def travels_packed(cfg: PrecisionFlags) -> bool:
-    """Whether weights are sent in the rollout's low-bit format: the ones that engines load."""
+    """Whether weights are sent in the rollout's low-bit format, which the engines load directly."""
     return cfg.rollout_quant in ("int8", "fp8", "w4a16")
 
 
 def sends_deltas(cfg: Config) -> bool:
-    """Whether changed words are sent instead of whole weights: in float32 nearly every number
-    changes with an update, and a folder is read in place."""
+    """Whether changed words are sent instead of whole weights. In float32 an update changes nearly
+    every number, and a shared folder is read in place."""
     return "://" in cfg.samplers and (travels_packed(cfg) or cfg.rollout_dtype != "float32")
 
 
 def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
-    """Everything but the model's files that a sampler must know of a run."""
+    """Everything that a sampler must know of a run, except the model's files."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
     return {
         "config": shared | tasks.prompts.contents(cfg),
@@ -131,10 +130,10 @@ def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int, rank
 
 
 def address_of_rank(bind: str, rank: int, ranks: int) -> str:
-    """The address of a rank: its number added to the port of --samplers. A port without a number is
-    left as it is.
+    """The address of a rank: its number is added to the port of --samplers. A port that is not a
+    number is not changed.
 
-    UserError, the same on all ranks: not all have an address."""
+    UserError, the same on all ranks: some rank has no address."""
     wire.check_address("samplers", bind, 0)
     need(
         bind.startswith("tcp://") or ranks == 1,
@@ -151,12 +150,12 @@ def address_of_rank(bind: str, rank: int, ranks: int) -> str:
     return f"{bind.removesuffix(port)}{int(port) + rank}"
 
 
-LINES = 20  # of one kind in the log in a minute
-LOG_BYTES = 4 << 20  # of one file of the log; there are three
+LINES = 20  # most lines of one kind in the log per minute
+LOG_BYTES = 4 << 20  # most bytes of one file of the log; there are three files
 
 
 class FewLines(logging.Filter):
-    """Passes LINES lines of a kind in a minute, and makes them fit for a screen."""
+    """Passes at most LINES lines of a kind per minute, and makes them printable."""
 
     def __init__(self):
         super().__init__()
@@ -178,10 +177,10 @@ def log_path(out: str | Path, rank: int) -> Path:
 
 
 def open_log(out: str | Path, rank: int) -> logging.Logger:
-    """The log of samplers that came, and of those that were turned away."""
+    """The log of samplers that were accepted and rejected."""
     log = logging.getLogger(f"remote.{out}.{rank}")
     if not log.handlers:
-        # made by its first line, which a run that is refused does not write
+        # the first line makes the file, so a refused run has no log
         path = log_path(out, rank)
         handler = logging.handlers.RotatingFileHandler(
             path, maxBytes=LOG_BYTES, backupCount=2, delay=True
@@ -205,16 +204,16 @@ class Ready:
 
     name: str
     group: Rollout
-    when: float  # it arrived, in seconds since the epoch
-    nbytes: int  # of room that it takes; 0 once it was handed out
+    when: float  # time of arrival, in seconds since the epoch
+    nbytes: int  # of room that it takes; 0 after it was handed out
 
 
 class RemoteSource:
     """The interface of a LocalSource over a hub: groups in order of arrival, within the bounds of
     staleness and age.
 
-    store: folder of the weights that were published, for all ranks on one disk (weights.py). task:
-    where each group's problem must be; None: it is not looked for."""
+    store: folder of the published weights, for all ranks on one disk (weights.py). task: must
+    contain each group's problem; None: not checked."""
 
     def __init__(
         self,
@@ -236,18 +235,18 @@ class RemoteSource:
         self.comm = comm
         self.log = log
         self.task = task
-        self.packed = packed  # `publish` wants the engine's low-bit tensors
+        self.packed = packed  # `publish` needs the engine's low-bit tensors
         self.error = ""
         self.counts: Counter = Counter()  # fate -> groups
-        # groups that the last checkpoint accounts for; the hub turns them away
+        # groups that the last checkpoint accounts for; the hub rejects them
         self.taken = Account()
-        self.since: list[str] = []  # groups that were decided since then
-        self.saving: list[str] = []  # those of them that the checkpoint in the making accounts for
+        self.since: list[str] = []  # groups that were decided since the last checkpoint
+        self.saving: list[str] = []  # the part of `since` in the checkpoint being written
         self.ready: deque[Ready] = deque()
         self.batch: list[Ready] = []  # handed out last
-        self.waited = 0.0  # seconds in `next` since the last metrics
+        self.waited = 0.0  # seconds spent in `next` since the last metrics
         self.broadcast_at: int | None = None  # the version published last
-        self.published: dict[int, float] = {}  # version -> when, of this history
+        self.published: dict[int, float] = {}  # version -> time of publication, in this history
 
     def now(self, learner_version: int) -> float:
         return time.time()
@@ -269,9 +268,9 @@ class RemoteSource:
     # --------------------------------------------------------------------------------------------------------
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
-        """The next n groups. Waits for them, and says so once a minute.
+        """The next n groups. Waits for them, and prints a line once a minute.
 
-        An empty list when `stop` fills, or, with `error` set, after --give_up seconds without any
+        An empty list if `stop` fills, or, with `error` set, after --give_up seconds without any
         group."""
         self.batch = []
         start = time.monotonic()
@@ -286,8 +285,7 @@ class RemoteSource:
         return [item.group for item in batch]
 
     def _collect(self, n_groups: int, learner_version: int, stop) -> list[Ready]:
-        """Groups to train on: n of them, or as many as there were before `stop` filled or `error`
-        was set."""
+        """Up to n groups to train on: fewer if `stop` fills or `error` is set first."""
         batch: list[Ready] = []
         before = time.monotonic()
         last_group = last_print = before
@@ -295,9 +293,7 @@ class RemoteSource:
             for arrived in self.hub.drain():
                 self.validate(arrived)
             now = time.monotonic()
-            if (
-                now - before > SUSPENDED
-            ):  # this process was suspended; do not count that time against the samplers
+            if now - before > SUSPENDED:  # suspended: this is not the samplers' silence
                 last_group += now - before
             before = now
             so_far = len(batch)
@@ -316,8 +312,8 @@ class RemoteSource:
         return batch
 
     def _fill(self, batch: list[Ready], n_groups: int, learner_version: int) -> None:
-        """Move ready groups into the batch until it has n; those that may not be trained on meet
-        their fate."""
+        """Move ready groups into the batch until it has n groups. Record the fate of groups that
+        must not be trained on."""
         while self.ready and len(batch) < n_groups:
             item = self.ready.popleft()
             self.hub.free(item.nbytes)
@@ -343,12 +339,12 @@ class RemoteSource:
         )
 
     def _samplers(self) -> set[str]:
-        """The samplers that ever came."""
-        # a copy: the hub's thread may add to it
+        """The names of all samplers that have reported so far."""
+        # a copy, because the hub's thread may add entries
         return {sampler for sampler, _ in self.hub.reports.copy()}
 
     def give_back(self) -> None:
-        """The groups of the last `next` will not be trained on: another rank got nothing, and all
+        """Take back the groups of the last `next`: a different rank got no groups, and all ranks
         stop."""
         for item in self.batch:
             self.since.remove(item.name)
@@ -357,7 +353,7 @@ class RemoteSource:
         self.batch = []
 
     def validate(self, arrived: Arrived) -> None:
-        """Make a valid group ready; any other meets its fate."""
+        """Append a valid group to `ready`; record the fate of any other group."""
         if arrived.fate:
             self.record_fate(arrived.name, arrived.fate)
             return
@@ -365,7 +361,7 @@ class RemoteSource:
             group = self.decode(arrived)
         except wire.WireError as e:
             self.log.warning("group refused: %s", e)
-        except Exception as e:  # a fault of ours: it is this group's, and the run goes on
+        except Exception as e:  # a fault in this code: this group is refused, and the run continues
             self.hub.counts["faults"] += 1
             self.log.error("a fault in group %s, which is refused: %r", arrived.name, e)
         else:
@@ -375,7 +371,7 @@ class RemoteSource:
         self.record_fate(arrived.name, "refused")
 
     def decode(self, arrived: Arrived) -> Rollout:
-        """The group in these bytes. WireError: it is not a group of this run."""
+        """The group in these bytes. Raise WireError if it is not a group of this run."""
         name = arrived.name
         group = decode_group(arrived.data, self.limits)
         wire.need(name_of(group.uid) == name, f"{name} holds the group {name_of(group.uid)}")
@@ -386,7 +382,7 @@ class RemoteSource:
         if self.task is not None:
             try:
                 self.task.find(group.prompt_id)
-            except Exception:  # a task reads an id as it likes
+            except Exception:  # a task may raise any exception for an unknown id
                 raise wire.WireError(
                     f"{name}: the task has no problem {wire.printable(group.prompt_id, 100)}"
                 ) from None
@@ -409,21 +405,21 @@ class RemoteSource:
         return "trained"
 
     def record_fate(self, name: str, fate: str) -> None:
-        """The group's fate is decided, and the next checkpoint will say so."""
+        """Record a group's fate; the next checkpoint stores it."""
         self.counts[fate] += 1
         self.since.append(name)
-        key, n = split(name)  # a sampler that was killed may not have reported it
+        key, n = split(name)  # a killed sampler may not have reported this group
         self.hub.report(key, n + 1)
 
     # -- the account
     # ---------------------------------------------------------------------------------------------------
 
     def account_text(self) -> str:
-        """The account so far, in a few words."""
+        """The account so far, as a short text."""
         return ", ".join(f"{n} {fate}" for fate, n in self.counts.items() if n) or "none came"
 
     def metrics(self, summed=None) -> dict[str, float]:
-        """The account and the traffic, summed over ranks; collective."""
+        """The account and the traffic, summed over ranks. Collective."""
         local = {fate: self.counts[fate] for fate in FATES}
         local |= {kind: self.hub.counts[kind] for kind in TRAFFIC}
         local |= {
@@ -452,7 +448,7 @@ class RemoteSource:
         }
 
     def saved(self) -> None:
-        """The checkpoint is whole: samplers may forget the groups that it accounts for."""
+        """Tell the samplers that a checkpoint now holds the groups of the last `state_dict`."""
         for name in self.saving:
             self.taken.add(name)
         self.hub.held(self.saving)

@@ -1,11 +1,11 @@
 """Published weights on disk: one file for all ranks, written tensor by tensor.
 HeteroRL, section 4.2.
 
-Gathered weights come one tensor after the other, and every rank must ask for each of them; the rank
-that writes, the first one, puts it where it belongs and forgets it,
-so no rank holds a second model. That needs to know all names, types and shapes before: the first
-publication reads the stream twice. Next to the file lie its manifest and, over ZeroMQ, the
-delta from the file before; every rank maps all three.
+Gathered weights arrive one tensor after the other, and every rank must request each tensor. The
+first rank writes the tensor to its place in the file and drops it, so no rank holds a second
+model. The file's layout needs all names, types and shapes in advance, so the first publication
+reads the stream twice. Next to the file are its manifest and, over ZeroMQ, the delta from the
+previous file; every rank maps all three.
 
 The file is a Layout's (machinery/checkpoint/tensors.py): equal weights make equal files, and
 weights of the same model make files of the same size."""
@@ -27,27 +27,27 @@ from remote.account import VERSIONS, retain_weights, write_atomically
 class Store:
     """The folder of published weights, the same for all ranks.
 
-    with_deltas: compare each file with the one before."""
+    with_deltas: also write the delta from the previous file."""
 
     def __init__(self, folder: Path, comm, with_deltas: bool):
         self.folder = folder
         self.comm = comm
         self.with_deltas = with_deltas
-        self.layout: Layout | None = None  # known to the rank that writes
+        self.layout: Layout | None = None  # set on the rank that writes
         self.files: list[Path] = []  # of this session
 
     def publish(self, version: int, named_tensors) -> tuple[Path, float]:
-        """Write a version; (its file, when it was published). Collective. named_tensors: can be
-        read more than once."""
+        """Write a version; return (its file, the time of publication). Collective. named_tensors:
+        can be iterated more than once."""
         path = self.folder / f"v{version:06d}.safetensors"
         if self.comm.rank == 0:
             self._write(path, named_tensors)
         else:
-            for _ in range(1 if self.files else 2):  # as often as the rank that writes does
+            for _ in range(1 if self.files else 2):  # as many times as the rank that writes
                 deque(named_tensors, maxlen=0)
         stamp = path.stat().st_mtime if self.comm.rank == 0 else 0.0
         self.files = [*self.files[-VERSIONS:], path]
-        return path, self.comm.max([stamp])[0]  # no rank goes on before the files are whole
+        return path, self.comm.max([stamp])[0]  # no rank continues before the files are whole
 
     def _write(self, path: Path, named_tensors) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -62,23 +62,21 @@ class Store:
             write_atomically(path.with_suffix(".delta"), change, flush=False)
 
     def _tidy(self, path: Path) -> None:
-        """Delete files that no rank serves any more: all but the weights before, and the deltas
+        """Delete files that no rank serves any more: all but the previous weights and the deltas
         that lead to them."""
         retain_weights(path, self.files, VERSIONS + 1)
         size = 0
         for sibling in sorted(self.folder.glob("v*.delta"), reverse=True):
             size += sibling.stat().st_size
-            if (
-                not self.files or size > self.files[-1].stat().st_size
-            ):  # a chain has half of that (delta.Chain)
+            if not self.files or size > self.files[-1].stat().st_size:  # a chain has half of it
                 sibling.unlink()
         for sibling in self.folder.glob("v*.manifest"):
             sibling.unlink()
 
     def _write_if_new(self, path: Path, named_tensors) -> None:
-        """Write the file, unless it is there with the same bytes: a learner that starts again
-        publishes its checkpoint's weights a second time, and the groups that they sampled are not
-        orphans."""
+        """Write the file unless it exists with the same bytes. A restarted learner publishes its
+        checkpoint's weights a second time; the unchanged file keeps groups that these weights
+        sampled from becoming orphans."""
         fresh = path.with_suffix(".new")
         self.layout.write(fresh, named_tensors)
         if path.exists() and filecmp.cmp(fresh, path, shallow=False):
@@ -88,13 +86,13 @@ class Store:
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """The bytes of a file, which other ranks may have mapped too."""
+    """The bytes of a file, memory-mapped; other ranks may have mapped it too."""
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def manifest_of(path: Path) -> wire.Manifest:
-    """The manifest next to a file of weights, made if it is missing."""
+    """The manifest next to a file of weights; computed if it is missing."""
     sibling = path.with_suffix(".manifest")
     if sibling.is_file():
         return msgspec.msgpack.decode(sibling.read_bytes(), type=wire.Manifest)
@@ -102,6 +100,6 @@ def manifest_of(path: Path) -> wire.Manifest:
 
 
 def change_of(path: Path) -> mmap.mmap | None:
-    """The delta from the file before; None: it is not worth it, or not asked for."""
+    """The delta from the previous file; None if there is none."""
     sibling = path.with_suffix(".delta")
     return mapped(sibling) if sibling.is_file() else None

@@ -1,25 +1,25 @@
 """Objects and messages that travel between learner and samplers. HeteroRL, section 4.2.
 
-Groups of rollouts travel one way, weights the other. To the wire both are objects: a name and some
-bytes. Whoever has an object offers it by its manifest, and whoever wants it pulls it:
+Groups of rollouts travel in one direction, weights in the other. The wire treats both as objects: a
+name and some bytes. The owner of an object offers it by its manifest, and the receiver pulls it:
 
-    manifest   name, size, and a SHA-256 of each leaf (1 MiB); the root, a digest of these digests, names the whole
-    pull       asks for a few ranges of leaves at a time; a leaf is checked when it comes, and written if it is good;
+    manifest   name, size, and a SHA-256 of each leaf (1 MiB); the root, a digest of these digests, identifies the whole
+    pull       asks for a few ranges of leaves at a time; each leaf is checked on arrival, and written if it is good;
                a missing or wrong leaf is asked for again
 
-A receiver without room does not ask, so memory is bounded on both ends. A broken transfer goes on
-from its last good leaf, after a restart too. Nothing is allocated before the manifest's size has
-been checked, and nothing is unpickled: messages are msgspec structs, groups are safetensors
+A receiver without room does not ask, so memory is bounded on both ends. An interrupted transfer
+continues from its last good leaf, even after a restart. Nothing is allocated before the manifest's
+size is checked, and nothing is unpickled: messages are msgspec structs, groups are safetensors
 (groups.py).
 
 The messages between a sampler's Line (link.py) and the learner's Hub (hub.py):
 
     sampler -> learner                                learner -> sampler
-    Hello    who it is; repeated as a sign of life    Welcome, once; then Got, as a sign of life; or Refuse
-    Offer    of a group                               Ask for leaves of it; Got, when the group is here whole;
+    Hello    name; repeated as a sign of life         Welcome, once; then Got, as a sign of life; or Refuse
+    Offer    of a group                               Ask for leaves of it; Got, when the group has arrived whole;
     Leaves   the answer to Ask; or Gone               Held, when a checkpoint accounts for it
     Ask      for leaves of the weights                Offer of weights; Leaves, the answer to Ask; or Gone
-    Want     the offer of the newest weights again
+    Want     please repeat the offer of the newest weights
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from machinery import flags
 from machinery.flags import UserError
 
 LEAF = 1 << 20  # bytes
-MOST = 16 * LEAF  # bytes of a frame; ZeroMQ cuts off whoever sends more
-MOST_ASKED = 4  # leaves in one message
-IN_FLIGHT = 32 * LEAF  # bytes that are asked for and not here, on one connection
-MOST_QUEUED = 512  # messages to one connection that wait to be sent
+MOST = 16 * LEAF  # most bytes of a frame; ZeroMQ disconnects peers that send more
+MOST_ASKED = 4  # most leaves in one message
+IN_FLIGHT = 32 * LEAF  # most bytes that are asked for and have not arrived, on one connection
+MOST_QUEUED = 512  # most messages that wait to be sent to one connection
 MOST_WEIGHTS = 1 << 44  # bytes
 
-# The most that a message may hold. decode checks it.
+# The maximum sizes in a message. decode checks them.
 Text = Annotated[str, Meta(max_length=256)]  # names; each end has more rules for them
 Texts = Annotated[list[Text], Meta(max_length=1 << 16)]
 Number = Annotated[int, Meta(ge=0, lt=10**18)]
@@ -55,18 +55,17 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class WireError(ValueError):
-    """A message or an object is not as it should be. Reading from others raises no other
-    exception."""
+    """A message or an object is invalid. Reading data from a peer raises no other exception."""
 
 
 def need(ok, sentence: str) -> None:
-    """WireError with this sentence unless `ok`."""
+    """Raise WireError with this sentence unless `ok`."""
     if not ok:
         raise WireError(sentence)
 
 
 def printable(text, most: int = 300) -> str:
-    """Text from others, fit for a screen or a line of a log."""
+    """Text from a peer, made safe for a screen or a line of a log."""
     return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
 
 
@@ -84,13 +83,13 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def root(self) -> str:
-        """The same for objects of the same bytes, whatever their names."""
+        """A digest that is equal for objects with the same bytes, whatever their names."""
         return hashlib.sha256(
             self.nbytes.to_bytes(8, "little") + b"".join(self.leaves)
         ).hexdigest()[:32]
 
     def check(self, most: int) -> None:
-        """WireError unless this describes an object of at most `most` bytes."""
+        """Raise WireError unless this describes an object of at most `most` bytes."""
         need(
             0 < self.nbytes <= most,
             f"{self.name}: {self.nbytes} bytes, and at most {most} are taken",
@@ -108,14 +107,14 @@ POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "leaves")
 
 
 def each(work, numbers: range) -> list:
-    """work(number) of each number, several at once: hashing and writing let other threads run."""
+    """work(number) for each number, several at once: hashing and writing release the GIL."""
     if len(numbers) == 1:
         return [work(numbers[0])]
     return list(POOL.map(work, numbers))
 
 
 def manifest(name: str, data) -> Manifest:
-    """The manifest of an object, by one pass over its bytes."""
+    """The manifest of an object, computed in one pass over its bytes."""
     view = memoryview(data)
     leaves = each(
         lambda start: hashlib.sha256(view[start : start + LEAF]).digest(), range(0, len(view), LEAF)
@@ -124,7 +123,7 @@ def manifest(name: str, data) -> Manifest:
 
 
 def leaves(data, first: int, count: int) -> memoryview:
-    """The bytes of `count` leaves from number `first` on. WireError if they lie outside the
+    """The bytes of `count` leaves from number `first` on. Raise WireError if they are outside the
     object."""
     view = memoryview(data)
     inside = 0 <= first * LEAF < len(view) and 1 <= count <= MOST_ASKED
@@ -133,24 +132,24 @@ def leaves(data, first: int, count: int) -> memoryview:
 
 
 class Window:
-    """The asks in flight on one connection, IN_FLIGHT bytes at most.
+    """The asks in flight on one connection, at most IN_FLIGHT bytes.
 
-    The other end answers in order, so an ask is lost when a later one was answered. All are lost
-    when nothing has come for `patience` seconds, twice as long after each time."""
+    The other end answers in order, so an ask is lost if a later ask was answered. All asks are lost
+    if nothing arrives for `patience` seconds. This time doubles after each timeout."""
 
     def __init__(self, patience: float = 10.0):
         self.patience = patience
-        self.asks: dict = {}  # key -> (bytes, whether it was asked before), in order
+        self.asks: dict = {}  # key -> (bytes, whether it is a repeated ask), in order
         self.in_flight = 0  # bytes
-        self.heard = 0.0  # when something came last, or the first ask was made
-        self.timeouts = 0  # since the last answer to a new ask
+        self.heard = 0.0  # time of the last answer, or of the first ask
+        self.timeouts = 0  # number since the last answer to a first ask
 
     @property
     def is_full(self) -> bool:
         return self.in_flight >= IN_FLIGHT
 
     def ask(self, key, nbytes: int, now: float, again: bool) -> None:
-        """Note that these bytes were asked for."""
+        """Record that these bytes were asked for."""
         if not self.asks:
             self.heard = now
         self.asks[key] = (nbytes, again)
@@ -160,14 +159,12 @@ class Window:
         self.in_flight -= self.asks.pop(key)[0]
 
     def answer(self, key, now: float) -> list:
-        """Note that this ask was answered, and return the keys of those before it, which are
+        """Record that this ask was answered; return the keys of the asks before it, which are
         lost."""
         self.heard = now
         if key not in self.asks:
             return []
-        if not self.asks[key][
-            1
-        ]:  # an answer to one of two asks does not tell the time of an answer
+        if not self.asks[key][1]:  # after a repeated ask it is unknown which ask was answered
             self.timeouts = 0
         lost = list(itertools.takewhile(lambda other: other != key, self.asks))
         for name in (*lost, key):
@@ -175,7 +172,7 @@ class Window:
         return lost
 
     def overdue(self, now: float) -> list:
-        """The keys of all asks, if nothing has come for too long."""
+        """The keys of all asks if nothing has arrived for too long; otherwise an empty list."""
         if not self.asks or now - self.heard <= self.patience * 2 ** min(self.timeouts, 6):
             return []
         self.timeouts += 1
@@ -186,11 +183,10 @@ class Window:
 
 
 class Pull:
-    """An object on its way in.
+    """An object that is being received.
 
-    sink: takes slices of its bytes, a memoryview or a FileSink. window: of the connection, which
-    other pulls may share. resume: check the bytes in the sink, and ask only for leaves that are not
-    good."""
+    sink: takes slices of the object's bytes, a memoryview or a FileSink. window: of the connection;
+    several pulls may share it. resume: check the bytes in the sink, and ask only for bad leaves."""
 
     def __init__(self, of: Manifest, sink, window: Window, resume: bool = False):
         self.of = of
@@ -200,12 +196,12 @@ class Pull:
             resume and self._is_good(i, sink[i * LEAF : (i + 1) * LEAF])
             for i in range(len(of.leaves))
         ]
-        # the next one stands at the end
+        # in reverse order: pop takes the next leaf
         self.missing = [i for i in reversed(range(len(of.leaves))) if not shards[i]]
-        self.asked: dict[int, int] = {}  # first leaf -> how many
-        self.repeated: set[int] = set()  # leaves that were asked for, and not answered
-        self.corrupt = 0  # leaves that came and were not as the manifest says
-        self.moved: float | None = None  # when the last good leaf came, or the first was asked for
+        self.asked: dict[int, int] = {}  # first leaf -> number of leaves
+        self.repeated: set[int] = set()  # leaves that were asked for and not answered
+        self.corrupt = 0  # number of leaves that arrived and differ from the manifest
+        self.moved: float | None = None  # time of the last good leaf, or of the first ask
 
     def _is_good(self, i: int, leaf) -> bool:
         return hashlib.sha256(leaf).digest() == self.of.leaves[i]
@@ -215,8 +211,8 @@ class Pull:
         return not self.missing and not self.asked
 
     def ask(self, now: float) -> tuple[int, int] | None:
-        """The next range (first leaf, how many) to ask for. None: everything is asked for, or
-        enough is in flight."""
+        """The next range (first leaf, number) to ask for. None: everything is asked for, or enough
+        is in flight."""
         if self.moved is None:
             self.moved = now
         for pull, lost in self.window.overdue(now)[::-1]:
@@ -234,8 +230,8 @@ class Pull:
         return first, count
 
     def put(self, first: int, data, now: float) -> None:
-        """Take an answer. One that was not asked for is dropped; leaves that are not as the
-        manifest says are asked for again. OSError if the sink cannot be written: the leaves of this
+        """Process an answer. An answer that was not asked for is dropped; leaves that differ from
+        the manifest are asked for again. OSError if the sink cannot be written: the leaves of this
         answer stay missing."""
         for pull, lost in self.window.answer((self, first), now)[::-1]:
             pull._ask_again(lost)
@@ -267,8 +263,8 @@ class Pull:
         self.missing += reversed(again)
 
     def forget_asked(self) -> None:
-        """Nothing that was asked for will come: the connection is a new one, or the object is not
-        wanted any more."""
+        """Mark all asked leaves as missing: the connection is new, or the object is not wanted any
+        more."""
         self.moved = None
         for first in sorted(self.asked, reverse=True):
             self.window.forget((self, first))
@@ -278,8 +274,8 @@ class Pull:
 class FileSink:
     """A file as a sink.
 
-    It is written by calls: mapped pages cost three times as much, and a full disk would be a SIGBUS
-    instead of an OSError."""
+    It is written by system calls: mapped pages are three times slower, and a full disk would raise
+    SIGBUS instead of OSError."""
 
     def __init__(self, path, nbytes: int, resume: bool = False):
         self.file = open(path, "r+b" if resume else "w+b", buffering=0)  # noqa: SIM115 (closed by close)
@@ -300,7 +296,7 @@ class FileSink:
 
 
 class ReceivedWeights(NamedTuple):
-    """A set of weights that is here whole. published: when, in seconds since the epoch, by the
+    """A complete set of weights on this host. published: time in seconds since the epoch, by the
     learner's clock."""
 
     version: int
@@ -314,20 +310,20 @@ class ReceivedWeights(NamedTuple):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Sampler: who it is. handed: groups handed over by this incarnation so far; lost: names of
-    groups that it cannot send any more; sent: when, in seconds since the epoch by its clock."""
+    """From a sampler: its name. handed: number of groups handed over by this incarnation; lost:
+    names of groups that it cannot send any more; sent: seconds since the epoch by its clock."""
 
     sampler: Text
     incarnation: Number
-    session: Text  # the learner's session that it knows, "" at first
+    session: Text  # the session that the sampler knows, "" at first
     handed: Number = 0
     lost: Texts = []
     sent: Seconds = 0.0
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """Learner: the work. setup: configuration and tokenizer files of the model (pack_setup); run:
-    everything else that a sampler must know (source.py writes it)."""
+    """From the learner: the work. setup: configuration and tokenizer files of the model
+    (pack_setup); run: everything else that a sampler must know (made in source.py)."""
 
     session: Text
     run: dict
@@ -335,22 +331,22 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Refuse(msgspec.Struct, tag="refuse", frozen=True):
-    """Learner: this sampler is turned away, for good."""
+    """From the learner: this sampler is rejected permanently."""
 
     why: Annotated[str, Meta(max_length=2000)]
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A delta of weights (delta.py): from those with the root `base`, to those of the next step or
-    of the offer."""
+    """A delta of weights (delta.py): from the weights with the root `base` to the weights of the
+    next step or of the offer."""
 
     base: Text
     of: Manifest
 
 
 class Offer(msgspec.Struct, tag="offer", frozen=True):
-    """Here is an object. version and published: of weights, the learner's updates behind them and
-    its clock. deltas: a chain that leads to them."""
+    """An object can be fetched. version and published (weights only): number of updates, and time
+    by the learner's clock. deltas: a chain that leads to these weights."""
 
     of: Manifest
     version: Annotated[int, Meta(ge=-1, lt=10**18)] = -1
@@ -359,7 +355,7 @@ class Offer(msgspec.Struct, tag="offer", frozen=True):
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """Please send these leaves."""
+    """A request for these leaves."""
 
     name: Text
     first: Number
@@ -367,23 +363,23 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 
 class Leaves(msgspec.Struct, tag="leaves", frozen=True):
-    """The answer; its bytes are the message's second frame."""
+    """The answer to Ask; the bytes are the second frame of the message."""
 
     name: Text
     first: Number
 
 
 class Gone(msgspec.Struct, tag="gone", frozen=True):
-    """The answer where the object is no longer there. With an empty name, the learner's answer to a
+    """The answer if the object no longer exists. With an empty name: the learner's answer to a
     sampler that has not said hello in this session."""
 
     name: Text
 
 
 class Got(msgspec.Struct, tag="got", frozen=True):
-    """Learner: these groups are here whole; no need to offer them again in this session. As the
-    answer to a hello: newest is the name of the newest weights, sent that hello's time, and clock
-    the learner's (clock.py)."""
+    """From the learner: these groups have arrived whole and need no new offer in this session. As
+    the answer to a hello: newest is the name of the newest weights, sent the hello's time, and
+    clock the learner's time (clock.py)."""
 
     names: Texts
     newest: Text = ""
@@ -392,12 +388,12 @@ class Got(msgspec.Struct, tag="got", frozen=True):
 
 
 class Want(msgspec.Struct, tag="want", frozen=True):
-    """Sampler: it knows of no offer of the newest weights; please repeat it."""
+    """From a sampler that has no offer of the newest weights: please repeat it."""
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
-    """Learner: these groups are in a checkpoint, or refused for good; the sampler may forget
-    them."""
+    """From the learner: these groups are in a checkpoint, or refused for good; the sampler may
+    delete them."""
 
     names: Texts
 
@@ -412,27 +408,25 @@ def digest(body) -> bytes:
 
 
 def encode(message: Message) -> bytes:
-    """A message behind its digest: one that is damaged on the way is dropped whole, and sent again
-    in time."""
+    """A message after its digest. A message that is damaged on the way is dropped whole and sent
+    again later."""
     body = _encoder.encode(message)
     return digest(body) + body
 
 
 def decode(frame) -> Message:
-    """The inverse of encode. WireError if the frame is damaged, or no message."""
+    """The inverse of encode. Raise WireError if the frame is damaged or is not a message."""
     head, body = bytes(frame[:8]), frame[8:]
     need(digest(body) == head, "not a message, or a damaged one")
     try:
         return _decoder.decode(body)
-    except (
-        Exception
-    ) as e:  # MsgspecError, but also UnicodeDecodeError, RecursionError and whatever else there is
+    except Exception as e:  # MsgspecError, UnicodeDecodeError, RecursionError and others
         raise WireError(f"not a message of this revision: {printable(e)}") from None
 
 
 def check_address(flag: str, address: str, least: int) -> None:
-    """UserError unless it is one, and a TCP port lies in `least` to 65535; ZeroMQ takes 99999 for
-    another one."""
+    """Raise UserError unless this is an address with a TCP port from `least` to 65535; ZeroMQ maps
+    99999 to a different port."""
     known = address.startswith(("tcp://", "ipc://", "inproc://"))
     flags.need(
         known and address.partition("://")[2],
@@ -441,7 +435,7 @@ def check_address(flag: str, address: str, least: int) -> None:
     if not address.startswith("tcp://"):
         return
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if least == 0 and port == "*":  # any that is free
+    if least == 0 and port == "*":  # any free port
         return
     flags.need(
         port.isascii() and port.isdigit(), f"--{flag}={address}: no port; write tcp://HOST:PORT"
@@ -454,12 +448,12 @@ def check_address(flag: str, address: str, least: int) -> None:
 
 
 def set_socket_options(socket, linger: int) -> None:
-    """The same on both ends: messages and queues are bounded, and the kernel finds a dead
-    connection within 25 s.
+    """Bound the messages and queues on both ends, and let the kernel find a dead connection within
+    25 s.
 
-    ZeroMQ's own heartbeats end the whole process (libzmq 4.3.5, `!_io_error`) when a peer leaves
-    while its queue is full. linger: milliseconds that messages not yet sent may delay the socket's
-    end."""
+    ZeroMQ's own heartbeats abort the whole process (libzmq 4.3.5, `!_io_error`) if a peer leaves
+    while its queue is full. linger: milliseconds for which unsent messages may delay the closing of
+    the socket."""
     for option, value in (
         (zmq.MAXMSGSIZE, MOST),
         (zmq.SNDHWM, MOST_QUEUED),
@@ -488,7 +482,7 @@ def pack_setup(folder: str) -> dict[str, bytes]:
 
 
 def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
-    """Write the files that pack_setup packed. UserError: a file outside the folder."""
+    """Write the files that pack_setup packed. Raise UserError for a file outside the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         if not re.fullmatch(SETUP_FILE, name):

@@ -1,1 +1,1 @@
-"""The studies and measurements: each page has a table, a plot and a JSON file that holds their numbers."""
+"""Studies and measurements: each page has a table, a plot and a JSON file with their numbers."""

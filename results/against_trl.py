@@ -1,11 +1,11 @@
-"""The whole step beside TRL's: publish, roll out, grade, update, against one step of its GRPOTrainer.
+"""Compare the time of a whole step (publish, roll out, grade, update) with a step of TRL's GRPOTrainer.
 
     pip install --target=.trl --no-deps trl==1.16.0 accelerate==1.15.0 datasets==5.2.0 pandas==3.1.1 \\
         pyarrow==26.0.1 xxhash==4.1.0 multiprocess==0.70.19 pytz==2026.6
     PYTHONPATH=.trl python results/against_trl.py
 
-The same model, task, batch of 256 responses in groups of 8, 16 new tokens, plain torch samplers on both sides;
-then our step with vLLM. TRL is used here alone.
+Both sides use the same model, task, batch of 256 responses in groups of 8, 16 new tokens, and plain torch samplers.
+After that our step is timed with vLLM. Only this file and tests/tools/conform.py use TRL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tasks import Arithmetic, arithmetic_tokenizer
 
 
 def our_step(folder: str, engine, cfg: Config):
-    """A callable: publish, roll out, grade, update, as train.py's loop does it."""
+    """A callable that publishes, rolls out, grades and updates, like the loop of train.py."""
     learner = Learner(load_model(folder), None, cfg, Comm())
     source = LocalSource(
         engine,
@@ -96,7 +96,7 @@ def grpo_trainer(folder: str, out: str, steps: int, callback):
 
 
 def trl_clock(ours, times: list):
-    """A callback of the trainer that times its step, then one of ours: adds (ours, TRL's) to `times`."""
+    """A trainer callback that times TRL's step, then one of our steps: appends (ours, TRL's) to `times`."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -112,7 +112,7 @@ def trl_clock(ours, times: list):
 
 
 def against_trl(root: str) -> dict:
-    """GRPOTrainer's step, timed from its own callbacks, with one step of ours after each."""
+    """Compare GRPOTrainer's steps, timed by its callbacks, with one of our steps after each."""
     need(
         importlib.util.find_spec("trl"),
         "TRL 1.16 is needed; the head of this file says how to install it beside",
@@ -129,7 +129,7 @@ def against_trl(root: str) -> dict:
         raise UserError(
             f"TRL 1.16 is needed ({e}); the head of this file says how to install it beside"
         ) from None
-    with attention.grouped(False):  # TRL as it is elsewhere
+    with attention.grouped(False):  # TRL as it runs without this repository
         trainer.train()
     out = {**compare(times[warm:]), "goal": "ratio <= 0.80"}
     engine = VLLMEngine(folder, max_len=64, max_logprobs=1)

@@ -1,10 +1,10 @@
-"""An atlas of mismatch: real models, engines and formats, measured without training (python -m probe).
+"""The atlas: mismatch of real models by engine and format, measured without training (python -m probe).
 
     python results/atlas.py --task=FILE.jsonl           # measures the rows that results/atlas.json lacks
     python results/atlas.py --task=FILE.jsonl --only=Qwen
     python results/atlas.py --draw                      # run nothing: table and plot from results/atlas.json
 
-The folders are made by python -m tasks.pretrained smol135, qwen05 and qwen15. Each row is kept when it is done."""
+python -m tasks.pretrained smol135 (qwen05, qwen15) makes the folders. Each row is stored as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class AtlasFlags:
 
 
 def measure(flags: str) -> dict:
-    """The numbers of one row, by a command in another process: vLLM starts once in a process."""
+    """The numbers of one row, measured in a separate process, because vLLM starts only once per process."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "m.json")
         argv = [sys.executable, "-m", "probe", f"--out={out}", *flags.split()]
@@ -104,7 +104,7 @@ def measure(flags: str) -> dict:
 
 
 def numbers(row: dict) -> list[str]:
-    """The cells of a row."""
+    """The cells of a row of the table."""
     floor = max(row["floor"]["k1"], row["floor"]["kl"])
     control = row["control"]
     length = ""
@@ -126,7 +126,7 @@ def numbers(row: dict) -> list[str]:
 
 
 def table(data: dict) -> str:
-    """A line for each model and each row."""
+    """The table of the page: a line for each model and each row."""
     head = [
         "",
         "tokens",
@@ -147,7 +147,7 @@ def table(data: dict) -> str:
 
 
 def depths(data: dict) -> str:
-    """The table of results/depth.py; empty if it has not run."""
+    """The table of results/depth.py; an empty string if it has not run."""
     rows = data.get("depth", {})
     if not rows:
         return ""
@@ -166,7 +166,7 @@ def depths(data: dict) -> str:
 
 
 def draw(data: dict) -> None:
-    """KL of each row; ESS of response weights against length; share of int8's KL that a last bit makes, by depth."""
+    """Plot the KL of each row, the ESS of response weights by length, the last bit's share of int8's KL by layers."""
     fig, axes = sweep.pyplot().subplots(1, 3, figsize=(15, 5.4), layout="constrained")
     points = [
         (group, label, row) for group, rows in data["rows"].items() for label, row in rows.items()
@@ -186,7 +186,7 @@ def draw(data: dict) -> None:
         name, line = f"{group}: {label}", dict(color=colour[group], ls=marks[label])
         prefix = [
             p for p in row["by_prefix"] if p["responses"] >= 8 and p["clamped"] <= 0.5
-        ]  # else a false ESS
+        ]  # a clamped ESS is misleading
         axes[1].plot([p["tokens"] for p in prefix], [p["ess"] for p in prefix], label=name, **line)
     axes[1].set_xscale("log")
     axes[1].set_xlabel("tokens of a response", fontsize=8)
@@ -200,7 +200,7 @@ def draw(data: dict) -> None:
 
 
 def draw_depths(ax, rows: dict) -> None:
-    """KL of an int8 model to itself after a change of 1e-7, over its KL to the plain model, by number of layers."""
+    """Plot by depth: KL of an int8 model to itself after a change of 1e-7, divided by its KL to the plain model."""
     lines: dict = {}
     for name, values in rows.items():
         model, layers = name.removesuffix(" layers").split(", ")

@@ -1,9 +1,9 @@
-"""The table and plot of results/conformance.json: how far frameworks' functions are from the golden values.
+"""Make the table and plot of results/conformance.json: differences of the frameworks from the golden values.
 
     python results/conformance.py                # table and plot; tests/tools/conform.py writes the JSON file
 
-The file holds, for each framework, the largest relative difference of weight, mask, loss and gradient of each case
-(0: below 1e-6; -: not returned), the function called, and the same for verl's logged metrics."""
+For each framework the file has the largest relative difference of weight, mask, loss and gradient of each case
+(0: below 1e-6; -: not returned) and the function called. It has the same for verl's logged metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTS = ("weight", "mask", "loss", "gradient")
 
 
 def table(data: dict) -> str:
-    """One line for each framework, then one for each case and metric that differs."""
+    """The table of the page: one line for each framework, then one line for each case that differs."""
     rows = []
     for name, record in data.items():
         cases = record["cases"]
@@ -35,7 +35,7 @@ def agrees(cells: list[str]) -> bool:
 
 
 def draw(data: dict) -> None:
-    """For each framework and quantity: the number of cases that agree and that differ."""
+    """Plot for each framework and quantity how many cases agree and how many differ."""
     plt = sweep.pyplot()
     fig, axes = plt.subplots(1, len(data), figsize=(10, 2.4), layout="constrained", sharey=True)
     for ax, (name, record) in zip(axes, data.items(), strict=True):

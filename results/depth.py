@@ -1,15 +1,15 @@
-"""Why an aligned int8 learner is no nearer on deep models: int8 rounding amplifies differences of the last bit.
+"""Measure how int8 rounding amplifies last-bit differences: the reason why alignment does not help deep int8 models.
 
     python results/depth.py --task=FILE.jsonl     # a few minutes; writes the second table of results/atlas.md
 
-Each model reads the problems and answers of FILE, at full and at reduced depth (its first layers), in float32. Two
-distances, exact over the vocabulary and averaged over tokens:
+Each model reads the problems and answers of FILE in float32, at full depth and cut to its first layers. Two distances,
+exact over the vocabulary and averaged over tokens:
 
-    to plain      KL of the low-bit model to the model that rounds nothing
+    to plain      KL of the low-bit model to the model without rounding
     to itself     KL of the low-bit model to itself after a relative change of the embeddings by 1e-7
 
-An aligned learner and its engine sum in different orders, a change of that size. The second distance is what remains
-of the first between them."""
+An aligned learner and its engine sum in different orders, which changes values by about as much. So the second distance
+is the part of the first distance that remains between them."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class DepthFlags:
 
 
 class Rounded(torch.nn.Linear):
-    """An int8 layer. activations: "none" (weights alone), "token" (a scale for each token), "static" (one scale for
-    the layer, from the tokens that `calibrate` has seen)."""
+    """An int8 layer. activations: "none" (only weights are rounded), "token" (a scale for each token), "static" (one
+    scale for the layer, from the tokens seen while `calibrates` is set)."""
 
     def __init__(self, linear, activations: str):
         torch.nn.Module.__init__(self)
@@ -72,7 +72,7 @@ class Rounded(torch.nn.Linear):
 
 
 def activations_of(row: str, name: str) -> str:
-    """How the input of a layer is rounded."""
+    """The rounding of a layer's input: "none", "token" or "static"."""
     if row == "weights alone" or (
         row == "all but down_proj's input" and name.endswith("down_proj")
     ):
@@ -84,14 +84,14 @@ ROWS = ("weights and activations", "all but down_proj's input", "static scales",
 
 
 def shortened(folder: str, layers: int):
-    """The model with its first layers alone."""
+    """The model cut to its first layers."""
     model = load_model(folder).eval()
     model.model.layers = model.model.layers[:layers]
     return model
 
 
 def in_int8(model, row: str, ids):
-    """The model with its linear layers in int8, in place."""
+    """Put the model's linear layers into int8, in place; return the model."""
     layers = []
     for name, linear in quant.quantized_linears(model).items():
         parent, _, child = name.rpartition(".")

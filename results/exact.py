@@ -4,8 +4,8 @@
     python results/exact.py --tokens=100000 --updates=10     # the same in small
     python results/exact.py --draw                           # table and plot from results/exact.json
 
-Each case trains: every update samples with the weights of the last one. Times are of a processor, one thread,
-with and without --exact in turn; the ratio is the median over turns.
+Each case trains: every update samples with the weights of the previous update. Times are processor times on one thread,
+alternately with and without --exact; the ratio is the median over turns.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CASES = {
     "float32, temperature 0.7, top-p 0.9": ["--temperature=0.7", "--top_p=0.9"],
 }
 TOKENS, UPDATES = 1_000_000, 100
-TURNS = 3  # of the times
-TIMED = 256  # responses in each
+TURNS = 3  # repetitions of each time
+TIMED = 256  # responses in each repetition
 HEAD = [
     "case",
     "updates",
@@ -56,14 +56,14 @@ HEAD = [
 
 @dataclass
 class Measured:
-    """A case's line of the table."""
+    """The numbers of a case, for one line of the table."""
 
     case: str
     updates: int
     tokens: int
     largest: float  # with --exact
     without: float
-    costs: list[float]  # of decoding, forward, forward and backward
+    costs: list[float]  # time ratios of decoding, forward, forward and backward
 
 
 def open_training(folder: str, case: str, exact: bool, batch: int) -> Training:
@@ -88,7 +88,7 @@ def open_training(folder: str, case: str, exact: bool, batch: int) -> Training:
 
 
 def train(t: Training, updates: int) -> tuple[int, float]:
-    """(tokens, largest difference of their log-probabilities) over some updates."""
+    """Train for some updates; return (tokens, the largest difference of their log-probabilities)."""
     tokens, largest = 0, 0.0
     for _ in range(updates):
         t.roll_out()
@@ -104,7 +104,7 @@ def seconds(work) -> float:
 
 
 def times(t: Training) -> list[float]:
-    """Processor seconds: of sampling responses, of scoring them, of an update of them."""
+    """Processor seconds of sampling responses, of scoring them, and of an update on them."""
     t.source.publish(t.learner.version, t.learner.published("policy", t.source.packed))
     groups = []
     sampling = [seconds(lambda: groups.extend(t.source.sample_next(TIMED // t.cfg.group_size)))]
@@ -114,7 +114,7 @@ def times(t: Training) -> list[float]:
 
 
 def ratios(exact: Training, plain: Training) -> list[float]:
-    """Of each of these times, with --exact over without: the median over turns."""
+    """The ratio of each time with --exact to the time without it: the median over turns."""
     turns = [[a / b for a, b in zip(times(exact), times(plain), strict=True)] for _ in range(TURNS)]
     return [statistics.median(column) for column in zip(*turns, strict=True)]
 
@@ -143,7 +143,7 @@ def table(data: dict) -> str:
 
 
 def draw(data: dict) -> None:
-    """The largest differences without --exact, and the time with --exact over the time without."""
+    """Plot the largest differences without --exact, and the time ratios."""
     plt = sweep.pyplot()
     fig, (left, right) = plt.subplots(1, 2, figsize=(10, 2.8), layout="constrained", sharey=True)
     names, places = [x["case"] for x in data["cases"]], range(len(data["cases"]))
@@ -176,7 +176,7 @@ class ExactFlags:
 def main() -> None:
     flags = parse_flags(ExactFlags, usage=__doc__.strip())
     if not flags.draw:
-        batch = max(64, flags.tokens // (20 * flags.updates) // 8 * 8)  # some 20 tokens a response
+        batch = max(64, flags.tokens // (20 * flags.updates) // 8 * 8)  # 20 tokens a response
         processor = f"{torch.backends.cpu.get_cpu_capability()}, AMX tiles: {'yes' if has_tiles() else 'no'}"
         about = {
             "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Where a mismatch comes from: the ladder (probe/ladder.py) on configurations of the embedded pair of models.
+"""Measure the ladder (probe/ladder.py), the sources of a mismatch, on configurations of the embedded pair of models.
 
     python results/ladder.py                # measures the configurations that results/ladder.json lacks, a minute each
 
@@ -36,7 +36,7 @@ SHOWN = 0.01  # smaller shares of the KL are left out of the table
 
 
 def measure(flags: str) -> dict:
-    """The ladder of one configuration, by a command in another process: an engine of vLLM's takes a process along."""
+    """The ladder of one configuration, measured in a separate process, because vLLM starts only once per process."""
     with tempfile.TemporaryDirectory() as scratch:
         argv = [sys.executable, "-m", "probe", "--explain", "--model=base:policy"]
         argv += [
@@ -49,7 +49,7 @@ def measure(flags: str) -> dict:
 
 
 def table(data: dict) -> str:
-    """KL, mean gap and the sources of the KL of each configuration; then the fault named first for each planted one."""
+    """The tables of the page: KL, mean gap and sources by configuration; planted faults and the faults named first."""
     rows = []
     for name in RUNS:
         ladder = data["ladders"][name]
@@ -82,7 +82,7 @@ def table(data: dict) -> str:
 
 
 def draw(data: dict) -> None:
-    """Waterfalls of two configurations."""
+    """Plot waterfalls of two configurations."""
     figures.draw_ladder(
         [data["ladders"][name] for name in DRAWN], list(DRAWN), sweep.RESULTS / "ladder.png"
     )

@@ -1,12 +1,12 @@
-"""What the recipes of configs/papers need of each GPU (plan.py), and the predicted and measured memory of small runs.
+"""Plan the memory of the recipes in configs/papers (plan/), and compare plans with the measured memory of small runs.
 
     python results/plans.py             # the plans of all recipes; no weights, no network
     python results/plans.py --check     # ten runs on this machine's CPUs, predicted and measured; some minutes
     python results/plans.py --draw      # table and plot from results/plans.json
 
-The shapes of the recipes' models stand below, as their config.json files on the hub have them. What is measured is the
-largest resident memory of a rank's process during an update, or while it publishes weights and proves that they have
-arrived (VmHWM), less what the process had before its models.
+SHAPES has the shapes of the recipes' models, as in their config.json files on the hub. The measured number is the peak
+resident memory of a rank's process (VmHWM) during an update, or during the publication of weights and its check, minus
+the memory of the process before its models.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ SHAPES = {
 
 
 def config_of(name: str):
-    """The config of a model of the hub, from SHAPES."""
+    """The config of a model on the hub, from SHAPES."""
     from transformers import AutoConfig
 
     family, hidden, inner, layers, heads, kv_heads, tied, more = SHAPES[name.removesuffix("-Base")]
@@ -96,20 +96,20 @@ HEAD = [
 
 
 def ranks_of(path) -> int:
-    """The ranks of the command in a recipe's head."""
+    """The number of ranks in the command at the top of a recipe."""
     text = path.read_text(encoding="utf-8")
     nodes = re.search(r"--nnodes=(\d+)", text)
     return int(re.search(r"--nproc_per_node=(\d+)", text)[1]) * (int(nodes[1]) if nodes else 1)
 
 
 def gpu_of(path) -> float:
-    """GiB of a GPU, of those that a recipe's head names; 80 where it names none."""
+    """GiB of the GPU that a recipe names at its top; 80 if it names no GPU."""
     named = re.search(r"GPUs? of (\d+) GB", path.read_text(encoding="utf-8"))
     return float(named[1]) if named else 80.0
 
 
 def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> list[str]:
-    """The cells of one command's plan."""
+    """The cells of the table for the plan of one command."""
     cfg = settings.parse(argv, ranks, installed=False)
     models = {"policy": config_of(cfg.model)}
     if cfg.actor != "none":
@@ -129,7 +129,7 @@ def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> lis
 
 
 def of_recipe(path) -> list[str]:
-    """The cells of a recipe's plan, on the GPUs that its head names."""
+    """The cells of the table for a recipe's plan, on the GPUs that the recipe names."""
     return row_of(path.stem, [f"--config={path}"], ranks_of(path), gpu_of(path))
 
 
@@ -138,7 +138,7 @@ EXAMPLE += " --task=hf:openai/gsm8k@main/train --dtype=bfloat16 --lr=1e-6 --acto
 
 
 def recipes() -> list[list[str]]:
-    """The cells of all plans."""
+    """The cells of the table for all plans."""
     rows = [of_recipe(path) for path in RECIPES]
     return rows + [
         row_of("Jackpot, 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n) for n in (1, 8)
@@ -146,7 +146,7 @@ def recipes() -> list[list[str]]:
 
 
 def table(data: dict) -> str:
-    """The plans, GiB on one GPU; then predicted and measured peaks on CPUs."""
+    """The tables of the page: the plans in GiB on one GPU; predicted and measured peaks on CPUs."""
     rows = [
         [*cells, "yes" if says.startswith("it fits") else "no"] for *cells, says in data["recipes"]
     ]
@@ -158,7 +158,7 @@ def table(data: dict) -> str:
 
 
 def draw(data: dict) -> None:
-    """Each recipe's memory by kind, and predicted against measured peaks."""
+    """Plot each recipe's memory by kind, and predicted against measured peaks."""
     plt = sweep.pyplot()
     fig, (left, right) = plt.subplots(
         1, 2, figsize=(11, 3.6), layout="constrained", width_ratios=(2, 1)
@@ -199,7 +199,7 @@ CASES = {
     "LoRA": (1, {"lora_rank": 8}),
     "int8, aligned": (1, {"rollout_quant": "int8", "learner_quant": "aligned"}),
 }
-LARGE = {**SHAPE, "vocab": 151_936}  # of the model that is published
+LARGE = {**SHAPE, "vocab": 151_936}  # shape of the published model
 # name -> --rollout_dtype
 PUBLISHED = {
     "sync and proof, 151,936 tokens": "float32",
@@ -208,7 +208,7 @@ PUBLISHED = {
 
 
 def configured(flags: dict, ranks: int) -> config.Config:
-    """The configuration of a case: four micro-batches of ROWS rows an update on each rank."""
+    """The configuration of a case: an update has four micro-batches of ROWS rows on each rank."""
     sizes = dict(
         train_batch=8 * ranks, rollout_batch=8 * ranks, max_tokens=RESPONSE, micro_tokens=ROWS * 512
     )
@@ -224,20 +224,20 @@ def models_of(cfg: config.Config) -> dict:
 
 
 def memory_of(key: str) -> int:
-    """A line of this process's /proc/self/status, in bytes: VmRSS, or VmHWM, its peak."""
+    """A value of this process's /proc/self/status in bytes: VmRSS, or VmHWM (the peak)."""
     with open("/proc/self/status", encoding="utf-8") as f:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith(key))
 
 
 def trim() -> None:
-    """Give freed memory back to the system, and reset the peak."""
+    """Return freed memory to the system, and reset the peak."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     with open("/proc/self/clear_refs", "w", encoding="utf-8") as f:
         f.write("5")
 
 
 def measured(flags: dict) -> None:
-    """One rank of a case: print the largest of two updates, in bytes above what was there before the models."""
+    """Run one rank of a case, and print the peak of the second update in bytes above the memory before the models."""
     comm = Comm.start(600)
     cfg = configured(flags, max(1, comm.size))
     models = models_of(cfg)
@@ -249,7 +249,7 @@ def measured(flags: dict) -> None:
     groups = bench.random_groups(np.random.default_rng(comm.rank), 1, RESPONSE, SHAPE["vocab"])
     batch = batching.collate(groups, cfg)
     stats = objectives.prepare(batch, comm, cfg, {})
-    learner.update(batch, stats)  # makes optimizer states
+    learner.update(batch, stats)  # creates the optimizer states
     trim()
     learner.update(batch, stats)
     if comm.rank == 0:
@@ -257,7 +257,7 @@ def measured(flags: dict) -> None:
 
 
 def measured_sync(dtype: str) -> None:
-    """Print the most that two syncs with their checks take, as `measured` does."""
+    """Print the peak of two syncs with their checks, in bytes above the memory before the models."""
     cfg = configured({"rollout_dtype": dtype}, 1)
     with tempfile.TemporaryDirectory() as folder:
         model, sampler = (
@@ -283,7 +283,7 @@ def measured_sync(dtype: str) -> None:
 
 
 def plan_of_sync(dtype: str) -> int:
-    """What the plan says of that: without the optimizer's states and the cache, which are not there."""
+    """The planned bytes of `measured_sync`, which allocates neither optimizer states nor a KV cache."""
     cfg, shape = configured({"rollout_dtype": dtype}, 1), bench.shaped("", **LARGE).config
     made = plan.plan_of(cfg, {"policy": shape}, PROMPT, 1)
     cache = plan.torch_cache(
@@ -293,12 +293,12 @@ def plan_of_sync(dtype: str) -> int:
 
 
 def run_case(ranks: int, flags: dict) -> int:
-    """The measured bytes of a case, in other processes."""
+    """The measured bytes of a case, run in separate processes."""
     return run_script(ranks, f"--case={json.dumps(flags)}")
 
 
 def run_script(ranks: int, what: str) -> int:
-    """The number that this script prints when it is told so."""
+    """The number that this script prints with the argument `what`, in separate processes."""
     script = [__file__, what]
     command = [sys.executable, *script]
     if ranks > 1:
@@ -323,14 +323,14 @@ def run_script(ranks: int, what: str) -> int:
 
 
 def compared(name: str, said: int, got: int) -> list[str]:
-    """A row of the table."""
+    """Print and return a row of the second table."""
     row = [name, f"{said / plan.GIB:.3f}", f"{got / plan.GIB:.3f}", f"{said / got:.3f}"]
     print(*row, sep="   ", flush=True)
     return row
 
 
 def check() -> list[list[str]]:
-    """The cells of the second table: predicted, measured, and their ratio."""
+    """The cells of the second table: predicted and measured bytes, and their ratio."""
     plan.footprint.DEVICE = "cpu"
     rows = []
     for name, (ranks, flags) in CASES.items():

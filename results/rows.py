@@ -1,4 +1,4 @@
-"""The rows of the studies: flags on top of a configuration, and the seeds of each row. results/sweep.py runs them."""
+"""The rows of the studies: flags on top of a configuration, and the seeds of each row (run by results/sweep.py)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PASS = "held-out pass@1 of the policy (%)"
 
 JACKPOT = dict(objective="jackpot")
 EXPECTED = dict(JACKPOT, obrs_mask="expected")
-# of one model's own samples
+# one model that samples for itself, stale
 STALE = dict(actor="none", steps=1280, train_batch=32, eval_every=160, save_every=320)
 TO_NEW = dict(JACKPOT, obrs_target="new", clip=False, obrs_c2=3)
 CLIPPED = dict(
@@ -188,10 +188,10 @@ jackpot = Study(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# TIS: the engine alone differs, by its precision; then two bits
+# TIS: an engine that differs only in precision; then two bits
 # ---------------------------------------------------------------------------------------------------------------------
 
-OWN_WEIGHTS = dict(eval_engine="torch")  # held-out problems are solved by the learner's weights
+OWN_WEIGHTS = dict(eval_engine="torch")  # pass@1 is measured with the learner's weights
 VLLM = dict(rollout="vllm", **OWN_WEIGHTS)
 TWO_BITS = dict(rollout_quant="w2a16")
 tis = Study(
@@ -269,7 +269,7 @@ tis = Study(
 # Praxis: long responses
 # ---------------------------------------------------------------------------------------------------------------------
 
-CARD = dict(temperature=0.7, top_p=0.8, top_k=20)  # a model card's sampling
+CARD = dict(temperature=0.7, top_p=0.8, top_k=20)  # the sampling settings of the model card
 THREE = {
     "no correction": dict(objective="none"),
     "TIS": dict(objective="tis"),
@@ -340,7 +340,7 @@ praxis = Study(
 # QaRL: low-bit rollouts and aligned learners
 # ---------------------------------------------------------------------------------------------------------------------
 
-# thirty times the papers': the learning rate moves s that much farther
+# thirty times the paper's band, because the higher learning rate moves the ratio s that much farther
 BAND = dict(clip_low=9e-3, clip_high=1.2e-2)
 TBPO = dict(objective="tbpo", **BAND, tbpo_neg_high=2.1e-2)
 GRPO = dict(objective="grpo")
@@ -454,7 +454,7 @@ real = Study(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# HeteroRL: late samplers
+# HeteroRL: delayed samplers
 # ---------------------------------------------------------------------------------------------------------------------
 
 INF = dict(ratio_base="inf")
@@ -526,7 +526,7 @@ heterorl = Study(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Worth: before training, and the training that followed
+# Worth: measured before training, and compared with training
 # ---------------------------------------------------------------------------------------------------------------------
 
 # sampler -> (configuration, flags of worth.py)
@@ -562,7 +562,7 @@ OURS = {
 
 
 def weighed(sampler: str, rows: dict[str, Row]) -> dict[str, Row]:
-    """The rows with their worth for this sampler, where worth.py weighs their correction."""
+    """The rows, with the worth for this sampler if worth.py measures their correction."""
     return {
         label: row._replace(weighed=(sampler, WEIGHED[label])) if label in WEIGHED else row
         for label, row in rows.items()

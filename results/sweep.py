@@ -4,10 +4,10 @@
     python results/sweep.py jackpot --only="stale by 64"    # the rows with this text in "GROUP: LABEL"
     python results/sweep.py jackpot --draw                  # run nothing: table and plot from results/jackpot.json
 
-The studies are in results/rows.py. A run is stored in out/study and goes on there when it was interrupted. A row of
-the JSON file has the flags, the seeds, the final and the best pass@1 of each seed, the mean of each column of the
-table over the last updates, and the plotted curves with at most POINTS points. A page is written by hand above the line
-`<!-- table -->`, and by this script below it.
+The studies are in results/rows.py. A run is stored in out/study, and an interrupted run continues there. A row of the
+JSON file has the flags, the seeds, the final and the best pass@1 of each seed, the mean of each column of the table
+over the last updates, and the plotted curves with at most POINTS points. The part of a page above the line
+`<!-- table -->` is written by hand, and the part below it by this script.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from results.rows import SAMPLERS, STUDIES, WEIGHED, Panel, Row, Study
 RESULTS = ROOT / "results"
 FOLDER = ROOT / "out" / "study"
 MARKER = "<!-- table -->\n"  # a line in each page; the text below it is generated
-POINTS = 25  # of a curve
-PROBLEMS = 1024  # held-out problems of `evaluate`
+POINTS = 25  # most points of a curve
+PROBLEMS = 1024  # number of held-out problems in `evaluate`
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class SweepFlags:
 
 
 def run(study: Study, folder: Path, only: str = "", jobs: int = 2) -> dict[str, dict[str, dict]]:
-    """Run the selected rows, `jobs` runs at a time, and return group -> label -> summary of the row."""
+    """Run the selected rows, `jobs` runs at a time; return group -> label -> summary of the row."""
     need(jobs >= 1, f"--jobs={jobs}: must be at least 1; name the number of runs at a time")
     chosen = [
         (group, label, row)
@@ -95,13 +95,13 @@ def folder_of(folder: Path, group: str, label: str, seed: int) -> Path:
 
 
 def command(row: Row, seed: int, folder: Path) -> list[str]:
-    """The arguments of python that make a run."""
+    """The arguments for python that start a run."""
     flags = [f"--{key}={value}" for key, value in {**row.flags, "seed": seed}.items()]
     return ["train.py", f"--config=configs/{row.config}.toml", *flags, f"--out={folder}"]
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run has made all of its updates."""
+    """Whether a run has completed all updates."""
     if not (folder / "config.json").is_file():
         return False
     steps = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]["steps"]
@@ -109,7 +109,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def run_one(row: Row, seed: int, folder: Path, threads: str, own_sampling: bool) -> None:
-    """Run or resume one run, and evaluate it under its sampling if the study asks for that."""
+    """Start or resume one run; evaluate it with its own sampling settings if the study requires this."""
     if not is_finished(folder):
         argv = command(row, seed, folder) + (
             ["--resume"] if (folder / "config.json").is_file() else []
@@ -124,7 +124,7 @@ def run_one(row: Row, seed: int, folder: Path, threads: str, own_sampling: bool)
 
 
 def call(argv: list[str], threads: str) -> None:
-    """Run one of the repository's commands; SystemExit with the end of its error output if it fails."""
+    """Run one of the repository's commands. Raise SystemExit with the end of its error output if it fails."""
     env = {**os.environ, "OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "2000", "TQDM_DISABLE": "1"}
     done = subprocess.run(
         [sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True
@@ -136,7 +136,7 @@ def call(argv: list[str], threads: str) -> None:
 
 
 def evaluate(folder: Path, threads: str) -> None:
-    """Evaluate the last checkpoint with the temperature and truncation of its run: pass@1 and reward to own.json."""
+    """Evaluate the last checkpoint with its run's temperature and truncation; write pass@1 and reward to own.json."""
     cfg = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
     settings = [f"--{k}={cfg[k]}" for k in ("temperature", "top_p", "top_k", "max_tokens", "arith")]
     model = sorted((folder / "checkpoints").glob("step_*"))[-1] / "policy"
@@ -160,7 +160,7 @@ def evaluate(folder: Path, threads: str) -> None:
 
 
 def series(folder: Path) -> dict:
-    """The metrics of a run by column, its evaluations, and the revision that made it."""
+    """The metrics of a run by column, its evaluations, and the revision of the code."""
     rows = read_metrics(folder)
     steps = [r for r in rows if r["step"] >= 0]
     keys = {key for r in steps for key, value in r.items() if isinstance(value, int | float)}
@@ -181,7 +181,7 @@ def series(folder: Path) -> dict:
 
 
 def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) -> dict:
-    """The JSON row of some runs, one for each seed, as `series` returns them."""
+    """The JSON row for runs of one row of the study, one run per seed, as returned by `series`."""
     last = [run["evals"]["policy"][-1] for run in runs]
     best = [max(run["evals"]["policy"], key=lambda x: x[1]) for run in runs]
     metrics = [key for key in study.columns.values() if key not in CELLS]
@@ -197,7 +197,7 @@ def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) 
         "start": [percent(run["evals"]["policy"][0][1]) for run in runs],
         "pass": [percent(x[1]) for x in last],
         "best": [percent(x[1]) for x in best],
-        "se": [percent(last[0][2]), percent(best[0][2])],  # over problems, for a row with one seed
+        "se": [percent(last[0][2]), percent(best[0][2])],  # over problems, if there is one seed
         "columns": {key: [tail(run, key, study.share) for run in runs] for key in metrics},
         "curves": {key: curve(runs, key) for key in dict.fromkeys(keys)},
     }
@@ -218,14 +218,14 @@ def short(x: float) -> float:
 
 
 def tail(run: dict, key: str, share: float) -> float | None:
-    """Mean of a column over the last share of the updates; None where it was not measured."""
+    """Mean of a column over the last share of the updates; None if it was not measured."""
     n = max(1, round(share * len(run["updates"])))
     values = [v for v in run["columns"].get(key, [])[-n:] if v is not None]
     return short(sum(values) / len(values)) if values else None
 
 
 def curve(runs: list[dict], key: str) -> dict[str, list[float]]:
-    """Updates, and mean, smallest and largest value over seeds, averaged in at most POINTS blocks."""
+    """Updates, and the mean, minimum and maximum over seeds, averaged in at most POINTS blocks."""
     lines = [line for run in runs if (line := line_of(run, key))]
     length = min(map(len, lines), default=0)
     width = max(1, math.ceil(length / POINTS))
@@ -240,7 +240,7 @@ def curve(runs: list[dict], key: str) -> dict[str, list[float]]:
 
 
 def line_of(run: dict, key: str) -> list[tuple[int, float]]:
-    """(updates, value) of a column, or of the evaluations in percent."""
+    """(updates, value) pairs of a column, or of the evaluations in percent."""
     if key == "eval/policy":
         return [(x, 100 * y) for x, y, _ in run["evals"]["policy"]]
     values = run["columns"].get(key, [])
@@ -253,7 +253,7 @@ def line_of(run: dict, key: str) -> list[tuple[int, float]]:
 
 
 def weigh(folder: Path, only: str) -> dict[str, dict]:
-    """Sampler -> KL and the worth of each correction with its error, by worth.py: some minutes each."""
+    """Sampler -> KL, and the worth of each correction with its error, from worth.py; a few minutes per sampler."""
     made = {}
     for name, (config, flags) in SAMPLERS.items():
         if only not in name:
@@ -278,7 +278,7 @@ def weigh(folder: Path, only: str) -> dict[str, dict]:
 
 
 def weighed(record: dict) -> dict:
-    """KL and worth of a file that worth.py wrote."""
+    """KL and worth from a file that worth.py wrote."""
     rows = {text: record["rows"][text] for text in WEIGHED.values() if text in record["rows"]}
     return {
         "kl": short(record["about"]["kl"]),
@@ -303,7 +303,7 @@ def load(name: str) -> dict:
 
 
 def store(name: str, data: dict) -> None:
-    """Write a page's JSON file, one row a line."""
+    """Write a page's JSON file with one row per line."""
     lines = []
     for key, value in data.items():
         if key == "rows":
@@ -320,7 +320,7 @@ def store(name: str, data: dict) -> None:
 
 
 def mean_se(values: list[float], single: float) -> str:
-    """Mean and standard error over seeds as a cell; `single` is the error of one value, NaN for none."""
+    """A cell with mean and standard error over seeds; `single` is the error of one value, NaN if none is shown."""
     if not values:
         return ""
     m = sum(values) / len(values)
@@ -355,7 +355,7 @@ def cell(row: dict, key: str) -> str:
 
 
 def number(x: float) -> str:
-    """Two digits, or a whole number; 0 for the rounding errors of float32."""
+    """A number as two digits or a whole number; 0 for rounding errors of float32."""
     if abs(x) < 1e-9:
         return "0"
     return f"{x:.0f}" if abs(x) >= 10 else f"{x:.2g}"
@@ -366,7 +366,7 @@ def table(name: str, data: dict) -> str:
     columns = STUDIES[name].columns
     lines = []
     for group, rows in data["rows"].items():
-        lines.append([f"**{group}**"])  # Markdown fills the other cells
+        lines.append([f"**{group}**"])  # the missing cells stay empty in Markdown
         for label, row in rows.items():
             row = {**row, **worth_of(name, data, group, label)}
             lines.append([label, *(cell(row, key) for key in columns.values())])
@@ -374,7 +374,7 @@ def table(name: str, data: dict) -> str:
 
 
 def worth_of(name: str, data: dict, group: str, label: str) -> dict:
-    """The worth of a row's correction for its sampler, if it was weighed."""
+    """The worth of a row's correction with its sampler; empty if it was not measured."""
     row = STUDIES[name].groups.get(group, {}).get(label)
     if row is None or row.weighed is None or row.weighed[0] not in data["samplers"]:
         return {}
@@ -383,7 +383,7 @@ def worth_of(name: str, data: dict, group: str, label: str) -> dict:
 
 
 def markdown(head: list[str], rows: list) -> str:
-    """A table in Markdown: the cells of its head, and of each row."""
+    """A Markdown table with these head cells and rows."""
     lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
     return "\n".join(lines) + "\n"
 
@@ -403,7 +403,7 @@ def rewrite(name: str, text: str) -> None:
 # The plot
 # ---------------------------------------------------------------------------------------------------------------------
 
-# of Okabe and Ito
+# The palette of Okabe and Ito
 COLOURS = (
     "#D55E00",
     "#0072B2",
@@ -417,7 +417,7 @@ LOGARITHMIC = ("distill_kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch")
 
 
 def draw(name: str, data: dict) -> None:
-    """Draw results/NAME.png: the panels of the study, and worth where the study has it."""
+    """Draw results/NAME.png: the panels of the study, and worth if the study has it."""
     plt = pyplot()
     panels = STUDIES[name].panels
     n = len(panels) + (2 if "samplers" in data else 0)
@@ -441,7 +441,7 @@ def draw(name: str, data: dict) -> None:
 
 
 def draw_panel(ax, panel: Panel, rows: dict[str, dict]) -> None:
-    """One line for each label; the band is the range over seeds."""
+    """Draw one line for each label; the band is the range over seeds."""
     for label, colour in zip(panel.labels, COLOURS, strict=False):
         line = rows[label]["curves"][panel.key]
         dots = dict(marker="o", ms=3) if panel.key == "eval/policy" else {}
@@ -465,7 +465,7 @@ def draw_panel(ax, panel: Panel, rows: dict[str, dict]) -> None:
 
 
 def draw_distance(ax, samplers: dict[str, dict]) -> None:
-    """Worth against KL: a colour for each correction, a point for each sampler."""
+    """Draw worth against KL: a colour for each correction, a point for each sampler."""
     for (label, text), colour in zip(WEIGHED.items(), COLOURS, strict=False):
         points = sorted(
             (s["kl"], *s["worth"][text]) for s in samplers.values() if text in s["worth"]
@@ -481,7 +481,7 @@ def draw_distance(ax, samplers: dict[str, dict]) -> None:
 
 
 def draw_outcome(ax, name: str, data: dict) -> None:
-    """Held-out pass@1 at the end against worth before training: a colour for each group."""
+    """Draw final held-out pass@1 against worth before training: a colour for each group."""
     groups = [
         g
         for g, rows in data["rows"].items()
@@ -502,7 +502,7 @@ def draw_outcome(ax, name: str, data: dict) -> None:
 
 
 def pyplot():
-    """matplotlib's pyplot, drawing into files."""
+    """The pyplot module of matplotlib, set to draw into files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -512,7 +512,7 @@ def pyplot():
 
 
 def save(fig, path: Path | str, dpi: int = 80) -> None:
-    """Write a PNG with a palette, a third as large as matplotlib's, and close the figure."""
+    """Write a PNG with a palette, a third of the size of matplotlib's PNG, and close the figure."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -529,14 +529,14 @@ def save(fig, path: Path | str, dpi: int = 80) -> None:
 
 
 def no_arguments(script: str) -> None:
-    """End a script that takes no flags with one sentence if it is given any."""
+    """Exit with an error sentence if a script without flags is given arguments."""
     given = " ".join(sys.argv[1:])
     if given:
         sys.exit(f"error: {given}: results/{script}.py takes no flags; leave them out")
 
 
 def update(name: str, flags: SweepFlags) -> dict:
-    """Run the selected rows, and return the study's data with their new numbers, in the order of rows.py."""
+    """Run the selected rows; return the study's data with the new numbers, in the order of rows.py."""
     study = STUDIES[name]
     data = load(name) if path_of(name).is_file() else {}
     new = run(study, FOLDER / name, flags.only, flags.jobs)
@@ -554,7 +554,7 @@ def update(name: str, flags: SweepFlags) -> dict:
 
 
 def main() -> None:
-    """Command line: a study's name, then flags."""
+    """Run the command line: a study's name, then flags."""
     named, given = sys.argv[1:2], sys.argv[2:]
     known = ", ".join(STUDIES)
     if not named or named[0] not in STUDIES:
