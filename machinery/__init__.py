@@ -1,2 +1,1 @@
-"""Flags, run folders, checkpoints, optimizers, plots: used by every command, described by no
-paper."""
+"""Flags, run folders, checkpoints, optimizers and plots: infrastructure of every command."""

@@ -1,4 +1,4 @@
-"""The command line: a dataclass is a command's flags, and every command is read by the same code.
+"""Command-line flags: the fields of a dataclass are a command's flags. All commands use this file.
 
     @dataclass(frozen=True)
     class SizeFlags:
@@ -7,9 +7,9 @@
         steps: int = 150
         \"\"\"Optimizer updates.\"\"\"             # the flag's help
 
-A field is a flag, its type says what it takes, the string below it is its help. A class may inherit
-from several such groups. `parse_flags(Flags, argv)` returns an instance, or raises UserError, one
-sentence that names the flag; `run_command` prints it."""
+A field is a flag, its type is the type of the value, and the string below it is the help text. A
+class may inherit from several groups. `parse_flags(Flags, argv)` returns an instance. It raises
+UserError with one sentence that names the flag; `run_command` prints the sentence."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ LIKE = 0.45  # minimum similarity to suggest a flag value
 
 
 class UserError(ValueError):
-    """An error that the user can fix; the message, one sentence, names the fix.
+    """An error that the user can fix. Its message is one sentence that names the fix.
 
     It is printed without a traceback. Any other exception is a bug and keeps its traceback."""
 
 
 def need(ok, sentence: str) -> None:
-    """UserError with this sentence unless `ok`."""
+    """Raise UserError with this sentence unless `ok` is true."""
     if not ok:
         raise UserError(sentence)
 
 
-# errors of files and disks -> the fix, which follows the file's name and the system's message
+# errno of a file error -> the fix; a message is the file's name, the system's message and the fix
 RIGHTS = "name another place, or ask for the right to use this one"
 ROOM = "make room there, or name a place on another disk"
 DISK = "look at the disk, or name a place on another one"
@@ -74,9 +74,9 @@ ABOUT_FILES = {
 
 
 def about_files(e: OSError, path: Path | str | None = None) -> UserError | None:
-    """The sentence for a file that cannot be read or written; None for trouble of another kind.
+    """The UserError for a file that cannot be read or written; None for any other OSError.
 
-    path: the file, where the error does not name it."""
+    path: the file's name, used if the error has none."""
     if e.errno not in ABOUT_FILES:
         return None
     name = path if e.filename is None else e.filename
@@ -85,8 +85,7 @@ def about_files(e: OSError, path: Path | str | None = None) -> UserError | None:
 
 
 def read_text(path: Path | str) -> str:
-    """The text of a file in UTF-8, without the mark that some editors put first. UserError names
-    the file."""
+    """The text of a UTF-8 file without byte order mark. Raises UserError, which names the file."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
@@ -96,7 +95,7 @@ def read_text(path: Path | str) -> str:
 
 
 def read_json(path: Path | str, fix: str) -> dict:
-    """The JSON object in a file. UserError names the file, the problem, and the fix."""
+    """The JSON object in a file. Raises UserError, which names file, problem and fix."""
     try:
         value = json.loads(read_text(path))
     except UserError:
@@ -108,8 +107,7 @@ def read_json(path: Path | str, fix: str) -> dict:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether this can be the id of a model on the hub: it reads owner/name, and nothing here is
-    called so."""
+    """Whether this can be the id of a hub model: the form owner/name, and no local path."""
     return (
         bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name))
         and not Path(name).exists()
@@ -117,7 +115,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def refuse_adapter(flag: str, name: str) -> None:
-    """UserError if a folder has adapters alone."""
+    """Raise UserError if a folder has adapters but no model."""
     folder = Path(name)
     alone = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
     merge = f"python -m model.lora --adapter={name} --out=FOLDER"
@@ -125,12 +123,12 @@ def refuse_adapter(flag: str, name: str) -> None:
 
 
 def names_model(name: str) -> bool:
-    """Whether this is a folder with a config.json, or can be the id of a model on the hub."""
+    """Whether this is a folder with a config.json, or can be the id of a hub model."""
     return (Path(name) / "config.json").is_file() or is_hub_id(name)
 
 
 def embedded_model(flag: str, name: str) -> tuple[str, float]:
-    """(policy or actor, sampled accuracy of its warm start) of base:KIND or base:KIND@ACCURACY."""
+    """("policy" or "actor", target accuracy of its warm start), from base:KIND[@ACCURACY]."""
     kind, at, accuracy = name.removeprefix("base:").partition("@")
     choice(flag, f"base:{kind}", ["base:policy", "base:actor"])
     wrong = f"--{flag}={name}: the accuracy after @ must be a share between 0 and 1"
@@ -143,15 +141,14 @@ def embedded_model(flag: str, name: str) -> tuple[str, float]:
 
 
 def check_output(flag: str, path: str) -> None:
-    """UserError, before anything is computed, if no file can be written at the path that a flag
-    names."""
+    """Raise UserError if no file can be written at the path of a flag. Called before any work."""
     file = Path(path)
     need(path.strip(), f"--{flag} is empty: name the file to write")
     need(not file.is_dir(), f"--{flag}={path}: a folder; name a file in it")
     there = next(folder for folder in file.absolute().parents if folder.exists())
     need(there.is_dir(), f"--{flag}={path}: {there} is a file, not a folder; {PLACE}")
     taken = file if file.exists() else there
-    # nobody makes a file there
+    # access() allows files there, but they cannot be created
     kernel = there.is_relative_to("/proc") or there.is_relative_to("/sys")
     need(
         os.access(taken, os.W_OK) and not kernel,
@@ -160,8 +157,8 @@ def check_output(flag: str, path: str) -> None:
 
 
 def check_result(flag: str, path: str) -> None:
-    """`check_output` for a JSON result, which may replace an earlier result (it has `command`) and
-    no other file."""
+    """`check_output` for a JSON result. It may replace an earlier result (a file with the key
+    `command`), but no other file."""
     check_output(flag, path)
     if not Path(path).exists():
         return
@@ -176,8 +173,9 @@ def check_result(flag: str, path: str) -> None:
 
 
 def from_environment(name: str, usual: int) -> int:
-    """A whole number that torchrun sets, at least `usual`. A wrong value ends the process at once:
-    modules read it while they load."""
+    """An integer environment variable of torchrun, at least `usual`, which is also the default.
+
+    A wrong value ends the process at once, because modules read it on import."""
     value = os.environ.get(name, str(usual))
     if not (value.isascii() and value.isdecimal()) or int(value) < usual:
         sys.exit(
@@ -188,12 +186,11 @@ def from_environment(name: str, usual: int) -> int:
 
 
 def run_command(command: Callable[[], object], silent: bool = False) -> None:
-    """Run a command, and exit with the code that it returns, if any; a UserError or a file error
-    becomes one sentence and exit code 1.
+    """Run a command and exit with its return code, if any. A UserError or a file error prints one
+    sentence and exits with code 1.
 
     If stdout is closed (`| head`), exit silently with code 1. After Ctrl-C, exit with 130, as
-    shells do. silent: print nothing and exit with 2, for ranks of torchrun other than the first,
-    which prints the error."""
+    shells do. silent: exit with 2 on an error and print nothing; only the first rank prints it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # machinery/startup.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -202,9 +199,9 @@ def run_command(command: Callable[[], object], silent: bool = False) -> None:
         if type(result) is int and result:
             sys.exit(result)
     except BrokenPipeError:
-        if not reader_has_gone():  # it was a pipe to another process
+        if not reader_has_gone():  # the broken pipe is not stdout
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -218,24 +215,23 @@ def run_command(command: Callable[[], object], silent: bool = False) -> None:
 def reader_has_gone() -> bool:
     """Whether standard output is a pipe without a reader."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # errors alone
+    poll.register(sys.stdout.fileno(), 0)  # errors only
     return bool(poll.poll(0))
 
 
 def parse_flags(cls, argv: list[str] | None = None, usage: str = ""):
-    """An instance of the dataclass `cls` from `--key=value` arguments; by default the process's
-    own.
+    """An instance of the dataclass `cls` from `--key=value` arguments, by default sys.argv[1:].
 
-    UserError: one sentence."""
+    Raises UserError."""
     return cls(**{key: convert(cls, key, value) for key, value in read(cls, argv, usage)})
 
 
 def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[tuple[str, str]]:
-    """(flag, value) pairs as written; `--help` prints the page and exits, `--help=all` with the
-    flags that are rare.
+    """(flag, value) pairs as written. `--help` prints the help page and exits; `--help=all` also
+    prints rare flags.
 
-    `--flag value` is `--flag=value`, and a bare `--flag` of a truth is `--flag=True`.
-    also: further names that are accepted, for the caller to read."""
+    `--flag value` is `--flag=value`, and a bare boolean `--flag` is `--flag=True`.
+    also: additional accepted names, which the caller interprets."""
     argv = list(sys.argv[1:] if argv is None else argv)
     kinds, pairs = types_of(cls), []
     while argv:
@@ -261,7 +257,7 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
     return pairs
 
 
-# names of verl, TRL and others -> the flags here
+# names in verl, TRL and similar libraries -> flags of this repository
 ELSEWHERE = {
     "num_iterations": "--rollout_batch above --train_batch",
     "ppo_epochs": "--rollout_batch above --train_batch",
@@ -298,7 +294,7 @@ ELSEWHERE = {
 
 
 def nearest(key: str, names) -> str:
-    """'; did you mean --NAME?', or a pointer to --help where no name is near."""
+    """'; did you mean --NAME?', or a pointer to --help if no name is similar."""
     if key in ELSEWHERE and "objective" in names:
         return f"; here it is {ELSEWHERE[key]}"
     near = difflib.get_close_matches(key, list(names), 1, NEAR)
@@ -307,13 +303,13 @@ def nearest(key: str, names) -> str:
 
 @functools.cache
 def types_of(cls) -> dict[str, type]:
-    """Flag -> type, in the order of the fields."""
+    """Flag name -> type, in the order of the fields."""
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
 def choices_of(kind) -> list[str]:
-    """The strings that a type admits; [] where it admits any."""
+    """The strings that a Literal type allows; [] for any other type."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     return [c for part in get_args(kind) for c in choices_of(part)]
@@ -323,9 +319,9 @@ TRUTH = {"True": True, "true": True, "False": False, "false": False}
 
 
 def convert(cls, key: str, text: str):
-    """The value of a flag from its text. UserError: one sentence."""
+    """The value of a flag, parsed from its text. Raises UserError."""
     kind = types_of(cls)[key]
-    if type(None) in get_args(kind):  # X | None: the default None leaves it to the objective
+    if type(None) in get_args(kind):  # X | None: None is filled from the objective
         if text == "None":
             return None
         kind = next(k for k in get_args(kind) if k is not type(None))
@@ -338,7 +334,7 @@ def convert(cls, key: str, text: str):
     if kind is str:
         return at_home(text)
     try:
-        if "_" in text or not text.isascii():  # Python would read 0.5_5 as 0.55, and other digits
+        if "_" in text or not text.isascii():  # Python accepts 0.5_5 as 0.55, and non-ASCII digits
             raise ValueError
         return finite(cls, key, kind(text))
     except UserError:
@@ -349,14 +345,13 @@ def convert(cls, key: str, text: str):
 
 
 def at_home(text: str) -> str:
-    """The text with ~/ replaced by the home folder, at its start and after commas: a shell leaves
-    --out=~/run as it is."""
+    """The text with ~/ expanded at its start and after commas; shells do not expand --out=~/run."""
     return re.sub(r"(^|,)~(?=/|$)", lambda m: m[1] + os.path.expanduser("~"), text)
 
 
 def finite(cls, key: str, value, place: str = "--"):
-    """The value. UserError for NaN, a too large whole number, or infinity, unless the class lists
-    the flag as UNBOUNDED.
+    """The value itself. Raises UserError for NaN, for a number out of range, and for infinity
+    unless the class lists the flag in UNBOUNDED.
 
     place: prefix of the flag in the message."""
     flag = f"{place}{key}={str(value)[:40]}"
@@ -370,7 +365,7 @@ def finite(cls, key: str, value, place: str = "--"):
 
 
 def read_toml(cls, path: str) -> dict:
-    """The flags that a flat TOML file sets; names and types are checked as on the command line."""
+    """The flags set by a flat TOML file, with names and types checked as on the command line."""
     need(
         Path(path).is_file(),
         f"--config={path}: no such file; name a TOML file of flags, such as configs/demo.toml",
@@ -389,8 +384,7 @@ def read_toml(cls, path: str) -> dict:
 
 
 def of_toml(cls, path: str, key: str, value):
-    """A TOML value as the flag's type: a whole number may stand for a float, nothing else
-    changes."""
+    """A TOML value checked against the flag's type; an integer is converted to a float flag."""
     kind = types_of(cls)[key]
     check_word(key, value, kind, f"{path}: ")
     if choices_of(kind) and type(value) is str:
@@ -408,21 +402,21 @@ def of_toml(cls, path: str, key: str, value):
 
 
 def shortened(value) -> str:
-    """A value as an error shows it: on one line, and not all of a long one."""
+    """The repr of a value for an error message, cut after 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
 
 
 def check_word(key: str, value, kind, place: str = "") -> None:
-    """UserError where a type admits words, and the value is not one of them."""
+    """Raise UserError if a type has choices and the value is not among them."""
     words = choices_of(kind)
     if words:
         choice(key, value, words, place)
 
 
 def choice(key: str, value, known, place: str = "") -> None:
-    """UserError unless `value` is one of the known ones; it names the nearest. place: of the flag,
-    if it is a file."""
+    """Raise UserError, which names the most similar choice, unless `value` is in `known`. place:
+    prefix of the flag in the message."""
     if value not in known:
         near = difflib.get_close_matches(str(value), list(known), 1, LIKE)
         guess = f"; did you mean {near[0]}?" if near else ""
@@ -431,13 +425,13 @@ def choice(key: str, value, known, place: str = "") -> None:
 
 
 def groups_of(cls) -> list[type]:
-    """The class's own flags first, then its groups as they are written."""
+    """The classes with flags: the class itself if it has own flags, then its bases in order."""
     first = [cls] if "__annotations__" in vars(cls) else []
     return first + [g for base in cls.__bases__ if base is not object for g in groups_of(base)]
 
 
 def docs_of(cls) -> dict[str, str]:
-    """The string below each field of a class's own body, read from its source."""
+    """Field -> the string below it in the body of this class, read from the source code."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
     docs = {}
     for field, below in zip(body, body[1:], strict=False):
@@ -451,9 +445,9 @@ def docs_of(cls) -> dict[str, str]:
 
 
 def help_page(cls, usage: str = "", everything: bool = True) -> str:
-    """Each flag with its default, its choices and its sentence, by group.
+    """The help page: each flag with its default, choices and help text, by group.
 
-    everything: also the flags that a class with a list COMMON does not have there."""
+    everything: also flags that are missing from the list COMMON of their class."""
     kinds, defaults = types_of(cls), {f.name: f.default for f in fields(cls)}
     listing = [base for base in cls.__mro__ if "COMMON" in vars(base) and not everything]
     rare = {key for base in listing for key in types_of(base) if key not in base.COMMON}

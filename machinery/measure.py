@@ -1,9 +1,9 @@
 """Measurement of metrics: the inputs of their formulas, and sums over micro-batches and ranks.
 
-`View` shows a formula one micro-batch. `Mean`, `Max`, `Quantile` and `Derived` are the kinds of
-rows that metrics.py is made of. `Sums` adds a row's values up over micro-batches, `Sums.reduce`
-over ranks: every number is of the whole update, never of the last micro-batch. Below them stand the
-estimates that worth.py makes of its dot products."""
+`View` holds one micro-batch for the formulas. `Mean`, `Max`, `Quantile` and `Derived` are the row
+types of metrics.py. `Sums` accumulates rows over micro-batches, and `Sums.reduce` over ranks, so
+each metric covers the whole update and not only the last micro-batch. The last section has the
+estimators that worth.py applies to its dot products."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from config import LossFlags
 
 
 class View:
-    """One micro-batch as the formulas see it. Token quantities are (B, T), response quantities
+    """Inputs of the formulas for one micro-batch. Token quantities are (B, T), response quantities
     (B,)."""
 
     def __init__(self, new, batch, stats, logs, cfg: LossFlags):
@@ -35,7 +35,7 @@ class View:
         self.adv = batch.adv
         row = corrections.CORRECTIONS[cfg.correction]
         capped = "is_cap" in row.bounds
-        # where "large" and "small" weights begin
+        # thresholds of "large" and "small" weights
         self.C = cfg.is_cap if capped and row.level == "token" else 2.0
         self.C_seq = cfg.is_cap if capped and row.level == "sequence" else 4.0
         self.by_response = row.level == "sequence"
@@ -54,13 +54,13 @@ class View:
         self.clipped = logs["clipped"]
         self.applied = self.weight * self.keep
         expected = cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected"
-        if expected or row.counts_drops_as_zero:  # OBRS's expected mask, but not a drawn one
+        if expected or row.counts_drops_as_zero:  # OBRS: the expected mask, not a sampled mask
             self.weight = self.applied
         # responses
         self.n = batch.mask.sum(1).clamp_min(1)
         self.sum_log_r = self.log_r.sum(1)
         self.R = self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
-        # a response's is not clamped, as verl's
+        # the ratio of a response is not clamped, as in verl
         self.ratio = self.sum_log_r.exp() if self.by_response else self.r
 
     # -- OBRS
@@ -71,7 +71,7 @@ class View:
 
     @property
     def sees_both(self) -> bool:
-        """Whether the ref pass saw policy and actor whole."""
+        """Whether the ref pass had the full distributions of policy and actor."""
         return self.has_z and self.cfg.obrs_target == "ref" and self.batch.kl_after_ref is not None
 
     def sees_part(self) -> bool:
@@ -79,7 +79,7 @@ class View:
 
     @functools.cached_property
     def support(self):
-        """(p_tgt, log p_tgt - log p_inf, which entries count), each (B, T, S)."""
+        """(p_tgt, log p_tgt - log p_inf, mask of valid entries), each (B, T, S)."""
         logp_tgt = (
             self.batch.support_logp_ref if self.cfg.obrs_target == "ref" else self.new.support_logp
         )
@@ -100,24 +100,22 @@ class View:
 
 
 def k3(log_r, clamp):
-    """r - 1 - log r, r = exp of the clamped log r; in float64, for near 0 only log_r^2 / 2 is left
-    of it."""
+    """r - 1 - log r with r = exp of the clamped log r. In float64, because the terms cancel down to
+    log_r^2 / 2 near 0."""
     log_r = log_r.double()
     return torch.expm1(log_r.clamp(-clamp, clamp)) - log_r
 
 
 def repetition(tokens, exists, n: int = 4):
-    """Share of a response's n-grams that stand earlier in it too, (B,): 1 - distinct / all; 0 if it
-    is shorter than n."""
+    """Share of a response's n-grams that repeat an earlier n-gram, (B,): 1 - distinct / all; 0 if
+    the response is shorter than n."""
     if tokens.shape[1] < n:
         return tokens.new_zeros(len(tokens), dtype=torch.double)
     grams, in_response = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
     key = torch.zeros_like(grams[..., 0])
-    for i in range(
-        n
-    ):  # a 64-bit hash of each n-gram; a collision would only count one repetition too many
+    for i in range(n):  # a 64-bit hash of each n-gram; a collision only adds one repetition
         key = key * 1_000_003 + grams[..., i] + 1
-    # n-grams that do not exist are all distinct
+    # positions without an n-gram get distinct keys
     nowhere = torch.arange(key.shape[1], device=key.device) - 2**62
     ordered = torch.where(in_response, key, nowhere).sort(1).values
     repeats = (ordered[:, 1:] == ordered[:, :-1]).sum(1)
@@ -125,7 +123,7 @@ def repetition(tokens, exists, n: int = 4):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The kinds of rows
+# Row types
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -135,8 +133,7 @@ def always(_) -> bool:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of formula(view) over the true entries of over(view); `when` says where it
-    exists."""
+    """The mean of formula(view) over the true entries of over(view), computed if when(view)."""
 
     name: str
     over: Callable
@@ -146,7 +143,7 @@ class Mean:
 
 
 class Max(Mean):
-    """The same for the maximum."""
+    """The maximum of formula(view) over the true entries of over(view)."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,7 @@ class Quantile:
 
 @dataclass(frozen=True)
 class Derived:
-    """A formula of the step's means: formula(m), m[name] the mean, m.sum(name), m.count(name)."""
+    """A formula of the update's means: formula(m) reads m[name], m.sum(name) and m.count(name)."""
 
     name: str
     formula: Callable
@@ -172,38 +169,37 @@ class Derived:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Adding up
+# Sums over micro-batches and ranks
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Sums:
     """Running (sum, count) pairs, maxima and kept values, on the device until `reduce`."""
 
-    MOST = 1 << 16  # values kept of a micro-batch
+    MOST = 1 << 16  # maximum number of values kept per micro-batch
 
     def __init__(self):
         self.pairs, self.tops, self.values = {}, {}, {}
 
     def add(self, name, x, where):
-        """Adds x over the true entries of `where` (same shape): one more share of the mean called
-        `name`."""
+        """Add x over the true entries of `where` (same shape) to the mean called `name`."""
         x = x.double() * where
         total, count = self.pairs.get(name, (0.0, 0.0))
         self.pairs[name] = (total + x.sum(), count + where.sum())
 
     def top(self, name, x, where):
-        """Adds to the maximum called `name`."""
+        """Update the maximum called `name`."""
         value = x.double().masked_fill(~where, -math.inf).amax()
         self.tops[name] = torch.maximum(self.tops[name], value) if name in self.tops else value
 
     def keep(self, name, x, where, q):
-        """Keep values for the q-th quantile called `name`: those where `where` is true, or evenly
-        some of them."""
+        """Keep the values of x where `where` is true, for the q-th quantile called `name`; above
+        MOST values, keep an even subsample."""
         x = x[where]
         self.values.setdefault(name, (q, []))[1].append(x[:: 1 + len(x) // self.MOST])
 
     def constant(self, name, value):
-        """A number that is the same in every micro-batch and on every rank."""
+        """Set a number that is the same in every micro-batch and on every rank."""
         self.pairs[name] = (value, 1.0)
 
     def reduce(self, comm) -> Means:
@@ -241,29 +237,29 @@ class Means(dict):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Worth of a response: estimates of worth.py's numbers, and their errors
+# Worth of a response: estimators for worth.py, with standard errors
 # ---------------------------------------------------------------------------------------------------------------------
 
-FOLDS = 4  # of the on-policy batches, and of the jackknife over groups and over directions
+FOLDS = 4  # folds of the on-policy batches, and of the jackknife over groups and over directions
 
 
 @dataclass
 class Reference:
-    """The on-policy gradient of the responses of one part, from FOLDS independent means."""
+    """The on-policy gradient of responses in one range of lengths, as FOLDS independent means."""
 
-    means: list[list[torch.Tensor]]  # of the gradients of each fold's batches
+    means: list[list[torch.Tensor]]  # mean gradient of the batches of each fold
     gram: np.ndarray  # (FOLDS, FOLDS) <mean, mean>
-    squares: np.ndarray  # (FOLDS,) mean |g_b|^2 of each fold's batches
-    batches: int  # in each fold
+    squares: np.ndarray  # (FOLDS,) mean |g_b|^2 over the batches of each fold
+    batches: int  # number of batches in each fold
     overlap: np.ndarray  # (directions, FOLDS) <random direction, mean>
 
     def square(self, folds) -> float:
-        """|g|^2 without its noise, from these folds."""
+        """Unbiased estimate of |g|^2 from these folds."""
         gram = self.gram[np.ix_(folds, folds)]
         return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))
 
     def halves(self) -> list[float]:
-        """|g|^2 from each half of the batches, over that from all of them: both are about 1."""
+        """|g|^2 from each half of the folds, divided by |g|^2 from all folds; both are about 1."""
         middle = FOLDS // 2
         return [
             self.square(half) / self.square(range(FOLDS))
@@ -271,25 +267,25 @@ class Reference:
         ]
 
     def is_found(self) -> bool:
-        """Whether |g|^2 is above 0, whichever fold is left out."""
+        """Whether the estimate of |g|^2 is above 0 with all folds and without each single fold."""
         all_but = [[i for i in range(FOLDS) if i != f] for f in range(FOLDS)]
         return min(map(self.square, [range(FOLDS), *all_but])) > 0
 
 
 @dataclass
 class RowSamples:
-    """Measurements of one row: its gradient along the directions."""
+    """Measurements of one configuration: projections of its gradient."""
 
-    along: list = field(default_factory=list)  # batches of (FOLDS,)      <g_c, mean of g>
-    # batches of (groups, directions) <share of a group in g_c, direction>
+    along: list = field(default_factory=list)  # per batch (FOLDS,): <g_c, mean of g>
+    # per batch (groups, directions): <contribution of a group to g_c, direction>
     noise: list = field(default_factory=list)
 
 
 def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
     """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as worth.py defines them.
 
-    along: (batches, FOLDS); noise: (groups, directions); groups: in a batch. keep: selected items
-    (`replicates`)."""
+    along: (batches, FOLDS); noise: (groups, directions); groups: number of groups in a batch. keep:
+    indices to use (`replicates`)."""
     batches, rows, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
     square = reference.square(folds)
     n = len(folds) * reference.batches
@@ -300,13 +296,13 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
     )
     by_batch = along[np.ix_(batches, folds)].mean(1) / square
     scale = by_batch.mean()
-    scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)  # without its noise
+    scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)  # noise subtracted
     shares = noise[np.ix_(rows, directions)]
-    variance = groups * shares.var(0, ddof=1)  # of a batch, along each direction
+    variance = groups * shares.var(0, ddof=1)  # variance of a batch along each direction
     elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(
         1
     )
-    # contribution of noise to `elsewhere`, squared
+    # expected square of the noise in `elsewhere`
     of_means = variance * groups / len(rows) + scale_squared * noise_on / n
     bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
     noise_of_batch = variance.mean() / square
@@ -327,11 +323,10 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
 
 
 def replicates(batches: int, groups: int, directions: int) -> Iterator[list[tuple]]:
-    """Lists of (batches, groups, folds, directions) to keep: first all, then without a part of each
-    in turn.
+    """Yield lists of index sets (batches, groups, folds, directions): first all indices, then the
+    jackknife over each of the four.
 
-    The sampler's batches and the folds of g are left out one by one, groups and directions in FOLDS
-    parts."""
+    Sampler batches and folds of g are left out one by one, groups and directions in FOLDS parts."""
     B, G, F, K = map(np.arange, (batches, groups, FOLDS, directions))
     yield [(B, G, F, K)]
     yield [(B[b != B], G, F, K) for b in B]
@@ -341,7 +336,7 @@ def replicates(batches: int, groups: int, directions: int) -> Iterator[list[tupl
 
 
 def jackknife(values: list[list[float]]) -> float:
-    """The standard error of a number by its values on `replicates`."""
+    """The jackknife standard error of a number, from its values on `replicates`."""
     variance = 0.0
     for x in map(np.array, values):
         variance += (len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum()
@@ -349,7 +344,7 @@ def jackknife(values: list[list[float]]) -> float:
 
 
 def with_errors(seen: RowSamples, reference: Reference, groups: int) -> dict[str, float]:
-    """`estimate`, and NAME_se by the jackknife."""
+    """The results of `estimate`, with their jackknife standard errors as NAME_se."""
     along, noise = np.array(seen.along), np.concatenate(seen.noise)
     kinds = replicates(len(along), *noise.shape)
     (out,), *left_out = [

@@ -1,5 +1,4 @@
-"""Optimizers, the placement of their states between two steps, and the schedule of their learning
-rates."""
+"""Optimizers, the offloading of their states, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from config import Config, MemoryFlags, OptimizerFlags
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, to which a parameter (E, m, n) is E matrices: those of the experts of a layer.
+    """torch's Muon, which also accepts a parameter (E, m, n) of E experts as E matrices.
 
-    Shards of such a parameter hold whole experts."""
+    Shards of such a parameter contain whole experts."""
 
     def _init_group(self, group, *lists):
         group_lists = ([], [], [])  # parameters, gradients, momenta
@@ -26,32 +25,32 @@ class Muon(torch.optim.Muon):
 
 
 def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
-    """AdamW over one model's parameters; or Muon over the matrices of its layers, and AdamW over
+    """AdamW for all parameters of one model, or Muon for the matrices of its layers and AdamW for
     the rest.
 
-    Another optimizer is another line here."""
+    New optimizers are added here."""
     matrices, experts = [], []
     if cfg.optimizer == "muon":
         matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
-        # convolutions are none
+        # not all 3-D parameters are experts: convolutions are excluded
         experts = [getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]
     chosen = {id(p) for p in matrices + experts}
     others = [p for p in learning(model) if id(p) not in chosen]
     betas = (0.9, 0.999)
-    # one parameter after the other: all at once would take 4 bytes of each for a moment
+    # foreach=True would need 4 more bytes per parameter for a moment
     options = {"eps": 1e-8, "weight_decay": cfg.weight_decay, "foreach": False}
     optimizers = [torch.optim.AdamW(others, lr=lr, betas=betas, **options)]
     if matrices:
         muon = Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
         if experts:
-            muon.add_param_group({"params": experts})  # at once torch takes nothing but matrices
+            muon.add_param_group({"params": experts})  # torch's constructor accepts only matrices
         optimizers.append(muon)
     return optimizers
 
 
 @torch.no_grad()
 def not_finite(model) -> str:
-    """The name of the first weight with a value that is no finite number; "" if there is none."""
+    """Name of the first weight that contains NaN or infinity; "" if all weights are finite."""
     named = {name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()}
     named = {name: x for name, x in named.items() if x.numel() and not x.is_meta}
     if not named:
@@ -62,18 +61,18 @@ def not_finite(model) -> str:
 
 
 def learning(model) -> list:
-    """The parameters that learn: all, or with LoRA the adapters."""
+    """The trainable parameters: all of them, or the adapters with LoRA."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# States between two steps in the host's memory (--offload)
+# Optimizer states in host memory between two steps (--offload)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def step(optimizer, cfg: MemoryFlags) -> None:
-    """One step of an optimizer. With --offload its states are fetched for one parameter after the
-    other: the same step, without the memory of all states at once."""
+    """Take one optimizer step. With --offload it fetches the states of one parameter at a time: the
+    result is the same, and the states never occupy device memory all at once."""
     if not cfg.offload:
         optimizer.step()
         return
@@ -92,7 +91,7 @@ def step(optimizer, cfg: MemoryFlags) -> None:
 
 
 def states_like(optimizer, p) -> list:
-    """(name, state) of a parameter's states that have its shape: moments, not counts."""
+    """(name, state) of the optimizer states with the parameter's shape: moments, no step counts."""
     state = optimizer.state.get(p, {})
     return [
         (name, x)
@@ -102,8 +101,8 @@ def states_like(optimizer, p) -> list:
 
 
 def move_states(optimizer, p, device) -> None:
-    """Move a parameter's moments, or this rank's part of them, to a device. With a GPU the host's
-    copy is pinned."""
+    """Move a parameter's moments, or this rank's shard of them, to a device. If there is a GPU, the
+    host copy is pinned."""
     for name, x in states_like(optimizer, p):
         if torch.device(device).type == "cpu" and torch.cuda.is_available():
             optimizer.state[p][name] = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)
@@ -112,7 +111,7 @@ def move_states(optimizer, p, device) -> None:
 
 
 def schedule(step: int, cfg: Config) -> float:
-    """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, linear or
+    """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, or linear or
     cosine decay to 0."""
     warmup = cfg.warmup_steps if cfg.warmup_steps >= 1 else math.ceil(cfg.warmup_steps * cfg.steps)
     if step < warmup:

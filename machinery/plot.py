@@ -1,8 +1,8 @@
-"""Draw runs against each other, and write the table that ends a run.
+"""Plot the metrics of runs in one picture, and write the closing table of a run.
 
     python -m machinery.plot out/demo [out/other ...] [--out=FILE.png]
 
-A run is a folder with metrics.jsonl. The first run named is drawn strongest.
+A run is a folder with metrics.jsonl. The first run has the thickest lines.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ PANELS = [
     ("length of responses, tokens", "response_length"),
 ]
 MOST_PANELS = 8
-# A line for each run. Okabe and Ito's colours, without their yellow, can also be told apart by the
-# colour-blind.
+# One colour per run: the colour-blind-safe palette of Okabe and Ito, without yellow.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
 USAGE = "python -m machinery.plot RUN [RUN ...] [--out=FILE.png]: draw the metrics of runs against each other"
-SMOOTH = 20  # longer curves are drawn as a running mean over the faint raw line
+SMOOTH = 20  # a curve with more points is drawn as a running mean over the faint raw line
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class PlotFlags:
     out: str = "out/curves.png"
     """PNG to write."""
     samples: str = ""
-    """Print the responses that this run has logged instead, their tokens coloured by the gap
-    between policy and sampler."""
+    """Do not draw: print the logged responses of this run, with tokens coloured by the gap between
+    policy and sampler."""
     last: int = 4
     """--samples: number of newest responses."""
 
@@ -61,7 +60,7 @@ def draw(runs: list[str], out: str) -> str:
     """Write one PNG with a panel for each measured quantity and a line for each run; returns its
     path.
 
-    UserError, one sentence: more runs than colours, or a folder that holds no run."""
+    Raises UserError if there are more runs than colours, or if a folder is not a run."""
     if len(runs) > len(COLOURS):
         raise UserError(
             f"{len(runs)} runs: at most {len(COLOURS)} lines can be told apart; draw fewer in one picture"
@@ -106,7 +105,7 @@ def write(fig, path: Path) -> None:
 
 
 def numbers_of(run: str) -> list[dict]:
-    """The metrics of a run. UserError: a plotted value is not a number in one of the lines."""
+    """The metrics of a run. Raises UserError if a plotted value is not a number."""
     rows = read_metrics(run)
     for _, key in PANELS:
         for row in rows:
@@ -126,7 +125,7 @@ def values_of(rows: list[dict], key: str) -> tuple[list[float], list[float]]:
 
 
 def draw_line(ax, rows: list[dict], key: str, colour: str, width: float) -> None:
-    """One run's curve of a metric."""
+    """Draw one run's curve of a metric."""
     x, y = values_of(rows, key)
     style = dict(color=colour, linewidth=width)
     if key.startswith("eval/"):
@@ -141,7 +140,7 @@ def draw_line(ax, rows: list[dict], key: str, colour: str, width: float) -> None
 
 
 def running_mean(y: list[float], behind: int) -> list[float]:
-    """The mean of each value and of up to `behind` earlier values."""
+    """The mean of each value and up to `behind` earlier values."""
     out = []
     for i in range(len(y)):
         window = y[max(0, i - behind) : i + 1]
@@ -155,7 +154,7 @@ def running_mean(y: list[float], behind: int) -> list[float]:
 
 
 def report(run: str) -> str:
-    """The closing table of a run, with the path of its curves, which are drawn now."""
+    """Draw the curves of a run, and return its closing table, which names their path."""
     rows = read_metrics(run)
     cfg = json.loads((Path(run) / "config.json").read_text(encoding="utf-8"))["config"]
     steps = [row for row in rows if row["step"] >= 0]
@@ -201,8 +200,7 @@ def rounded_line(cfg: dict) -> list[str]:
 
 
 def metric_lines(steps: list[dict]) -> list[str]:
-    """The metrics that tell how far the two policies are apart, at the first update and over the
-    last tenth."""
+    """Distances between the two policies, at the first update and averaged over the last tenth."""
     last = steps[-max(1, len(steps) // 10) :]
     lines = []
     for title, key, written in (
@@ -220,7 +218,7 @@ def metric_lines(steps: list[dict]) -> list[str]:
 
 
 def time_lines(rows: list[dict]) -> list[str]:
-    """Seconds of each stage of the loop, and of all."""
+    """Seconds of each stage of the training loop, and in total."""
     lines = ["time by stage, seconds"]
     total = 0.0
     for stage in ("rollout_s", "grade_s", "ref_s", "update_s", "sync_s", "eval_s", "save_s"):
@@ -243,7 +241,8 @@ def percent(x: float) -> str:
 
 
 def draw_worth(results: dict[str, dict], path: Path) -> str:
-    """Worth of each row with its error, best on top; results: worth.weigh's rows."""
+    """Plot the worth of each configuration with its standard error, best on top; returns the path.
+    results: from worth.weigh."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -271,13 +270,13 @@ def draw_worth(results: dict[str, dict], path: Path) -> str:
 # Responses
 # ---------------------------------------------------------------------------------------------------------------------
 
-# |log p_policy - log p_inf|, nats, from which a token is printed in this colour of the terminal
+# minimum |log p_policy - log p_inf| of a token, in nats -> its colour in the terminal
 GAPS = {1.0: "\033[41m", 0.1: "\033[31m", 0.01: "\033[33m"}
 PLAIN = "\033[0m"
 
 
 def print_samples(run: str, last: int) -> None:
-    """The newest responses in samples.jsonl. UserError: the run has logged none."""
+    """Print the newest responses in samples.jsonl. Raises UserError if the run has logged none."""
     path = Path(run) / "samples.jsonl"
     need(path.is_file(), f"{path}: no such file; give the folder of a run of train.py")
     samples = rows(path)
@@ -310,7 +309,7 @@ def print_samples(run: str, last: int) -> None:
 
 
 def is_response(row: dict) -> bool:
-    """Whether a line of samples.jsonl has all printed fields."""
+    """Whether a line of samples.jsonl has all the fields that `print_samples` needs."""
     numbers = [row.get("reward"), row.get("gap")]
     lists = [row.get("tokens"), row.get("gaps"), row.get("largest")]
     if not all(type(x) in (int, float) for x in numbers) or not all(

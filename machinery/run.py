@@ -1,4 +1,4 @@
-"""A run: its folder, its models, its task and tokenizer, all checked before a model loads.
+"""A run: folder, models, task and tokenizer, all checked before a model loads.
 
 OUT/config.json      flags, command, versions, git revision
 OUT/metrics.jsonl    one line an update (`Log`); metrics.py explains the names
@@ -50,20 +50,20 @@ from tasks.preflight import warnings_of
 
 @dataclass
 class Run:
-    """Task, tokenizer, models and checkpoint of a run. policy, actor: the folders that the run
-    started from."""
+    """Task, tokenizer, models and checkpoint of a run. policy, actor: folders of the starting
+    models."""
 
     cfg: config.Config
     task: object
-    eval_sets: list  # of tasks.EvalSet: held-out problems
+    eval_sets: list  # tasks.EvalSet: held-out problems
     tokenizer: object
-    stop_ids: list[int]  # ends of both models, whichever samples: one can learn to end as the other
+    stop_ids: list[int]  # stop tokens of both models: either can learn the other's stop token
     policy: str
     actor: str | None
     context: int  # longest prompt + response, in tokens
     eval_context: int  # longest held-out prompt + response, in tokens
     configs: dict  # name -> transformers config
-    checkpoint: Path | None  # to resume from; None: from the start
+    checkpoint: Path | None  # checkpoint to resume from; None: start at the first update
 
     @property
     def folder(self) -> Path:
@@ -71,7 +71,7 @@ class Run:
 
     @functools.cached_property
     def vocabulary(self) -> int:
-        """Token ids that there are."""
+        """Number of token ids of the tokenizer."""
         return checkpoint.vocabulary_size(self.tokenizer)
 
     @property
@@ -80,9 +80,9 @@ class Run:
         return "actor" if self.actor else "policy"
 
     def load_models(self):
-        """(policy, actor or None), of the checkpoint or the starting folders; with LoRA the
-        starting ones, and adapters as new or from the checkpoint. Their weights are read when the
-        learner knows where they belong (memory.fill)."""
+        """(policy, actor or None) from the checkpoint or the starting folders. With LoRA the base
+        model is from the starting folder, and its adapters are new or from the checkpoint.
+        memory.fill reads the weights later, when the learner has placed the parameters."""
         return self.load_one("policy", self.policy), self.load_one("actor", self.actor)
 
     def load_one(self, name: str, start: str | None):
@@ -96,10 +96,10 @@ class Run:
         return model
 
     def load_start(self):
-        """The frozen reference model of --kl_coef: the one that the run started from, after a
-        resume too.
+        """The frozen reference model of --kl_coef: the starting policy of the run, also after a
+        resume.
 
-        None without it, and with LoRA on the policy, which holds that model in itself."""
+        None without --kl_coef, and with LoRA, because the policy without adapters is this model."""
         held = self.cfg.kl_coef and not lora.learns(self.cfg, "policy")
         return unread(self.policy) if held else None
 
@@ -111,7 +111,7 @@ class Run:
         return WeightCheck(self.configs[self.rollout_model], self.probe_ids(), fmt, self.vocabulary)
 
     def probe_ids(self) -> np.ndarray:
-        """Fixed sequences (R, L) on which two forwards of one model are compared."""
+        """Fixed sequences (R, L) on which two forward passes of one model are compared."""
         return probe_ids(self.context, self.vocabulary)
 
 
@@ -121,10 +121,10 @@ class Run:
 
 
 def open_run(cfg: config.Config, comm) -> Run:
-    """Check task and models, make the embedded base models if they are asked for. Nothing of the
-    run is written yet.
+    """Check task and models, and make the embedded base models that flags name. Writes nothing in
+    the run folder.
 
-    UserError: one sentence."""
+    Raises UserError."""
     task = make_task(cfg)
     held_out = held_out_sets(cfg, task)
     if cfg.resume:
@@ -199,8 +199,8 @@ def open_run(cfg: config.Config, comm) -> Run:
 
 
 def held_out_sets(cfg: Config, task) -> list[EvalSet]:
-    """The sets of --eval_task, or the test split of generated problems: a file that is trained on
-    is not held out."""
+    """The sets of --eval_task, or else the test split of --task=arith. A training file without
+    --eval_task has no held-out set."""
     defaults = {"samples": 1, "temperature": 1.0, "max_tokens": cfg.max_tokens}
     if cfg.eval_task:
         return eval_sets(cfg, "eval_task", defaults)
@@ -208,25 +208,24 @@ def held_out_sets(cfg: Config, task) -> list[EvalSet]:
 
 
 def open_source(cfg: Config, run, comm, sleeps: bool = True):
-    """The source of groups that the flags name: an engine in this process, delayed samplers, or
-    remote ones.
+    """The source of rollouts: an engine in this process, delayed samplers, or remote samplers.
 
-    It records the log-probability of each sampled token, the K largest ones where they bound OBRS's
-    Z, and the tokens that truncated sampling allowed where the learner replays them. sleeps: vLLM
-    gives its memory on a GPU back after each rollout, and may drop its weights."""
+    It records the log-probability of each sampled token, the K largest log-probabilities if they
+    bound the Z of OBRS, and the token sets allowed by truncated sampling if the learner replays
+    them. sleeps: on a GPU vLLM frees its memory after each rollout, and may drop its weights."""
     topk = topk_of(cfg)
     max_allowed = sampling.max_allowed(cfg, run.vocabulary)
     if cfg.samplers != "local":
-        from remote.source import open_remote_source  # its packages are needed nowhere else
+        from remote.source import open_remote_source  # needs packages that local runs do not
 
         return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
-    # it evaluates too
+    # the engine also evaluates
     context = max(run.context, run.eval_context if cfg.eval_engine != "torch" else 0)
     engine_options = (comm.device, run.vocabulary, sleep_level(cfg) if sleeps else 0)
     engine = make_engine(
         cfg, run.actor or run.policy, context, max(topk, max_allowed), *engine_options
     )
-    engine.sleep()  # a resumed run may first train on old groups, and a second engine may start
+    engine.sleep()  # a resumed run may train on old groups first; a second engine may start
     parts = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
     options = {
         "group_size": cfg.group_size,
@@ -245,14 +244,14 @@ def open_source(cfg: Config, run, comm, sleeps: bool = True):
 
 
 def open_eval_engine(cfg: Config, run, comm):
-    """A second engine, of the policy, where an actor's is the first; in high precision, as the
-    policy is there. It does not sleep: vLLM's allocator serves one engine of a process."""
+    """A second engine, which samples from the unquantized policy when the first engine samples from
+    the actor. It never sleeps: vLLM's sleep mode supports one engine per process."""
     plain = dataclasses.replace(cfg, rollout_quant="none", router_replay=False, delay="none")
     return make_engine(plain, run.policy, run.eval_context, 0, comm.device, run.vocabulary)
 
 
 def topk_of(cfg: LossFlags) -> int:
-    """How many of the engine's largest log-probabilities are recorded with each token."""
+    """Number of the engine's largest log-probabilities that are recorded with each token."""
     return cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
 
 
@@ -261,9 +260,9 @@ def topk_of(cfg: LossFlags) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 LOCK = "lock"
-EVALUATED = "eval.jsonl"  # results of `eval.py --follow`, by the step of the update before
-# Files of a run folder. --overwrite deletes these and no others. config.json, which marks the
-# folder of a run, is last: a deletion that was killed can be repeated.
+EVALUATED = "eval.jsonl"  # results of `eval.py --follow`, with the step of the preceding update
+# Files of a run folder. --overwrite deletes only these files. config.json, which marks the folder
+# of a run, is deleted last, so that an interrupted deletion can be repeated.
 WRITTEN = ("checkpoints", "versions", "wandb", "remote*.log*", "samples.jsonl", "eval.jsonl")
 WRITTEN += ("curves.png", "metrics.jsonl", "config.json")
 
@@ -288,7 +287,7 @@ def locked(cfg: RunFlags, comm):
 
 @contextmanager
 def claim_folder(cfg: RunFlags, mark: int):
-    """The run folder of this disk, checked and locked; the lock file contains `mark`."""
+    """Check and lock the run folder on this disk; the lock file contains `mark`."""
     check_folder(cfg)
     folder = Path(cfg.out)
     before = {path.name for path in folder.glob("*")}
@@ -308,14 +307,14 @@ def claim_folder(cfg: RunFlags, mark: int):
         (folder / LOCK).write_text(str(mark))
         yield
     finally:
-        if {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was refused
+        if {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was rejected
             remove(folder / LOCK, new)
         lock.close()
 
 
 def remove(lock: Path, folders: list[Path]) -> None:
-    """Remove a lock, and the folders that were made for it, as far as there is nothing else in
-    them."""
+    """Remove a lock file, and then the folders that were made for it, up to the first non-empty
+    folder."""
     with suppress(OSError):
         lock.unlink()
         for folder in folders:
@@ -323,12 +322,11 @@ def remove(lock: Path, folders: list[Path]) -> None:
 
 
 def lock_folder(folder: Path):
-    """An open file that keeps every other process out of the folder; None where another one is in
-    it."""
-    lock = open(folder / LOCK, "a")  # noqa: SIM115  closing it gives the lock back
+    """An open file that holds the lock of the folder; None if a different process holds it."""
+    lock = open(folder / LOCK, "a")  # noqa: SIM115  closing it releases the lock
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # or its owner has just removed it
+        # false if the previous owner has just removed the file
         is_held = os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))
     except OSError:
         is_held = False
@@ -339,7 +337,7 @@ def lock_folder(folder: Path):
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process works in the folder. The look itself takes a moment's share in the lock."""
+    """Whether a process has locked the folder. The test holds a shared lock for a moment."""
     if not (folder / LOCK).exists():
         return False
     with open(folder / LOCK) as lock:
@@ -351,7 +349,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def check_folder(cfg: RunFlags) -> None:
-    """UserError if --out cannot be the folder of this run. Reads, and writes nothing."""
+    """Raise UserError if --out cannot be the folder of this run. Writes nothing."""
     need(cfg.out.strip(), "--out is empty: name the folder of this run, such as --out=out/run")
     folder = Path(cfg.out)
     need(
@@ -402,7 +400,7 @@ def check_folder(cfg: RunFlags) -> None:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether this is the folder of a run, by its config.json."""
+    """Whether this is the folder of a run, according to its config.json."""
     try:
         made = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return "objective" in made["config"] and "command" in made
@@ -411,8 +409,8 @@ def holds_run(folder: Path) -> bool:
 
 
 def prepare_folder(run: Run) -> None:
-    """Write config.json, after everything has been checked: only now the run of before is deleted
-    (--overwrite)."""
+    """Delete the previous run if --overwrite is set, and write config.json. Called after all
+    checks."""
     cfg, folder = run.cfg, run.folder
     if cfg.overwrite:
         for path in [path for pattern in WRITTEN for path in folder.glob(pattern)]:
@@ -421,7 +419,7 @@ def prepare_folder(run: Run) -> None:
             else:
                 path.unlink()
     made = provenance(cfg)
-    if cfg.resume:  # add to the record of the first start
+    if cfg.resume:  # keep the record of the first start, and append this one
         checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         again = {key: made[key] for key in ("command", "git")}
@@ -436,12 +434,12 @@ def provenance(cfg: Config) -> dict:
     """The resolved configuration, versions, git revision and command."""
     git = ["git", "describe", "--always", "--dirty"]
     revision = ""
-    with suppress(OSError):  # a machine without git
+    with suppress(OSError):  # git may be missing
         revision = subprocess.run(
             git, capture_output=True, text=True, cwd=Path(__file__).parent.parent
         ).stdout.strip()
     return {
-        "id": secrets.token_hex(4),  # tells runs of one name apart
+        "id": secrets.token_hex(4),  # distinguishes runs with the same name
         "config": dataclasses.asdict(cfg),
         "config_digest": digest_of_flags(dataclasses.asdict(cfg)),
         "command": " ".join(sys.argv),
@@ -467,8 +465,8 @@ def version(package: str) -> str | None:
 
 
 def model_folder(flag: str, cfg: Config, comm) -> str | None:
-    """The folder of --model or --actor. A missing one is fetched once a host, or made once a
-    disk."""
+    """The folder of --model or --actor. A hub model is downloaded once per host, and a base model
+    is made once per disk."""
     name = getattr(cfg, flag)
     if name == "none":
         return None
@@ -483,15 +481,15 @@ def model_folder(flag: str, cfg: Config, comm) -> str | None:
 
 
 def made_once(comm, first: bool, make) -> str:
-    """make(False) on the ranks that are `first`, and then make(True), which finds it made, on the
-    others."""
+    """Call make(False) on the ranks with `first`, and then make(True), which finds the result
+    ready, on the remaining ranks."""
     folder = make(False) if first else None
     comm.barrier()
     return folder or make(True)
 
 
 def check_models(cfg: Config, policy: str, actor: str | None) -> None:
-    """Check models against flags, by their config.json only. UserError: one sentence."""
+    """Check the models against the flags, from config.json alone. Raises UserError."""
     for folder in filter(None, (policy, actor)):
         published = folder == (actor or policy) or cfg.eval_engine == "second"
         checkpoint.check_family(folder, cfg.rollout == "vllm" and published)
@@ -505,7 +503,7 @@ def check_models(cfg: Config, policy: str, actor: str | None) -> None:
 
 
 def check_vocabulary(cfg: Config, vocabulary: int) -> None:
-    """Flags that are bounded by the number of tokens of the models."""
+    """Check the flags that are bounded by the vocabulary size."""
     need(
         cfg.correction not in corrections.USES_Z or 1 <= cfg.obrs_topk <= vocabulary,
         f"--obrs_topk={cfg.obrs_topk}: K must lie between 1 and the vocabulary of {vocabulary} tokens",
@@ -517,7 +515,7 @@ def check_vocabulary(cfg: Config, vocabulary: int) -> None:
 
 
 def common_tokenizer(cfg: RunFlags, policy: str, actor: str | None):
-    """The policy's tokenizer. UserError if the actor's has another vocabulary."""
+    """The policy's tokenizer. Raises UserError if the actor's vocabulary differs."""
     tokenizer = checkpoint.read_tokenizer(policy)
     if actor and checkpoint.read_tokenizer(actor).get_vocab() != tokenizer.get_vocab():
         raise UserError(
@@ -530,8 +528,8 @@ def common_tokenizer(cfg: RunFlags, policy: str, actor: str | None):
 # metrics.jsonl
 # ---------------------------------------------------------------------------------------------------------------------
 
-ABOVE = {"grade/inexact": 0.2}  # limits of WARNINGS other than 0
-# printed once a run, when the metric is above its limit
+ABOVE = {"grade/inexact": 0.2}  # thresholds of WARNINGS that are not 0
+# printed once per run, when the metric exceeds its threshold
 WARNINGS = {
     "grade/inexact": (
         "a fifth of the responses are graded right though their last number is not the gold answer: the policy may "
@@ -563,14 +561,14 @@ WARNINGS = {
 
 
 class Log:
-    """metrics.jsonl, and wandb by flag. One line an update; times end in `_s` or
-    `_seconds` and nothing else does."""
+    """Writer of metrics.jsonl, with one line per update, and of wandb if its flag is set. Names of
+    times, and no other names, end in `_s` or `_seconds`."""
 
     def __init__(self, run: Path, cfg: ReportFlags, step: int):
         self.path = run / "metrics.jsonl"
         truncate(self.path.with_name("samples.jsonl"), step)
         truncate(self.path.with_name(EVALUATED), step)
-        # from the start: the evaluation before training (step -1) too
+        # step 0 also removes the evaluation before training (step -1)
         truncate(self.path, step or -1)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
         self.wandb = None
@@ -602,7 +600,7 @@ class Log:
             numbers = {
                 k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)
             }
-            # updates done: it refuses the -1 before training
+            # number of completed updates: wandb refuses the step -1 before training
             self.wandb.log(numbers, step=step + 1)
 
     def write_samples(self, samples: list[dict]) -> None:
@@ -618,7 +616,7 @@ class Log:
 def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
     """Lines of samples.jsonl: the first response of each group.
 
-    logp: the policy's log-probabilities of their tokens, one array for each."""
+    logp: for each of these responses, the policy's log-probabilities of its tokens."""
     out = []
     for group, policy in zip(groups, logp, strict=True):
         r = group.responses[0]
@@ -633,7 +631,7 @@ def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
             "gap": float(np.abs(gap).mean()),  # mean |log p_policy - log p_inf|, nats
             "largest": [
                 [int(t), texts[t], float(gap[t])] for t in np.argsort(-np.abs(gap))[:5]
-            ],  # at, token, gap
+            ],  # position, token, gap
             "tokens": texts,
             "gaps": gap.tolist(),
         }
@@ -642,12 +640,12 @@ def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
 
 
 def clean(v):
-    """JSON has no infinity: it is written as null."""
+    """The value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(v, float) and not math.isfinite(v) else v
 
 
 def truncate(path: Path, step: int) -> None:
-    """Keep the lines of updates before `step`: a resumed run writes the later ones again."""
+    """Keep only the lines before `step`, because a resumed run writes the later lines again."""
     if not path.exists():
         return
     kept = [json.dumps(row) + "\n" for row in rows(path) if row["step"] < step]
@@ -657,8 +655,8 @@ def truncate(path: Path, step: int) -> None:
 
 
 def rows(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl. Damaged ones are left out, and named unless a kill has cut the
-    last one short."""
+    """The intact lines of a metrics.jsonl. Damaged lines are reported, unless only the last line is
+    damaged, as after a kill."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -680,8 +678,8 @@ def rows(path: Path) -> list[dict]:
 
 
 def read_metrics(run: Path | str) -> list[dict]:
-    """The lines of a run's metrics.jsonl, each with the results of eval.py --follow after it.
-    UserError: no such file."""
+    """The lines of a run's metrics.jsonl, joined with the results of eval.py --follow by step.
+    Raises UserError if the file has no lines."""
     path = Path(run) / "metrics.jsonl"
     need(path.is_file(), f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
     later = {row["step"]: row for row in rows(path.with_name(EVALUATED))}

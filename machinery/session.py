@@ -1,5 +1,5 @@
-"""A training run around the loop of train.py: opening, metrics, evaluation, checkpoints, signals,
-errors."""
+"""The parts of a training run around the loop of train.py: start, metrics, evaluation, checkpoints,
+signals and errors."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Session:
     """State of a run: models, source of rollouts, counters, log and checkpoints."""
 
     def __init__(self, cfg: Config, comm: Comm):
-        """UserError for wrong flags, files or models, before the first model loads."""
+        """Open the run. Raises UserError for wrong flags, files or models, before a model loads."""
         self.comm = comm
         self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
-        self.cfg = cfg = self.run.cfg  # with --epochs counted in updates
+        self.cfg = cfg = self.run.cfg  # with --epochs converted to --steps
         self.source = open_source(cfg, self.run, self.comm)
         self.learner = Learner(
             *self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start()
@@ -52,9 +52,9 @@ class Session:
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
         self.step = 0
-        self.pending = []  # minibatches of groups that are not trained on yet
+        self.pending = []  # minibatches of groups that wait for their update
         self.controllers = {}  # carried from update to update: kappa, lambda_distill
-        self.values = {}  # metrics of the last roll-out, until an update reports them
+        self.values = {}  # metrics of the last rollout, until an update reports them
         self.clock: dict[str, float] = {}  # seconds by stage
         models = [getattr(self.learner.models, name) for name in self.learner.names]
         dense = not cfg.lora_rank and not any(map(quant.expert_parameters, models))
@@ -67,9 +67,9 @@ class Session:
         self.saving: checkpoint.Saving | None = None  # the checkpoint that is being written
         if comm.rank == 0:
             prepare_folder(self.run)
-        comm.barrier()  # nobody writes there before
+        comm.barrier()  # no rank writes into the folder earlier
         self.log = Log(self.run.folder, cfg, self.step) if comm.rank == 0 else None
-        self.second_engine = None  # of --eval_engine=second
+        self.second_engine = None  # the engine of --eval_engine=second
         self.unwritten: dict | None = None  # metrics of an update that are not in the log yet
         self.signals: list[int] = []  # numbers of caught signals
         self.exit_code = 0  # 128 + the number of the signal that stopped the run
@@ -91,7 +91,7 @@ class Session:
         )
 
     def after_update(self, values: dict[str, float]) -> bool:
-        """Evaluate, log and save if due. False: a signal or an error stops the run here."""
+        """Evaluate, log and save if due. Returns False if a signal or an error stops the run."""
         cfg = self.cfg
         if due(cfg.eval_every, self.step) or self.step == cfg.steps:
             values |= self.evaluate()
@@ -109,7 +109,7 @@ class Session:
         return not stops
 
     def finish(self) -> None:
-        """Save, report and close. UserError: the run has stopped for a reason."""
+        """Save, report and close. Raises UserError if an error has stopped the run."""
         if self.step != self.saved_at:
             self.save()
         self.end_save()
@@ -127,14 +127,14 @@ class Session:
         if self.second_engine is not None:
             self.second_engine.close()
         error = self.source.error or self.learner.error
-        failed = self.comm.any(error)  # the other ranks would wait for a rank that ends
+        failed = self.comm.any(error)  # all ranks stop together, so that no rank waits forever
         self.source.close()  # last: vLLM's shutdown also ends the process group
         need(not failed, error or ELSEWHERE)
 
     # -- metrics and evaluation --------------------------------------------------------------------
 
     def check_agreement(self, batch) -> None:
-        """Once a run, on fresh rollouts: do learner and engine compute one policy?"""
+        """Check once per run, on fresh rollouts, that learner and engine compute one policy."""
         self.to_check = False
         poisoned = self.values.get("poisoned", 0.0)
         need(
@@ -147,7 +147,7 @@ class Session:
             tqdm.write(f"warning: {warning}", file=sys.stderr)
 
     def write(self, values: dict[str, float]) -> None:
-        """A line of metrics: of the update that was done last."""
+        """Write the line of metrics of the last update."""
         if self.log:
             seconds = self.read_clock()
             values = values | self.speed.read(seconds) | seconds | {"time_s": time.time()}
@@ -156,7 +156,7 @@ class Session:
 
     @contextmanager
     def rolling_out(self):
-        """Time of a roll-out, and of the grading in it."""
+        """Time a rollout; its grading is counted separately."""
         before = getattr(self.source, "grading_seconds", 0.0)
         with timer(self.clock, "rollout_s"):
             yield
@@ -165,8 +165,8 @@ class Session:
         self.clock["grade_s"] = self.clock.get("grade_s", 0.0) + graded
 
     def write_samples(self, groups) -> None:
-        """A response of each of these groups, whole, with the gap between policy and sampler at
-        every token."""
+        """Log the first response of each group, with the gap between policy and sampler at every
+        token."""
         firsts = [replace(group, responses=group.responses[:1], ref={}) for group in groups]
         logp = self.learner.score(batching.collate(firsts, self.cfg), Needs()).logp
         if self.log:
@@ -190,8 +190,8 @@ class Session:
         return values
 
     def eval_engine(self, name: str):
-        """An engine with one model's weights as they are now; None: a plain sampler on the
-        learner's own."""
+        """An engine with the current weights of one model. None: sample with the learner's own
+        module in plain torch, or there are no held-out sets."""
         kind = evaluated_by(self.cfg, name)
         if kind == "torch" or not self.run.eval_sets:
             return None
@@ -205,8 +205,8 @@ class Session:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Begin a checkpoint of the current state. A thread writes it during the next updates; one
-        at a time."""
+        """Start a checkpoint of the current state. A thread writes it during the next updates; only
+        one checkpoint is written at a time."""
         self.end_save()
         with timer(self.clock, "save_s"):
             left = {**self.controllers, "values": self.values}
@@ -215,15 +215,15 @@ class Session:
             self.saved_at = self.step
 
     def look_after_save(self) -> None:
-        """End the checkpoint that is being written, if it is written on every rank."""
+        """Finish the pending checkpoint if every rank has written its part."""
         if self.saving is not None and not self.comm.any(self.saving.goes_on()):
             self.end_save()
 
     def end_save(self) -> None:
-        """Wait for the checkpoint that is being written; then a source of remote groups may forget
-        them.
+        """Wait for the pending checkpoint, and tell the source, so that remote samplers can drop
+        the groups that it contains.
 
-        UserError: it could not be written."""
+        Raises UserError if the checkpoint could not be written."""
         if self.saving is None:
             return
         with timer(self.clock, "save_s"):
@@ -232,14 +232,13 @@ class Session:
             self.source.saved()
 
     def rescue(self) -> None:
-        """After an exception between two updates: save the state, if this is the only process and
-        all weights are finite.
+        """Save the state after an exception between two updates, if there is one process and all
+        weights are finite.
 
-        With several ranks the last checkpoint remains: the other ranks cannot be reached any
-        more."""
+        With several ranks the last checkpoint remains, because the other ranks cannot take part."""
         try:
             self.end_save()
-        except UserError as e:  # the first error is the one to be told last
+        except UserError as e:  # the original exception is re-raised; this one is only printed
             print(f"error: {e}", file=sys.stderr)
         between_updates = self.learner.version == self.step
         if (
@@ -258,13 +257,13 @@ class Session:
                 f"an error after update {self.step}, saved: {how_to_resume(self.cfg)}",
                 file=sys.stderr,
             )
-        except Exception as e:  # the first error is the one to be told
+        except Exception as e:  # the original exception is re-raised; this one is only printed
             print(
                 f"an error after update {self.step}, which could not be saved: {e}", file=sys.stderr
             )
 
     def read_clock(self) -> dict[str, float]:
-        """Seconds by stage since it was last read."""
+        """Seconds by stage since the last call; resets them."""
         seconds, self.clock = self.clock, {}
         return seconds
 
@@ -278,7 +277,7 @@ def how_to_resume(cfg: RunFlags) -> str:
 
 
 def progress(logged: dict) -> dict[str, str]:
-    """Values of the progress bar."""
+    """Values shown in the progress bar."""
     shown = {"reward": "reward", "rollout_corr/kl": "kl", "obrs/accept_rate": "accept"}
     return {name: f"{logged[key]:.3f}" for key, name in shown.items() if key in logged}
 
@@ -291,8 +290,9 @@ def timer(clock: dict, name: str):
 
 
 def catch_signals() -> list[int]:
-    """Numbers of caught signals. SIGTERM, SIGHUP and Ctrl-C finish the current update, save, and
-    stop; a second Ctrl-C stops at once."""
+    """Install signal handlers, and return the list that collects the numbers of caught signals.
+    After SIGTERM, SIGHUP or Ctrl-C the run finishes the update, saves and stops; a second Ctrl-C
+    stops it at once."""
     seen: list[int] = []
 
     def handler(number, frame):

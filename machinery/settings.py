@@ -1,9 +1,8 @@
-"""From a command line to the configuration of a run: flags read, open ones filled, all of them
-checked.
+"""The configuration of a run from its command line: read flags, fill open flags, check all flags.
 
-A TOML file sets any flag, the command line wins, and `--objective` fills the rest
-(presets.OBJECTIVES). `resolve` returns a complete configuration, or raises UserError with one
-sentence that names the flag and the fix."""
+A TOML file may set any flag, the command line takes precedence, and `--objective` fills the
+remaining flags (presets.OBJECTIVES). `resolve` returns a complete configuration, or raises
+UserError with one sentence that names the flag and the fix."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ from model import exact, kernels, lora
 def parse(
     argv: list[str] | None = None, n_ranks: int | None = None, installed: bool = True
 ) -> Config:
-    """The configuration of a command line, resolved. UserError: one sentence. Arguments as for
-    `resolve`."""
+    """The resolved configuration of a command line. n_ranks and installed are those of `resolve`.
+    Raises UserError."""
     from_file, given = {}, {}
     for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config"}):
         if key == "config":
@@ -59,7 +58,7 @@ def parse(
         not (given.get("epochs") and "steps" in given),
         "--epochs with --steps: both say how long; leave one out",
     )
-    if "steps" in given:  # they replace epochs of a file; epochs replace steps of a file
+    if "steps" in given:  # --steps replaces epochs of a file, and --epochs replaces steps of a file
         given["epochs"] = 0.0
     if given.get("epochs", from_file.get("epochs")):
         from_file.pop("steps", None)
@@ -70,7 +69,7 @@ def parse(
 
 
 def resumed(cfg: Config, given: set[str]) -> Config:
-    """The saved configuration of the run in --out; flags given now must agree with it."""
+    """The saved configuration of the run in --out. The flags given now must agree with it."""
     need(
         not cfg.overwrite,
         "--resume with --overwrite: one continues the run, the other deletes it; leave one of them out",
@@ -81,14 +80,14 @@ def resumed(cfg: Config, given: set[str]) -> Config:
         f"--resume: {cfg.out} holds no run; start without --resume, or name its folder with --out",
     )
     saved = saved_flags(path)
-    # the schedule depends on it
+    # whether the learning-rate schedule depends on --steps
     of_steps = saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1
     free = HARMLESS | (set() if of_steps else {"steps", "epochs"})
     now = resolve_open(replace(cfg, resume=False))
     changed = [
         k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)
     ]
-    if "local" not in (now.samplers, saved["samplers"]):  # another address of the same samplers
+    if "local" not in (now.samplers, saved["samplers"]):  # the same samplers may have new addresses
         changed = [k for k in changed if k != "samplers"]
     if changed:
         was = ", ".join(
@@ -108,13 +107,13 @@ def resumed(cfg: Config, given: set[str]) -> Config:
 
 
 def digest_of_flags(config: dict) -> str:
-    """A digest by which an edited config.json is found."""
+    """A digest of the flags that detects an edited config.json."""
     text = json.dumps(json.loads(json.dumps(config)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def saved_flags(path: Path) -> dict:
-    """The flags in a run's config.json. UserError if it is damaged, edited, or not one of a run."""
+    """The flags in a run's config.json. Raises UserError if it is damaged, edited or foreign."""
     fix = "copy it from a backup, or start a new run with --overwrite or in another --out"
     made = flags.read_json(path, fix)
     saved = made.get("config")
@@ -140,8 +139,8 @@ def saved_flags(path: Path) -> dict:
 
 
 def resolve_open(cfg: Config) -> Config:
-    """The configuration with open flags filled from the objective and the defaults of bounds; no
-    checks."""
+    """The configuration with open flags filled from the objective and the default bounds. Checks
+    nothing."""
     if cfg.model.startswith("base:"):
         cfg = fill(cfg, EMBEDDED)
     cfg = fill(cfg, {"rollout_dtype": cfg.dtype, "grad_clip": 1.0})
@@ -163,17 +162,17 @@ def resolve_open(cfg: Config) -> Config:
 
 
 def unlike_paper(cfg: Config) -> str:
-    """A line with the flags of the loss and of delays in which a run differs from the paper that
-    its objective is named after; "" without such a paper or difference.
+    """A line with the loss and delay flags in which a run differs from the paper of its objective;
+    "" if there is no paper or no difference.
 
-    For delays only where samplers are delayed: GRPO is HeteroRL's baseline there alone."""
+    HeteroRL and the delay flags are considered only if samplers are delayed."""
     delayed = cfg.delay != "none" or cfg.samplers != "local"
     name = presets.RECIPES.get(cfg.objective)
     if name is None or (name == "heterorl" and not delayed):
         return ""
     path = Path(__file__).resolve().parent.parent / "configs" / "papers" / f"{name}.toml"
     paper = flags.read_toml(Config, str(path))
-    if cfg.objective == "grpo":  # another row of the same table
+    if cfg.objective == "grpo":  # a different row of the same table
         paper |= {"ratio_base": "inf"}
     groups = (LossFlags, DelayFlags, StalenessFlags) if delayed else (LossFlags,)
     compared = {f.name for group in groups for f in fields(group)} - {"kappa"}
@@ -188,18 +187,18 @@ def unlike_paper(cfg: Config) -> str:
 
 
 def fill(cfg: Config, values: dict) -> Config:
-    """The configuration with these values in place of None."""
+    """The configuration with None replaced by these values."""
     return replace(cfg, **{k: v for k, v in values.items() if getattr(cfg, k) is None})
 
 
-PLAIN_TOKENS = 1 << 18  # of a rollout, at most, in the plain engine on a GPU
+PLAIN_TOKENS = 1 << 18  # maximum tokens of a rollout of the plain engine on a GPU
 
 
 def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> Config:
-    """The complete, checked configuration. UserError: one sentence that names the flag and the fix.
+    """The complete, checked configuration. Raises UserError, which names the flag and the fix.
 
-    n_ranks: default: as torchrun started them. installed: also check that this host has the engine
-    and packages."""
+    n_ranks: by default the number of ranks that torchrun started. installed: also check that this
+    host has the engine and packages."""
     if n_ranks is None:
         n_ranks = flags.from_environment("WORLD_SIZE", 1)
     choice("objective", cfg.objective, list(presets.OBJECTIVES))
@@ -236,7 +235,7 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
 
 
 def check_named(model: str, missing: list[str]) -> None:
-    """UserError if flags without a default are missing; it proposes a value for each."""
+    """Raise UserError, which proposes values, if flags without a default are missing."""
     need(
         not missing,
         f"--model={model}: these flags have no default for a custom model; name them, for instance "
@@ -245,7 +244,7 @@ def check_named(model: str, missing: list[str]) -> None:
 
 
 def check_sizes(cfg: Config, n_ranks: int) -> None:
-    """Counts, rates and how batches divide among groups and ranks."""
+    """Check counts, rates, and the division of batches into groups and ranks."""
     counts = (
         "steps",
         "rollout_batch",
@@ -292,7 +291,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
 
 
 def check_models(cfg: Config) -> None:
-    """Model folders and embedded base models."""
+    """Check --model and --actor: model folders or embedded base models."""
     for flag, value in (("model", cfg.model), ("actor", cfg.actor)):
         if value.startswith("base:"):
             flags.embedded_model(flag, value)
@@ -310,8 +309,8 @@ def check_models(cfg: Config) -> None:
 
 
 def check_engine(cfg: Config, n_ranks: int = 1) -> None:
-    """UserError unless the engine of the flags (train.py's, eval.py's, a sampler's) can be started
-    here."""
+    """Raise UserError unless the engine can start on this host. cfg: flags of train.py, eval.py or
+    a remote sampler."""
     memory = f"--rollout_memory={cfg.rollout_memory}"
     need(cfg.rollout_memory >= 0, f"{memory}: must not be negative; 0 sizes it by the batch")
     check_tensor_parallel(cfg, n_ranks)
@@ -333,7 +332,7 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
 
 
 def check_plain_engine(cfg: Config) -> None:
-    """UserError: a rollout of the plain engine would take minutes on this GPU."""
+    """Raise UserError if a rollout of the plain engine would take minutes on this GPU."""
     plain = cfg.rollout == "hf" and not cfg.exact and torch.cuda.is_available()
     need(
         not plain or cfg.rollout_batch * cfg.max_tokens <= PLAIN_TOKENS,
@@ -343,7 +342,7 @@ def check_plain_engine(cfg: Config) -> None:
 
 
 def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
-    """Check that ranks can be grouped into tensor-parallel engines."""
+    """Check that the ranks can be grouped into tensor-parallel engines."""
     flag = f"--rollout_tp={cfg.rollout_tp}"
     need(cfg.rollout_tp >= 1, f"{flag}: must be at least 1")
     if cfg.rollout_tp == 1:
@@ -365,7 +364,7 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
 
 
 def check_kv_cache(cfg: EngineFlags) -> None:
-    """Whether the engine has a cache of 8 bits."""
+    """Check that the engine supports the 8-bit KV cache of --kv_cache_dtype."""
     flag = f"--kv_cache_dtype={cfg.kv_cache_dtype}"
     if cfg.kv_cache_dtype == "auto":
         return
@@ -383,7 +382,7 @@ def check_kv_cache(cfg: EngineFlags) -> None:
 
 
 def check_packages(cfg: Config, n_ranks: int) -> None:
-    """Check that packages which the flags need are installed."""
+    """Check that the packages needed by the flags are installed."""
     if cfg.samplers == "local":
         check_engine(cfg, n_ranks)
         check_plain_engine(cfg)

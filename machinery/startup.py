@@ -1,13 +1,11 @@
-"""Settings of the process that must be made before torch is imported: each command imports this
-file first.
+"""Process settings that must precede the import of torch. Each command imports this file first.
 
 - Idle threads of OpenMP sleep after 0.1 ms instead of keeping a core busy (LOG.md).
 - Ctrl-C while modules are imported ends the process without a traceback; `run_command` restores
   Python's KeyboardInterrupt.
-- Closed standard streams are opened on the null device: else the next open file would get their
-  number and their output.
-- Warnings and logs of torch, vLLM and transformers are silent unless the command line has
-  --verbose."""
+- Closed standard streams are opened on the null device. Otherwise the next opened file would get
+  the stream's descriptor and receive its output.
+- Warnings and logs of torch, vLLM and transformers are off without --verbose."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ LIBRARIES = ("torch", "vllm", "transformers", "peft")
 
 
 def silence() -> None:
-    """Hide warnings of the libraries, and log records below errors."""
+    """Hide warnings of the libraries, and log records below the level of errors."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -34,7 +32,7 @@ def silence() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open file descriptors 0 to 2 and Python's three streams where they are closed."""
+    """Open those of file descriptors 0 to 2 and of Python's three streams that are closed."""
     for number in range(3):
         try:
             os.fstat(number)

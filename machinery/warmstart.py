@@ -1,10 +1,10 @@
-"""Base models for the embedded default: two small Qwen3-shaped models, warm-started on arithmetic.
+"""The embedded base models: two small models of the Qwen3 architecture, warm-started on arithmetic.
 
-RL needs a base model that succeeds sometimes. There is no network at run time, so the base models
-are made here, once: a policy and a smaller actor, each trained by supervised steps on generated
-solutions until its *sampled* accuracy (at temperature 1, as RL starts) reaches a target, and saved
-with save_pretrained like any other model folder. Different seeds and sizes make them err in
-different places: that is the actor-policy mismatch that the repository is about.
+RL needs a base model that succeeds sometimes. The default must run without a network, so its models
+are made here once: a policy and a smaller actor. Supervised steps on generated solutions train each
+model until its *sampled* accuracy at temperature 1 reaches a target. The models are then saved with
+save_pretrained. Different seeds and sizes give them different errors, which is the actor-policy
+mismatch that this repository studies.
 
     python -m machinery.warmstart      # writes out/base/{policy,actor}-<key>; a second call finds them there
 """
@@ -48,28 +48,27 @@ SHAPES = {
         num_key_value_heads=2,
     ),
 }
-CONTEXT = 512  # tokens of prompt and response that the models can read
-# Share of careless steps in the demonstrations: they leave knowledge to sharpen, not facts to
-# discover.
+CONTEXT = 512  # maximum tokens of prompt and response together
+# Share of wrong steps in the demonstrations: RL then has to sharpen a skill, not to discover it.
 SLIPS = 0.22
 BATCH = 64
 LR = 2e-3
 WARMUP = 50
 EVAL_EVERY = 20
 EVAL_PROBLEMS = 256
-CONFIRM_PROBLEMS = 1024  # others, once the first ones are solved often enough: a lucky draw does not end a warm start
+CONFIRM_PROBLEMS = 1024  # different problems that confirm a reached target
 MOST_STEPS = 6000
-# first problem of each model's own demonstrations
+# index of the first demonstration problem of each model
 DEMONSTRATED = {
     "actor": 10**9,
     "policy": 2 * 10**9,
 }
-# first problem by which accuracy is measured: neither RL nor demonstrations reach these
+# index of the first problem for measuring accuracy; RL and demonstrations use different problems
 MEASURED = 10**6
 
 
 def check(cfg: Config, task) -> None:
-    """UserError, one sentence, if the context of the embedded policy (not made yet) is too
+    """Raise UserError if the context of the embedded policy, which may not exist yet, is too
     short."""
     if cfg.model.startswith("base:") and task.max_prompt() + cfg.max_tokens > CONTEXT:
         raise UserError(
@@ -79,30 +78,30 @@ def check(cfg: Config, task) -> None:
 
 
 def base_model(flag: str, value: str, cfg: TaskFlags) -> str:
-    """Folder of the embedded base model that a flag names (base:actor@0.2), made now if it is not
-    there yet."""
+    """Folder of the embedded base model that a flag names (base:actor@0.2). Makes the model if it
+    is missing."""
     name, target = embedded_model(flag, value)
     task = make_task(cfg)
     folder = Path(checkpoint.models.BASE_DIR) / f"{name}-{recipe_key(name, task, target)}"
     if (folder / "config.json").is_file():
         check_weights(folder)
     else:
-        check_output("base_dir", str(folder / "config.json"))  # before the minutes that it takes
+        check_output("base_dir", str(folder / "config.json"))  # before minutes of training
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
         warm_start(name, task, target, scratch)
         if not (folder / "config.json").is_file():
             shutil.rmtree(folder, ignore_errors=True)
         try:
-            os.replace(scratch, folder)  # whole or not at all
+            os.replace(scratch, folder)  # atomic
         except OSError:
             shutil.rmtree(scratch)
-            if not (folder / "config.json").is_file():  # else another process was first
+            if not (folder / "config.json").is_file():  # else a concurrent process was first
                 raise
     return str(folder)
 
 
 def recipe_key(name: str, task, target: float) -> str:
-    """Ten hexadecimal digits of a digest of all that a base model depends on."""
+    """Ten hexadecimal digits of a digest of all settings that determine a base model."""
     recipe = {
         "shape": SHAPES[name],
         "task": {k: v for k, v in vars(task).items() if k != "explain" or v},
@@ -116,11 +115,11 @@ def recipe_key(name: str, task, target: float) -> str:
 
 
 def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIPS) -> float:
-    """Supervised steps until the sampled accuracy reaches `target`; saves model and tokenizer.
+    """Train until the sampled accuracy reaches `target`, save model and tokenizer, and return the
+    accuracy.
 
-    slips: share of careless steps in the demonstrations, so that a problem of n of them is solved
-    with (1 - slips)^n. Returns the accuracy. UserError if MOST_STEPS steps do not reach the
-    target."""
+    slips: share of wrong steps in the demonstrations; n steps are all right with probability
+    (1 - slips)^n. Raises UserError if MOST_STEPS training steps do not reach the target."""
     tokenizer = arithmetic_tokenizer()
     model = new_model(name, task.seed * 2 + (name == "actor"), tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
@@ -162,7 +161,7 @@ def config_of(name: str, **more):
 
 
 def new_model(name: str, seed: int, tokenizer):
-    """A model of SHAPES with random weights from `seed`; torch's generator is left as it was."""
+    """A model of SHAPES with random weights from `seed`; torch's random state does not change."""
     from transformers import Qwen3ForCausalLM
 
     config = config_of(
@@ -178,10 +177,10 @@ def new_model(name: str, seed: int, tokenizer):
 def demonstrations(
     task, tokenizer, first: int, slips: float = SLIPS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Careless solutions of BATCH problems, from number `first` on: (ids, labels), both (BATCH, S)
-    int64.
+    """(ids, labels), both (BATCH, S) int64: solutions, some steps wrong, of BATCH problems from
+    number `first` on.
 
-    Labels are -100, which the loss ignores, on the prompt and on the padding."""
+    Labels are -100, which the loss ignores, on prompt and padding."""
     width = task.max_prompt() + task.max_response() + 1
     ids = torch.zeros(BATCH, width, dtype=torch.long)
     labels = torch.full((BATCH, width), -100)
@@ -196,10 +195,10 @@ def demonstrations(
 
 
 def backward(model, ids: torch.Tensor, labels: torch.Tensor) -> float:
-    """The loss, mean over the labels of a batch (both (BATCH, S)), added to the gradients.
+    """Add the gradient of a batch's mean loss over its labels, and return the loss. ids, labels:
+    (BATCH, S).
 
-    Rows of like length go together, a quarter of the batch at a time: less of the work is
-    padding."""
+    Rows are sorted by length and processed in four parts, which reduces padding."""
     ends = (labels != -100).long().cumsum(1).argmax(1) + 1
     total = 0.0
     for rows in ends.argsort().chunk(4):
@@ -216,8 +215,8 @@ def backward(model, ids: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def accuracy(model, tokenizer, task, first: int, n: int) -> float:
-    """Share of n problems, from number `first` on, that one sampled response solves, at temperature
-    1."""
+    """Accuracy of one sampled response per problem at temperature 1, on n problems from number
+    `first` on."""
     problems = [task.problem("train", MEASURED + first + i) for i in range(n)]
     prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
     seeds = [[request_seed("warm", first + i)] for i in range(n)]

@@ -1,16 +1,16 @@
-"""Policy and actor as one module: the only way to a model.
+"""The forward pass of the learner: policy and actor as one module.
 
-`PolicyAndActor.forward` reads hidden states, then meets the head in chunks, inside the module that
-DDP or FSDP2 wraps. Under FSDP2 a head's weight read outside that forward is one rank's shard, so
-policy and actor live in one module, which also computes distillation and the exact Z from both
-distributions. Linear layers may be replaced in place: `PolicyAndActor.policy` is an ordinary
+`PolicyAndActor.forward` computes hidden states and then applies the heads in chunks, inside the
+module that DDP or FSDP2 wraps. Under FSDP2 a head's weight is only a shard outside of this forward
+pass, so policy and actor are in one module, which also computes distillation and the exact Z from
+both distributions. Linear layers may be replaced in place: `PolicyAndActor.policy` is an ordinary
 transformers model.
 
-    Needs          outputs that a forward pass must have
-    TokenStats     its outputs: one tensor for each statistic
-    Routing        experts that the routers of a mixture choose
-    OneModelRows   the statistics of one model's logits, chunk by chunk, and their gradient
-    TwoModelRows   the same of policy and actor together
+    Needs          outputs requested from a forward pass
+    TokenStats     outputs of a forward pass: one tensor for each statistic
+    Routing        experts chosen by the routers of a mixture of experts
+    OneModelRows   statistics of one model's logits, chunk by chunk, and their gradient
+    TwoModelRows   the same for policy and actor together
 
 A new statistic is a field of TokenStats and a line in the `outputs` and the `__call__` of its rows.
 """
@@ -35,13 +35,13 @@ from model import attention, exact, lora  # noqa: F401  attention: imported for 
 from model.head import CUT, ChunkedHead, Head, chunk_rows
 from sampling import cut
 
-FLOOR = -69.0  # log-probability of a sampled token that the learner cuts: log 1e-30
+FLOOR = -69.0  # log-probability of a sampled token that the learner's truncation removes: log 1e-30
 
 
 @dataclass
 class TokenStats:
     """Statistics of each response token from one forward pass. logp, actor_logp and distill_loss
-    carry gradient, and the entropy if its gradient is needed."""
+    carry gradient, and so does the entropy if Needs.entropy_gradient is set."""
 
     logp: torch.Tensor  # (B, T)    log p_new(token)
     entropy: torch.Tensor | None = None  # (B, T)    nats
@@ -49,24 +49,20 @@ class TokenStats:
     tail: torch.Tensor | None = None  # (B, T)    sum outside S of min(p_K, p_new / lambda)
     actor_logp: torch.Tensor | None = None  # (B, T)
     actor_entropy: torch.Tensor | None = None  # (B, T)
-    distill_loss: torch.Tensor | None = None  # (B, T)    gradient to the actor alone
+    distill_loss: torch.Tensor | None = None  # (B, T)    gradient only to the actor
     z: torch.Tensor | None = None  # (B, T)    exact Z of p_inf := actor, p_tgt := policy
     kl: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
     kl_after: torch.Tensor | None = (
         None  # (B, T)    KL(policy || distribution of the accepted tokens)
     )
-    top_ids: torch.Tensor | None = None  # (B, T, K) the policy's own top-K
+    top_ids: torch.Tensor | None = None  # (B, T, K) the policy's top-K tokens
     top_logp: torch.Tensor | None = None  # (B, T, K)
-    top_actor_logp: torch.Tensor | None = None  # (B, T, K) the actor's log-probabilities there
-    logp_start: torch.Tensor | None = (
-        None  # (B, T)    of the frozen model that the run started from
-    )
-    routed_alike: torch.Tensor | None = (
-        None  # (B, T)    share of layers in which the router agrees with the engine's
-    )
+    top_actor_logp: torch.Tensor | None = None  # (B, T, K) log p_actor on top_ids
+    logp_start: torch.Tensor | None = None  # (B, T)    log-probability under the starting policy
+    routed_alike: torch.Tensor | None = None  # (B, T)    share of layers routed as in the engine
 
     def known(self) -> dict[str, torch.Tensor]:
-        """The statistics that were asked for."""
+        """The statistics that were computed, by name."""
         return {
             f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None
         }
@@ -81,16 +77,14 @@ class Needs:
 
     entropy: bool = False
     support: bool = False  # support_logp
-    tail: bool = False  # with `support`: the second bound of Z
+    tail: bool = False  # with `support`: the second term of the bound on Z
     exact_z: bool = False  # z, kl_after (two models)
     distill: str = "none"  # "none" | "forward" | "reverse"
     topk: int = 0  # top_ids, top_logp; top_actor_logp (two models)
     lam: float = 1.0
-    entropy_gradient: bool = False  # with `entropy`: it carries gradient
+    entropy_gradient: bool = False  # with `entropy`: the entropy carries gradient
     start: bool = False  # logp_start
-    own_head: bool = (
-        False  # only logp and actor_logp, by the models' own forward pass: the reference of a check
-    )
+    own_head: bool = False  # only logp and actor_logp, by the models' own forward pass, for a check
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,14 +93,14 @@ class Needs:
 
 
 class PolicyAndActor(nn.Module):
-    """Policy and optional actor as one module: (batch, needs) -> the fields of TokenStats, as the
-    dict that wrappers expect. With `share` a prompt is read once for all its responses in the
-    batch, not once for each.
+    """Policy and optional actor as one module: (batch, needs) -> the fields of TokenStats as a
+    dict, which DDP and FSDP2 expect. With `share` a prompt is processed once for all its responses
+    in the batch, not once for each response.
 
-    vocabulary: number of token ids; embedding rows beyond it are padding and never scored; None: no
-    padding. replay: the model that samples routes its tokens as in batch.routed. start: the frozen
-    model that the run started from, where the policy is held to it (--kl_coef) and has no adapters,
-    without which it would be that model."""
+    vocabulary: number of token ids; later embedding rows are padding and are not scored. None: no
+    padding. replay: the sampling model routes its tokens to the experts of batch.routed. start: the
+    frozen starting policy for --kl_coef; None with LoRA, because the policy without its adapters is
+    the starting policy."""
 
     def __init__(
         self,
@@ -123,19 +117,19 @@ class PolicyAndActor(nn.Module):
         self.start = start
         self.autocast, self.head_fp32 = autocast, head_fp32
         self.vocabulary = vocabulary
-        self.casts: dict | None = None  # head weights in 16 bits, while `casts_kept`
-        self.chunks_on = ""  # device type whose chunks of logits are made; "": that of the weights
+        self.casts: dict | None = None  # head weights in 16 bits, inside `casts_kept`
+        self.chunks_on = ""  # device type that sets the chunk size; "": the weights' device
         self.routing = Routing(policy if actor is None else actor).__enter__() if replay else None
 
     @property
     def can_share(self) -> bool:
-        """Whether the models see nothing but keys and values of a prompt: full attention in every
-        layer, and no routing that is replayed token by token."""
+        """Whether responses can share their prompt's keys and values: full attention in every
+        layer, and no replayed routing."""
         return self.routing is None and all(has_full_attention(m.config) for m in self.children())
 
     def forward(self, batch: Batch, needs: Needs, share: bool = False) -> dict[str, torch.Tensor]:
         B, T = batch.tokens.shape
-        at = batch.exists.flatten().nonzero()[:, 0]  # (N,) places in (B, T) that are tokens
+        at = batch.exists.flatten().nonzero()[:, 0]  # (N,) flat positions in (B, T) of the tokens
         replays = self.routing is not None and batch.routed is not None
         if replays:
             self.routing.given = batch.routed[:, :-1].flatten(0, 1)
@@ -155,7 +149,7 @@ class PolicyAndActor(nn.Module):
         }
 
     def _statistics(self, batch, at, needs: Needs, share: bool) -> dict[str, torch.Tensor]:
-        """The statistics of the tokens at the places `at` in (B, T), by name."""
+        """The statistics, by name, of the tokens at the flat positions `at` in (B, T)."""
         scored = Scored.of(batch, at)
         rows = OneModelRows(scored, needs, *support_of(batch, at, needs))
         models = [self.policy]
@@ -165,15 +159,15 @@ class PolicyAndActor(nn.Module):
         return self._through_heads(models, rows, batch, at, share)
 
     def _logp_start(self, batch, at, share: bool):
-        """log p_start(token), without gradient. With LoRA no copy is needed: it is the policy, its
-        adapters off."""
+        """log p_start(token), without gradient. With LoRA p_start is the policy with its adapters
+        switched off."""
         frozen = self.policy if self.start is None else self.start
         with torch.no_grad(), lora.switched_off(frozen):
             rows = OneModelRows(Scored.of(batch, at), Needs())
             return self._through_heads([frozen], rows, batch, at, share)["logp"]
 
     def _through_heads(self, models, rows, batch, at, share: bool) -> dict[str, torch.Tensor]:
-        """The outputs of rows, from the models' logits in chunks."""
+        """The outputs of `rows`, computed from the models' logits in chunks."""
         layers = [lm.get_output_embeddings() for lm in models]
         width = min(len(layer.weight) for layer in layers)  # the models' paddings may differ
         width = min(width, self.vocabulary or width)
@@ -192,20 +186,20 @@ class PolicyAndActor(nn.Module):
 
     @contextlib.contextmanager
     def casts_kept(self):
-        """Inside, weights are cast to the compute type once, not in every forward; they must not
-        change meanwhile."""
+        """Cast weights to the compute type once inside this context, not in every forward pass. The
+        weights must not change inside."""
         if self.autocast is None:
             yield
             return
         self.casts = {}
-        try:  # autocast empties its cache where its outermost scope ends
+        try:  # autocast keeps its cache until its outermost scope ends
             with torch.autocast(next(self.parameters()).device.type, enabled=False):
                 yield
         finally:
             self.casts = None
 
     def _cast(self, weight, dtype: torch.dtype):
-        """A head's weight in this type; None: ChunkedHead casts it."""
+        """A head's weight cast to `dtype`; None: ChunkedHead casts it."""
         if self.casts is None or weight.dtype == dtype:
             return None
         if weight not in self.casts:
@@ -213,7 +207,7 @@ class PolicyAndActor(nn.Module):
         return self.casts[weight]
 
     def _hidden(self, lm, batch, at, share):
-        """Hidden states (N, H) that predict the tokens at the places `at` in (B, T)."""
+        """Hidden states (N, H) that predict the tokens at the flat positions `at` in (B, T)."""
         scope = (
             torch.autocast(at.device.type, self.autocast)
             if self.autocast
@@ -222,12 +216,12 @@ class PolicyAndActor(nn.Module):
         read = read_shared if share else read_rows
         with scope:
             hidden = read(lm.base_model, batch, at)
-        if self.autocast:  # the head's product: bfloat16 factors with a float32 sum, or float32
+        if self.autocast:  # the head multiplies bfloat16 with a float32 sum, or float32
             hidden = hidden.to(torch.float32 if self.head_fp32 else self.autocast)
         return hidden
 
     def _own_head(self, batch, at) -> dict[str, torch.Tensor]:
-        """log p(token) by each model's own forward and whole logits."""
+        """log p(token) by each model's own forward pass, with the whole logits in memory."""
         place, target = places(batch, at), batch.tokens.flatten()[at, None]
         named = {"logp": self.policy, "actor_logp": self.actor}
         outs = {}
@@ -242,7 +236,7 @@ class PolicyAndActor(nn.Module):
         return outs
 
     def end_replay(self) -> None:
-        """Behind the backward pass: from here on routers choose for themselves again."""
+        """Let routers choose experts themselves again. Called after the backward pass."""
         if self.routing is not None:
             self.routing.given = None
 
@@ -253,34 +247,34 @@ def has_full_attention(config) -> bool:
 
 
 def read_rows(model, batch, at):
-    """Hidden states (N, H) one place before each token: every row reads its own prompt."""
+    """Hidden states (N, H) one position before each token; every row contains its prompt."""
     hidden = model(input_ids=batch.ids[:, :-1], use_cache=False).last_hidden_state
     return hidden.flatten(0, 1)[places(batch, at)]
 
 
 def places(batch, at):
-    """Where in (B, S - 1), flat, stand the tokens from which those at `at` in (B, T) are predicted,
-    (N,).
+    """Flat positions (N,) in (B, S - 1) of the hidden states that predict the tokens at `at` in
+    (B, T).
 
-    Nothing is predicted from the last of the S."""
+    The last of the S positions predicts no token."""
     T = batch.tokens.shape[1]
     row, t = at // T, at % T
     return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t - 1
 
 
 def read_shared(model, batch, at):
-    """The same, each group's prompt read once: then every response on top of its group's keys and
-    values.
+    """The hidden states of `read_rows`, with each group's prompt processed once: responses attend
+    to the keys and values of their group's prompt.
 
-    Gradients flow through those keys and values, and are added up in order: those of x[group] are
-    as threads come."""
+    Gradients flow through these keys and values. index_select adds them up in a fixed order, and
+    x[group] would not."""
     T = batch.tokens.shape[1]
     # (B,), (G,)
     _, group, size = batch.group.unique_consecutive(return_inverse=True, return_counts=True)
     first = size.cumsum(0) - size  # a group's first row
     P, n = int(batch.prompt_len.max()), max(T - 1, 1)
     place = torch.arange(P + n, device=at.device)
-    # behind a shorter one: ids that no response sees
+    # after a shorter prompt: token ids that no response attends to
     prompts = model(input_ids=batch.ids[first, :P], use_cache=True)
     for layer in prompts.past_key_values.layers:
         layer.keys, layer.values = (x.index_select(0, group) for x in (layer.keys, layer.values))
@@ -297,27 +291,26 @@ def read_shared(model, batch, at):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Mixtures of experts: whom the routers choose
+# Mixtures of experts: the choices of the routers
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Routing:
-    """The experts that a model's routers choose, while this is entered; or those that they are
-    given (--router_replay).
+    """Context in which the experts chosen by a model's routers are recorded, or replaced by given
+    experts (--router_replay).
 
-    A token's experts are then the engine's, and their weights stay the model's own, so that its
-    router learns:
+    With --router_replay a token goes to the engine's experts. The model's own router still computes
+    the weights of these experts, so that the router learns:
 
         w_e = p_e / sum of p over the chosen experts,  p = softmax(router logits)
 
-    undivided where the model does not divide. Source: R3, arXiv 2510.11370."""
+    without the division for models that do not normalize. Source: R3, arXiv 2510.11370."""
 
     def __init__(self, model):
         self.routers = routers_of(model)
-        self.given: torch.Tensor | None = (
-            None  # (n, layers, k), of the tokens as they are read; -1: not known
-        )
-        # by layer (n, k): the model's own choice
+        # (n, layers, k) experts of the tokens in input order; -1: unknown
+        self.given: torch.Tensor | None = None
+        # for each layer (n, k): the model's own choice
         self.chosen: list[torch.Tensor | None] = [None] * len(self.routers)
         self.hooks = []
 
@@ -331,7 +324,7 @@ class Routing:
             hook.remove()
 
     def _route(self, layer: int, router, inputs, output):
-        """A hook after a router's forward pass."""
+        """Forward hook of a router: record its experts, and replace them by the given experts."""
         logits, weights, chosen = output
         self.chosen[layer] = chosen
         if self.given is None:
@@ -341,14 +334,14 @@ class Routing:
         return logits, expert_weights(router, logits, experts).to(weights.dtype), experts
 
     def alike(self):
-        """(n,): share of layers in which the router would choose the given experts."""
-        given = self.given.sort(-1).values  # in any order
+        """(n,): share of layers in which the router itself chooses the given experts."""
+        given = self.given.sort(-1).values  # the order of experts does not matter
         chosen = torch.stack(self.chosen, 1).sort(-1).values
         return (chosen == given).all(-1).float().mean(-1)
 
 
 def expert_weights(router, logits, experts):
-    """Weights (n, k) of these experts (n, k) from a router's logits (n, E), float32."""
+    """Weights (n, k) in float32 of the experts (n, k), from a router's logits (n, E)."""
     p = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
     return p / p.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else p
 
@@ -364,13 +357,13 @@ def routers_of(model) -> list[nn.Module]:
 
 
 def routing_of(folder: str) -> tuple[int, int, int]:
-    """(layers with experts, experts of a token, experts) of a model folder."""
+    """(number of layers with experts, experts per token, experts per layer) of a model folder."""
     routers = routers_of(quant.empty_model(folder))
     return (len(routers), routers[0].top_k, len(routers[0].weight)) if routers else (0, 0, 0)
 
 
 def with_made_up_weights(router):
-    """A copy of a router, which may have no weights yet, with random ones."""
+    """A copy of a router with random weights; the router itself may have no weights yet."""
     copied = copy.deepcopy(router).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     for x in copied.state_dict().values():
@@ -380,8 +373,8 @@ def with_made_up_weights(router):
 
 @torch.no_grad()
 def check_replay(model) -> None:
-    """UserError: --router_replay cannot tell this model's tokens where to go, or would weigh them
-    in another way."""
+    """Raise UserError if --router_replay does not support this model: it has no routers, or it
+    computes the weights of experts by a different formula."""
     routers = routers_of(model)
     need(
         routers,
@@ -405,7 +398,7 @@ def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
     """Outputs of the ref pass. Z can be computed from the actor only if the actor sampled with
     these weights."""
     uses_z = cfg.correction in corrections.USES_Z
-    sums = uses_z and cfg.obrs_z != "exact"  # over the support
+    sums = uses_z and cfg.obrs_z != "exact"  # Z from sums over the support
     sampler_known = has_actor and corrections.actor_is_sampler(cfg)
     wider = cfg.obrs_z == "approx" or (sampler_known and cfg.obrs_target == "new")
     return Needs(
@@ -419,10 +412,10 @@ def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
 
 
 def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> Needs:
-    """Outputs of the training pass; without a ref pass it also yields the ref statistics
+    """Outputs of the training pass. Without a ref pass it also computes the ref statistics
     (objectives.with_ref)."""
     uses_z = cfg.correction in corrections.USES_Z
-    # over the support
+    # Z from sums over the support
     sums = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
     return Needs(
         entropy=True,
@@ -450,19 +443,19 @@ def needs_of_exact_kappa(cfg: ObrsFlags) -> Needs:
 
 @dataclass
 class Scored:
-    """The sampled tokens, and the distribution in which the learner scores them: temperature and
-    truncation."""
+    """The sampled tokens, and the temperature and truncation of the distribution that scores
+    them."""
 
     target: torch.Tensor  # (N,)
     inv_temperature: torch.Tensor | None  # (N, 1); None: 1
-    # top_p, top_k, min_p, each (N, 1): cut these very logits (sampling.cut)
+    # top_p, top_k, min_p, each (N, 1): truncate the learner's logits (sampling.cut)
     rule: list[torch.Tensor] | None
-    # (offsets (N + 1,), ids): the rollout's own sets
+    # (offsets (N + 1,), ids): allowed tokens recorded in the rollout
     allowed: tuple[torch.Tensor, torch.Tensor] | None
 
     @classmethod
     def of(cls, batch: Batch, at) -> Scored:
-        """The tokens at the places `at` of a batch."""
+        """The tokens at the flat positions `at` of a batch."""
         row = at // batch.tokens.shape[1]
         temperature, *rule = batch.sampling[row].unsqueeze(-1).unbind(1)
         has_temperature = bool((temperature != 1).any())
@@ -488,7 +481,7 @@ class Scored:
         return self.allowed is not None or self.rule is not None
 
     def transform(self, z, at):
-        """Logits (n, V) of the distribution that is scored: scaled by the temperature, cut."""
+        """Logits (n, V) of the scoring distribution: divided by the temperature, and truncated."""
         if self.inv_temperature is not None:
             z = z * self.inv_temperature[at]
         if self.rule is not None:
@@ -505,23 +498,23 @@ class Scored:
 
 
 def support_of(batch: Batch, at, needs: Needs):
-    """(ids (N, S), validity (N, S), p_K (N,)) of OBRS's support; None where it is not needed."""
+    """(ids (N, S), validity (N, S), p_K (N,)) of the OBRS support; None for values not needed."""
     ids = on = p_kth = None
     if needs.support:
         ids = batch.support_ids.flatten(0, 1)[at]
-        on = batch.support_logp.flatten(0, 1)[
-            at
-        ].isfinite()  # a token that is listed twice counts once
+        # a duplicate of a token has log-probability -inf, so that the token counts once
+        on = batch.support_logp.flatten(0, 1)[at].isfinite()
     if needs.tail:
         p_kth = batch.p_kth.flatten()[at]
     return ids, on, p_kth
 
 
 class OneModelRows:
-    """Statistics of one model: logp, and as needed entropy, support_logp, tail, its own top-K.
+    """Statistics of one model: logp, and on request entropy, support_logp, tail and its top-K.
 
-    `tail` is the certified bound's second term, sum over tokens outside S of min(p_K, p / lambda). With
-    p = softmax(z / temperature) and g the gradient of the loss in logp:  dz = g (onehot(target) - p) / temperature."""
+    `tail` is the second term of the certified bound on Z: the sum over tokens outside S of
+    min(p_K, p / lambda). With p = softmax(z / temperature) and g the gradient of the loss in logp,
+    dz = g (onehot(target) - p) / temperature."""
 
     def __init__(self, scored: Scored, needs: Needs, support_ids=None, support_on=None, p_kth=None):
         self.scored, self.needs = scored, needs
@@ -545,13 +538,13 @@ class OneModelRows:
         return self.scored.transform(z, at).log_softmax(-1)
 
     def pull(self, p, at, g):
-        """The logits' gradient for a gradient g (n, 1) of logp: g (onehot - p), made out of p in
-        place."""
+        """The gradient of the logits, g (onehot - p), for a gradient g (n, 1) of logp; overwrites
+        p."""
         if g is None:
             return None
         target, g = self.scored.target[at, None], g.to(p.dtype)
         if self.scored.cuts:
-            # a sampled token that is cut stands at FLOOR, whatever the logits
+            # a sampled token outside the truncation has the constant log-probability FLOOR
             g = g * (p.gather(1, target) > 0)
         dz = p.mul_(-g).scatter_add_(1, target, g)
         return (
@@ -559,7 +552,7 @@ class OneModelRows:
         )
 
     def pull_both(self, logp, at, g, g_entropy):
-        """The logits' gradient for gradients of logp and of the entropy H, each (n, 1) or None.
+        """The gradient of the logits for gradients of logp and of the entropy H, (n, 1) or None.
 
         dH / dz = - p (log p + H) / temperature."""
         if g_entropy is None:
@@ -573,7 +566,7 @@ class OneModelRows:
         return dz if d_logp is None else dz.add_(d_logp)
 
     def stats(self, logp, at) -> dict:
-        """The outputs from log-probabilities (n, V)."""
+        """The outputs, computed from log-probabilities (n, V)."""
         out = {"logp": logp.gather(1, self.scored.target[at, None])[:, 0]}
         needs = self.needs
         p = logp.exp() if needs.entropy or needs.tail else None
@@ -599,10 +592,10 @@ class OneModelRows:
 
 
 class TwoModelRows:
-    """Statistics of policy (p) and actor (q) together: logp, actor_logp, distill_loss (gradient to
-    the actor alone), KL(policy || actor), and as needed the policy's entropy, support_logp, tail
-    and top-K, the actor's entropy and log-probabilities on that top-K, the exact Z and KL(policy ||
-    accepted distribution).
+    """Statistics of policy (p) and actor (q) together. Always: logp, actor_logp, KL(policy ||
+    actor). On request: distill_loss (gradient only to the actor); entropy, support_logp, tail and
+    top-K of the policy; the actor's entropy, and its log-probabilities on the policy's top-K; the
+    exact Z and KL(policy || accepted distribution).
 
         forward   KL(sg p || q), Jackpot Eq. 7      dz = g (q - p)
         reverse   KL(q || sg p)                     dz = g q (log q - log p - KL)
@@ -654,7 +647,7 @@ class TwoModelRows:
         return [self.policy.pull_both(logp, at, g["logp"], g.get("entropy")), dz]
 
     def log_softmax(self, logits, at):
-        """(log q, log p), each (n, V); takes both logits out of their list, the actor's first."""
+        """(log q, log p), each (n, V); pops both logits from the list, the actor's first."""
         return self.actor.log_softmax(logits.pop(), at), self.policy.log_softmax(logits.pop(), at)
 
     def distill_loss(self, logp, logq):
@@ -664,7 +657,7 @@ class TwoModelRows:
         return torch.linalg.vecdot(logp.exp(), logp - logq)
 
     def pull_distill(self, logp, logq, q):
-        """Gradient of the distillation loss in the actor's logits / temperature, (n, V)."""
+        """Gradient (n, V) of the distillation loss in the actor's logits / temperature."""
         if self.needs.distill == "reverse":  # q (log q - log p - KL)
             gap = logq - logp
             return q * (gap - torch.linalg.vecdot(logq.exp(), gap)[:, None])

@@ -1,9 +1,8 @@
-"""Attention of grouped queries on a CPU: several heads of queries read one head of keys and values.
+"""Grouped-query attention on a CPU without copies of keys and values.
 
-transformers copies keys and values for every head that reads them, wherever there is a mask:
-torch's GPU kernels ask for it. Its CPU kernel does not, and computes the same bits without the
-copies, forward and backward. A rollout has a mask at every token, as prompts are padded, and so
-have responses behind a prompt that they share."""
+If there is a mask, transformers repeats keys and values for every query head, because torch's GPU
+kernels require it. The CPU kernel does not, and gives the same bits without the copies, forward and
+backward. Masks are common: rollouts have padded prompts, and responses may share a prompt."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ transformers_says = sdpa_attention.use_gqa_in_sdpa
 
 
 def reads_groups(attention_mask, key, value) -> bool:
-    """Whether torch's kernel reads keys and values (B, heads, tokens, size) in groups by itself.
+    """Whether torch's kernel supports grouped queries for keys and values (B, heads, tokens, size).
 
-    In float32 no kernel of a GPU does that keeps less than all scores."""
+    In float32 only a GPU kernel that stores all scores does, so the answer is no."""
     if key.device.type == "cpu":
         return True
     is_float32 = key.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
@@ -27,8 +26,8 @@ def reads_groups(attention_mask, key, value) -> bool:
 
 @contextmanager
 def grouped(on: bool):
-    """In here keys and values are read in groups, or copied as transformers does: for a comparison
-    with other programs, which copy."""
+    """Context in which keys and values are read in groups (`on`), or repeated as in transformers,
+    for a comparison with programs that repeat them."""
     before = sdpa_attention.use_gqa_in_sdpa
     sdpa_attention.use_gqa_in_sdpa = reads_groups if on else transformers_says
     try:

@@ -1,4 +1,4 @@
-"""Buffers of the plain sampler: the responses of a batch while they are decoded."""
+"""Buffers of HFEngine for the responses of a batch during decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sampling import set_too_large
 
 
 class Records:
-    """Records of N responses of at most T tokens, written while they are decoded."""
+    """Records of N responses of at most T tokens, written during decoding."""
 
     def __init__(self, N: int, T: int, topk: int, device):
         self.T, self.topk = T, topk
@@ -23,11 +23,11 @@ class Records:
         self.logp = torch.zeros(N, T, device=device)
         self.top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=device)
         self.top_logp = torch.zeros(N, T, topk, device=device)
-        self.length = torch.full((N,), T, device=device)  # T also while a response goes on
-        self.allowed: list[np.ndarray] = []  # int64 [3, n] a step: response, position, token id
+        self.length = torch.full((N,), T, device=device)  # T also for an unfinished response
+        self.allowed: list[np.ndarray] = []  # per step int64 [3, n]: response, position, token id
 
     def write(self, which, t: int, token, logp) -> None:
-        """Token t of the responses `which` (n,): the token (n, 1), and log-probabilities (n, V)."""
+        """Record token t of the responses `which` (n,): token (n, 1), log-probabilities (n, V)."""
         self.tokens[which, t] = token[:, 0].int()
         self.logp[which, t] = logp.gather(1, token)[:, 0]
         if self.topk:
@@ -35,14 +35,14 @@ class Records:
             self.top_ids[which, t] = best.int()
 
     def write_allowed(self, which, t: int, gone) -> None:
-        """The tokens that were allowed at position t: those that are not `gone`, (n, V) bool."""
+        """Record the tokens allowed at position t: the complement of `gone`, (n, V) bool."""
         row, ids = (~gone).nonzero(as_tuple=True)
         columns = torch.stack([which[row], torch.full_like(row, t), ids])
         self.allowed.append(columns.cpu().numpy())
 
     def end(self, which, t: int, stops):
-        """Note that responses end with token t where it `stops` them; returns which go on, (n,)
-        bool.
+        """Record that responses with `stops` (n,) end with token t; returns the mask of unfinished
+        responses, (n,) bool.
 
         A finished row may stay in the cache for a while; tokens after its end are ignored."""
         ended = stops & (self.length[which] == self.T)
@@ -50,7 +50,7 @@ class Records:
         return self.length[which] == self.T
 
     def responses(self, stop_ids, max_allowed: int) -> list[Response]:
-        """All of them, each cut to its length. UserError if a set of allowed tokens is too
+        """All responses, each cut to its length. Raises UserError if a set of allowed tokens is too
         large."""
         tokens, logp = self.tokens.cpu().numpy(), self.logp.cpu().numpy()
         top_ids, top_logp = self.top_ids.cpu().numpy(), self.top_logp.cpu().numpy()
@@ -70,11 +70,11 @@ class Records:
         return responses
 
     def _give_allowed(self, responses: list[Response], max_allowed: int) -> None:
-        """Hand each response its sets of allowed tokens."""
+        """Set the allowed tokens of each response."""
         allowed = np.concatenate(self.allowed, 1)
         place = allowed[0] * self.T + allowed[1]  # response and position as one number
         sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
-        # not behind an end
+        # positions before the end of a response
         used = np.arange(self.T) < np.array([len(r.tokens) for r in responses])[:, None]
         if sizes[used].max() > max_allowed:
             raise UserError(set_too_large(max_allowed))
@@ -90,13 +90,14 @@ class Records:
 class Rows:
     """The n responses that are still being decoded, in the order of the cache's rows."""
 
-    which: torch.Tensor  # (n,) int64: their numbers among all N responses
-    position: torch.Tensor  # (n,) int64: of the next token
-    mask: torch.Tensor | None  # (n, tokens in the cache): for attention; None if nothing is padded
-    cache: Any  # of transformers
+    which: torch.Tensor  # (n,) int64: indices among all N responses
+    position: torch.Tensor  # (n,) int64: position of the next token
+    mask: torch.Tensor | None  # (n, tokens in the cache): attention mask; None without padding
+    cache: Any  # a transformers cache
 
     def shrink(self, going) -> None:
-        """Drop the rows that are not `going`, (n,) bool, from the cache and from here."""
+        """Drop the rows outside the mask `going`, (n,) bool, from the cache and from this
+        object."""
         rows = going.nonzero()[:, 0]
         self.cache.batch_select_indices(rows)
         self.which = self.which[rows]
@@ -106,17 +107,17 @@ class Rows:
 
 
 def grouped(responses, seeds: list[list[int]]) -> list[list[Response]]:
-    """Responses in a row, divided into groups: one for each list of seeds."""
+    """A flat list of responses split into groups, one group for each list of seeds."""
     responses = iter(responses)
     return [list(islice(responses, len(group))) for group in seeds]
 
 
 def give_routed(responses, groups, prompts, routed) -> None:
-    """Hand each response the experts of the tokens that were read for it.
+    """Set the experts of each response (Response.routed), for its prompt and all but its last
+    token.
 
     routed: first (_, experts (prompts, P, layers, k)) of all prompts, padded on the left; then for
-    each decoding step (numbers (n,) of the responses that still go on, their experts (n, 1, layers,
-    k))."""
+    each decoding step (indices (n,) of unfinished responses, their experts (n, 1, layers, k))."""
     (_, of_prompts), *steps = routed
     tokens = np.full((len(responses), len(steps), *of_prompts.shape[2:]), -1, np.int16)
     for t, (row_ids, experts) in enumerate(steps):

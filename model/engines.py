@@ -1,14 +1,14 @@
 """The engines that sample: two classes with the same methods. `make_engine` chooses by the flags.
 
-VLLMEngine is vLLM inside this process; its weights are replaced while it runs. HFEngine is a
-batched sampler with a key-value cache in plain torch, for machines without vLLM. Both have
+VLLMEngine runs vLLM in this process, and its weights are replaced while it runs. HFEngine is a
+batched sampler with a KV cache in plain torch, for machines without vLLM. Both have
 
-    generate(prompts, seeds, sampling, topk, stop_ids, max_allowed)   sample a group for each prompt
-    load(named_tensors)                                               replace the weights
-    held()                                                            checksums of the weights, for sync.py
-    logprobs(ids)                                                     score sequences, for sync.py
-    sleep()                                                           give memory back until the next of these
-    any_rank(condition)                                               whether it holds on a rank of this engine
+    generate(prompts, seeds, sampling, topk, stop_ids, max_allowed)  sample a group for each prompt
+    load(named_tensors)                                              replace the weights
+    held()                                                           checksums for sync.py
+    logprobs(ids)                                                    score sequences, for sync.py
+    sleep()                                                          free memory until the next call
+    any_rank(condition)                                              whether any rank satisfies it
     close()
 """
 
@@ -67,22 +67,24 @@ class VLLMEngine:
     """vLLM as a sampler with weights that are replaced while it runs.
 
     folder         a save_pretrained folder
-    max_len        tokens of prompt and response together
-    max_logprobs   largest `topk` or `max_allowed` that will be asked for
-    seed           of vLLM itself; each response brings one of its own
-    memory_gib     CPU: GiB of key-value cache; CUDA: share of the GPU that vLLM may take, at most of what is free;
-                   0: `cache_size`, or 0.25
-    rows           responses that are sampled at once, for `cache_size`. kv_cache: the cache's type
-    logprobs_mode  "processed": of the distribution sampled from; "raw": of the model's own softmax
-    head_fp32      compute logits in float32 whatever the dtype
+    max_len        maximum tokens of prompt and response together
+    max_logprobs   largest `topk` or `max_allowed` of any call
+    seed           seed of vLLM itself; each response has its own seed
+    memory_gib     CPU: GiB of KV cache; CUDA: share of the GPU's memory, less if it is not free;
+                   0: `cache_size` on a CPU, 0.25 on a GPU
+    rows           number of responses sampled at once, for `cache_size`
+    logprobs_mode  "processed": of the sampling distribution; "raw": of the model's softmax
+    head_fp32      compute logits in float32 for every dtype
     fmt            number format of the linear layers (quant.py), or None
-    vocabulary     tokenizer size; embedding rows beyond it are padding. None: no padding
-    tp             neighbouring ranks that are one engine: all of them make every call, each with prompts of its own
-    routing        of experts: say where each token went (Response.routed), on a GPU. As `record_routing` in HFEngine
-    sleep_level    on a GPU. 1: `sleep` keeps the weights in the host's memory; 2: it drops them; 0: it does nothing
+    vocabulary     tokenizer size; later embedding rows are padding. None: no padding
+    kv_cache       dtype of the KV cache
+    tp             number of consecutive ranks that form one engine: all of them make every call,
+                   each with different prompts
+    routing        record the experts of each token (Response.routed), on a GPU
+    sleep_level    on a GPU. 1: `sleep` moves weights to host memory; 2: drops them; 0: no effect
 
-    UserError where vLLM cannot be imported, lacks a function that is changed below, or has no
-    kernel for the model's heads."""
+    Raises UserError if vLLM cannot be imported, lacks a function that model/in_vllm.py replaces, or
+    has no kernel for the model's head size."""
 
     def __init__(
         self,
@@ -109,10 +111,10 @@ class VLLMEngine:
         has_kernel = fmt is not None and (
             fmt.activations or (cuda and fmt.qmax == 7 and not quant.has_experts(folder))
         )
-        self.packed = has_kernel  # whether it loads low-bit tensors, or exactly dequantized ones
+        self.packed = has_kernel  # True: it loads low-bit tensors; False: exactly dequantized ones
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
         shell = unread(folder)
-        self.experts = set(quant.expert_parameters(shell))  # vLLM loads their matrices one by one
+        self.experts = set(quant.expert_parameters(shell))  # vLLM loads each expert's matrices
         self._check(folder, head_size(shell.config), cuda)
         if fmt is not None:
             folder = self._quantized_folder(folder)
@@ -122,11 +124,10 @@ class VLLMEngine:
             max_model_len=max_len,
             max_logprobs=max(max_logprobs, 1),
             logprobs_mode=f"{logprobs_mode}_logprobs",
-            seed=seed % 2**32,  # as numpy takes it
+            seed=seed % 2**32,  # the range of numpy seeds
             skip_tokenizer_init=True,
             enforce_eager=not cuda,
-            # of a prompt that is read in parts vLLM takes a draw back, and a CPU's random numbers
-            # cannot
+            # with chunked prefill vLLM rewinds the random generator, which a CPU generator cannot
             enable_chunked_prefill=None if cuda else False,
             disable_log_stats=True,
         )
@@ -148,19 +149,19 @@ class VLLMEngine:
             memory = {"kv_cache_memory_bytes": min(wanted, most)}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
         self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
-        # under torchrun vLLM lives in this process
+        # under torchrun vLLM always runs in this process
         settings |= memory | (among_ranks(tp) or transfer_settings())
         settings["enable_sleep_mode"] = self.sleep_level > 0
         settings["enable_return_routed_experts"] = routing
-        self.apart = "weight_transfer_config" in settings  # it is a process of its own
+        self.apart = "weight_transfer_config" in settings  # vLLM runs in a separate process
         overrides = {"head_dtype": "float32"} if head_fp32 else {}
         if not shell.config.tie_word_embeddings:
-            overrides["tie_word_embeddings"] = False  # the config ties two tensors that differ
+            overrides["tie_word_embeddings"] = False  # the config may tie two tensors that differ
         if vocabulary is not None:
             overrides["vocab_size"] = vocabulary
         settings["hf_overrides"] = overrides
         self.tp, self.kv_cache, self.held_rows = tp, kv_cache, vocabulary
-        self.loads = 0  # of weights
+        self.loads = 0  # number of weight loads
         with (
             in_one_sentence(f"it does not start with {folder}"),
             vllm_leaves_no_trace(),
@@ -169,7 +170,7 @@ class VLLMEngine:
             self.llm = make_llm(folder, **settings)
 
     def _check(self, folder: str, size: int, cuda: bool) -> None:
-        """UserError: vLLM cannot run this model with heads of this size, or not in this process."""
+        """Raise UserError if vLLM cannot run this model in this process, or not this head size."""
         from vllm.distributed import parallel_state
 
         late = parallel_state.model_parallel_is_initialized() and parallel_state._EP is None
@@ -190,8 +191,7 @@ class VLLMEngine:
         )
 
     def _quantized_folder(self, folder: str) -> str:
-        """A temporary copy of the model folder in low bits, for vLLM to start from; one for all
-        ranks of a node."""
+        """A temporary quantized copy of the model folder, from which vLLM starts; one per node."""
         if not self.packed:
             print(
                 f"{self.fmt.name}: vLLM has no kernel for it here; the engine gets the exactly dequantized weights, "
@@ -206,9 +206,9 @@ class VLLMEngine:
     ):
         """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].
 
-        Each response has a seed of its own, so that no sample depends on its batch. topk: K of the
-        records. max_allowed > 0: where sampling truncates, record each token's set of allowed
-        tokens; UserError if one is larger than that."""
+        Each response has its own seed, so that samples do not depend on the batch. topk: number of
+        largest log-probabilities to record. max_allowed > 0: if sampling truncates, record each
+        token's set of allowed tokens; raises UserError if a set is larger than max_allowed."""
         if not sampling.truncates:
             max_allowed = 0
         self._wake()
@@ -217,7 +217,7 @@ class VLLMEngine:
         before, offset = self._of_all_ranks((list(prompts), seeds))
         for their_prompts, their_seeds in before:
             for prompt, group in zip(their_prompts, their_seeds, strict=True):
-                # the cache of prefixes is keyed by the salt, so those of older weights are never
+                # the salt is part of the prefix cache's key, so prefixes of older weights are not
                 # used
                 request = {
                     "prompt_token_ids": [int(t) for t in prompt],
@@ -236,7 +236,7 @@ class VLLMEngine:
         )
 
     def _of_all_ranks(self, x) -> tuple[list, int]:
-        """(the values of all ranks of this engine, in order; the index of this rank)."""
+        """(values of x on all ranks of this engine, index of this rank among them)."""
         if self.ranks is None:
             return [x], 0
         values = [None] * self.ranks.size()
@@ -244,23 +244,23 @@ class VLLMEngine:
         return values, self.ranks.rank()
 
     def any_rank(self, condition: bool) -> bool:
-        """Whether the condition holds on any of the ranks that are this engine: then all of them
-        must sample."""
+        """Whether the condition is true on any rank of this engine: then all its ranks must
+        sample."""
         return any(self._of_all_ranks(bool(condition))[0])
 
     def sleep(self) -> None:
-        """Give the GPU's memory back: to the learner, until the next call of another method."""
+        """Free GPU memory for the learner, until the next call of a different method."""
         if self.sleep_level and not self.asleep:
             self.llm.sleep(level=self.sleep_level)
             self.asleep = True
 
     def _wake(self) -> None:
-        """Take the memory again, weights and all."""
+        """Allocate the GPU memory again, with the weights."""
         if not self.asleep:
             return
         if self.sleep_level == 2:
             raise RuntimeError("this engine has given its weights up; load new ones first")
-        torch.cuda.empty_cache()  # memory that the learner freed and torch still holds
+        torch.cuda.empty_cache()  # release memory that the learner freed but torch still caches
         self.llm.wake_up()
         self.asleep = False
 
@@ -282,7 +282,7 @@ class VLLMEngine:
     def _responses(outputs, K: int, topk: int, max_allowed: int) -> list[Response]:
         """The responses in vLLM's outputs, with the log-probabilities kept by `lean_logprobs`.
 
-        All tokens of all responses make one table of rows [sampled, top-1 .. top-K]."""
+        The tokens of all responses form one table with rows [sampled, top-1 .. top-K]."""
         ends = np.cumsum([len(output.token_ids) for output in outputs])
         ids = np.concatenate(list(chain.from_iterable(o.logprobs.token_ids for o in outputs)))
         logp = np.concatenate(list(chain.from_iterable(o.logprobs.logprobs for o in outputs)))
@@ -315,11 +315,11 @@ class VLLMEngine:
         return responses
 
     def load(self, named_tensors) -> None:
-        """Replace the weights by those of a state dict.
+        """Replace the weights by the tensors of a state dict.
 
-        A model with tied weights must bring `lm_head.weight` too, or its head silently stays
-        old."""
-        if self.asleep:  # the cache's memory comes last
+        The state dict of a model with tied weights must also contain `lm_head.weight`; otherwise
+        the head silently keeps its old weight."""
+        if self.asleep:  # the memory of the cache is allocated last
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
         if not self.loads:
@@ -332,7 +332,7 @@ class VLLMEngine:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
         self.loads += 1
-        self.llm.reset_prefix_cache()  # cached blocks belong to the old weights
+        self.llm.reset_prefix_cache()  # cached blocks are from the old weights
 
     @functools.cached_property
     def fused(self) -> dict[str, list[str]]:
@@ -340,9 +340,8 @@ class VLLMEngine:
         return self.llm.apply_model(fused_modules)[0]
 
     def held(self) -> tuple[dict, dict]:
-        """Checksums of the engine's tensors by vLLM's names (sync.py): as they are in memory, and
-        as they were handed over to a kernel that packs them. Of several ranks, the sums over
-        them."""
+        """Checksums of the engine's tensors by vLLM's names (sync.py), summed over its ranks: of
+        the tensors in memory, and of tensors before a kernel packed them."""
         in_memory, packed = self.llm.apply_model(checksums_of)[0]
         return summed_over(self.ranks, in_memory), summed_over(self.ranks, packed)
 
@@ -365,7 +364,7 @@ class VLLMEngine:
         return np.array(rows, np.float32)
 
     def close(self) -> None:
-        """End vLLM. This also ends torch's process group, where there is one."""
+        """Shut vLLM down. This also destroys torch's process group, if there is one."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
@@ -374,24 +373,24 @@ class VLLMEngine:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-CACHE_GIB = 4.0  # of key-value cache, whatever the machine has: runs repeat on others
+CACHE_GIB = 4.0  # GiB of KV cache on every machine, so that runs can be repeated elsewhere
 
 
 def head_size(config) -> int:
-    """Numbers in a key of one head. config: of transformers."""
+    """Size of one attention head. config: of transformers."""
     text = config.get_text_config()
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def cache_of_a_token(config, number: int) -> int:
-    """Bytes of a token's keys and values. config: of transformers; number: bytes of a number."""
+    """Bytes of a token's keys and values. config: of transformers; number: bytes per entry."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head_size(config) * number
 
 
-BLOCK = 128  # tokens of a block of vLLM's cache on a CPU
-MOST_ROWS = 256  # responses that vLLM samples at once on a CPU
+BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
+MOST_ROWS = 256  # maximum number of responses that vLLM samples at once on a CPU
 
 
 def cache_size(of_a_token: int, max_len: int, rows: int) -> int:
@@ -403,7 +402,7 @@ def cache_size(of_a_token: int, max_len: int, rows: int) -> int:
 def share_of_gpu(share: float) -> float:
     """The share of the GPU's memory that vLLM may take: at most nine tenths of the free memory.
 
-    Prints a sentence where this is less than `share`."""
+    Prints a warning if this is less than `share`."""
     free, total = torch.cuda.mem_get_info()
     most = int(90 * free / total) / 100
     if share <= most:
@@ -418,25 +417,25 @@ def share_of_gpu(share: float) -> float:
 
 
 def has_other_caches(config) -> bool:
-    """Whether some layers keep less than every token's keys and values."""
+    """Whether some layers cache less than the keys and values of all tokens."""
     return bool(
         set(getattr(config.get_text_config(), "layer_types", None) or []) - {"full_attention"}
     )
 
 
 def cached_tokens(config, number: int) -> int:
-    """How many tokens an HFEngine holds at once."""
+    """Maximum number of tokens in the KV cache of an HFEngine."""
     return int(CACHE_GIB * 2**30) // cache_of_a_token(config, number)
 
 
 class HFEngine:
-    """A batched sampler around a transformers model: a prompt is read once for its whole group.
+    """A batched sampler around a transformers model: each group's prompt is processed once.
 
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
-    batch_tokens     largest number of tokens in the key-value cache; None: as many as fit into CACHE_GIB
-    exact            take each sum in the learner's order (model/exact.py); the weights stay float32
-    kv_cache         "int8": keys and values in 8 bits; UserError where a layer has a cache of another kind
-    the others       as for VLLMEngine"""
+    batch_tokens     maximum number of tokens in the KV cache; None: as many as fit into CACHE_GIB
+    exact            compute each sum in the learner's order (model/exact.py), with float32 weights
+    kv_cache         "int8": keys and values in 8 bits; UserError if a layer's cache is different
+    the rest         as for VLLMEngine"""
 
     def __init__(
         self,
@@ -456,7 +455,7 @@ class HFEngine:
         if isinstance(model, (str, os.PathLike)):
             model = load_model(model, torch.float32 if exact else getattr(torch, dtype))
         self.dtype, self.fmt = dtype, fmt
-        self.packed = fmt is not None and fmt.activations  # int4 weights come exactly dequantized
+        self.packed = fmt is not None and fmt.activations  # int4 weights arrive dequantized
         if self.packed:
             quant.align(model, fmt)
         elif fmt is not None:
@@ -478,9 +477,7 @@ class HFEngine:
             f"--kv_cache_dtype={kv_cache}: this model also has layers of {', '.join(sorted(kinds))}; use auto",
         )
         self.routing: Routing | None = None
-        self.routed = (
-            None  # experts of the tokens that were read last, (n, tokens, layers, k) int16
-        )
+        self.routed = None  # experts of the last forward pass, (n, tokens, layers, k) int16
 
     def record_routing(self) -> HFEngine:
         """Record the experts of each token that is sampled from now on (Response.routed)."""
@@ -490,7 +487,7 @@ class HFEngine:
     def generate(
         self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0
     ):
-        """As VLLMEngine.generate, in batches that fit into `batch_tokens`."""
+        """The result of VLLMEngine.generate, computed in batches that fit into `batch_tokens`."""
         if not sampling.truncates:
             max_allowed = 0
         responses = []
@@ -500,10 +497,10 @@ class HFEngine:
         return grouped(responses, seeds)
 
     def _batches(self, prompts, groups, max_tokens: int):
-        """Yields (prompts, groups) with a cache of at most `batch_tokens` tokens, or one row, in
-        order.
+        """Yield (prompts, groups) in order, each with a cache of at most `batch_tokens` tokens or a
+        single row.
 
-        A group that does not fit is split; groups: lists with an item for each response."""
+        A group that does not fit is split. groups: lists with an item for each response."""
         batch, rows, longest = ([], []), 0, 0
         for prompt, group in zip(prompts, groups, strict=True):
             room = max(1, self.batch_tokens // (len(prompt) + max_tokens))
@@ -523,7 +520,7 @@ class HFEngine:
     def _decode(
         self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int
     ) -> list[Response]:
-        """All responses of one batch, N of them, token by token."""
+        """All N responses of one batch, decoded token by token."""
         T = sampling.max_tokens
         all_seeds = list(chain.from_iterable(seeds))
         # (N, T)
@@ -533,9 +530,9 @@ class HFEngine:
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, topk, self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
-        routed = [(rows.which, self.routed)]  # of the prompts, and then of each token behind them
+        routed = [(rows.which, self.routed)]  # experts of the prompts, then of each later token
         for t in range(T):
-            # the learner's factor
+            # the same float32 factor as in the learner
             z, gone = truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)
             logp = z.log_softmax(-1)
             token = pick(logp, u[rows.which, t, None])
@@ -548,9 +545,7 @@ class HFEngine:
             n_going = int(going.sum())
             if t == T - 1 or n_going == 0:
                 break
-            if n_going < 0.75 * len(
-                going
-            ):  # below that, copying the cache costs more than it saves
+            if n_going < 0.75 * len(going):  # dropping fewer rows costs more than it saves
                 rows.shrink(going)
                 token = token[going]
             logits = self._step(token, rows)
@@ -561,7 +556,7 @@ class HFEngine:
         return responses
 
     def _read_prompts(self, prompts, group_sizes: list[int]):
-        """Logits (N, V) of each response's first token, and the rows to go on with."""
+        """(logits (N, V) of each response's first token, Rows for the decoding)."""
         P = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), P, dtype=torch.long)
         mask = torch.zeros(len(prompts), P, dtype=torch.long)
@@ -588,7 +583,7 @@ class HFEngine:
         return logits[prompt_of], rows
 
     def _empty(self) -> dict:
-        """The cache to start from, where it is not transformers' own."""
+        """The argument with an empty int8 cache; {} for transformers' default cache."""
         return {"past_key_values": in_eight_bits()} if self.kv_cache == "int8" else {}
 
     def _step(self, token, rows: Rows):
@@ -605,7 +600,7 @@ class HFEngine:
         return logits
 
     def _forward(self, ids, **more):
-        """(logits of the last position, (n, V) float32; the cache)."""
+        """(logits (n, V) of the last position in float32, cache)."""
         if self.head_fp32:
             out = self.model.base_model(input_ids=ids, use_cache=True, **more)
             head, layer = Head.of(self.model.config), self.model.get_output_embeddings()
@@ -622,8 +617,8 @@ class HFEngine:
     def load(self, named_tensors) -> None:
         """Copy the weights in place.
 
-        An unknown name or another shape is an error; a missing name is left for the probe to
-        find."""
+        An unknown name or a wrong shape is an error. A missing name is found by the weight check
+        (sync.py)."""
         parameters = {
             **dict(self.model.named_parameters(remove_duplicate=False)),
             **dict(self.model.named_buffers()),
@@ -634,7 +629,7 @@ class HFEngine:
             parameters[name].copy_(tensor)
 
     def held(self) -> tuple[dict, dict]:
-        """As VLLMEngine.held; nothing is packed."""
+        """The result of VLLMEngine.held; there are no packed tensors."""
         parameters = {
             **dict(self.model.named_parameters(remove_duplicate=False)),
             **dict(self.model.named_buffers()),
@@ -655,8 +650,8 @@ class HFEngine:
         return torch.cat([self._logprobs_of(chunk) for chunk in rows]).cpu().numpy()
 
     def _logprobs_of(self, ids):
-        """The same of a tensor, all rows at once. Of a cache that rounds, too: that is the engine's
-        error (sync.py)."""
+        """`logprobs` of a tensor, all rows at once. It includes the rounding of an int8 cache,
+        which is part of the engine's error (sync.py)."""
         cached = self.kv_cache != "auto"
         if self.head_fp32:
             hidden = self.model.base_model(
@@ -669,23 +664,23 @@ class HFEngine:
         return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
     def sleep(self) -> None:
-        """Its memory is torch's own."""
+        """Do nothing: the memory is shared with the learner through torch."""
 
     def any_rank(self, condition: bool) -> bool:
-        """Each rank has one of its own."""
+        """The condition itself, because each rank has a separate engine."""
         return bool(condition)
 
     def close(self) -> None: ...
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By the flags
+# Choice by the flags
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def evaluated_by(cfg: Config, name: str) -> str:
-    """Sampler of an evaluation (--eval_engine): own, the engine that samples from this model;
-    second; or torch, a plain sampler on the learner's weights."""
+    """Sampler of an evaluation (--eval_engine). "own": the engine that samples this model's
+    rollouts; "second": a second engine; "torch": HFEngine on the learner's weights."""
     samples = "policy" if cfg.actor == "none" else "actor"
     if cfg.eval_engine == "torch" or (name == samples and cfg.samplers != "local"):
         return "torch"
@@ -695,9 +690,9 @@ def evaluated_by(cfg: Config, name: str) -> str:
 
 
 def sleep_level(cfg: Config) -> int:
-    """How the engine sleeps between rollouts (VLLMEngine). It may drop its weights where new ones
-    come before it samples again, and nothing but them is loaded; delayed samplers go on with old
-    ones."""
+    """The sleep level of VLLMEngine between rollouts. Level 2 drops the weights, so it requires
+    that new, unquantized weights arrive before each rollout. Delayed samplers may reuse old
+    weights."""
     return 2 if cfg.delay == "none" and cfg.rollout_quant == "none" else 1
 
 
@@ -712,8 +707,8 @@ def make_engine(
 ):
     """The engine that `--rollout` names, with the weights of `folder`.
 
-    max_len: tokens of prompt and response; topk: the most log-probabilities; vocabulary,
-    sleep_level: VLLMEngine's."""
+    max_len: tokens of prompt and response; topk: maximum number of recorded log-probabilities;
+    vocabulary, sleep_level: as for VLLMEngine."""
     shared = dict(
         dtype=cfg.rollout_dtype,
         logprobs_mode=cfg.logprobs_mode,

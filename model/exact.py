@@ -1,37 +1,36 @@
-"""Sampler and learner bit for bit: log p_inf = log p_ref, not nearly, but with a difference of 0
+"""Bitwise equal sampler and learner: log p_inf = log p_ref with a difference of exactly 0
 (--exact).
 
-A floating-point sum depends on its order, and libraries choose that order by the shapes of their
-inputs. A sampler decodes a token a row with a cache of keys; the learner reads whole responses,
-in other batches: with equal weights their log-probabilities differ by 1e-5 in float32 and by up to
-0.15 in bfloat16. Here each sum is taken in one order, whatever stands around it. Sampler and
-learner run the very same functions: float32 weights, and in bfloat16 both under autocast.
+A floating-point sum depends on its order, and libraries choose the order by the shapes of their
+inputs. The sampler decodes one token per row with a KV cache; the learner processes whole responses
+in different batches. With equal weights their log-probabilities differ by 1e-5 in float32 and by up
+to 0.15 in bfloat16. This file fixes the order of each sum for all shapes. Sampler and learner run
+the same functions with float32 weights, and with bfloat16 both run under autocast.
 
-    where a sum is taken             its order depends on      here
-    linear layers, head              rows of the batch         `product`: ROWS rows at a time, filled up with zeros
-    q k, over the entries of a head  number of queries         torch's attention, each query by itself (QUERIES)
-    p v, and softmax's sum,          number of keys            as many keys as `room` says: those that are not seen add
-      over the keys                                            exactly 0, and no sum is cut at another place for them
-      (of a prompt that is padded)   where the padding is      put in order first: `Seen`
-    means of norms                   rows, on a GPU alone      `of_many_rows`: filled up with zeros
-    softmax of logits, and their     nothing: a row has one    as they are; logits end with the vocabulary on both
-      cut                            length                    sides
-    silu (no sum, but the ends of    place in the tensor       `quotient`: exp, which treats ends alike, and correctly
-      a tensor are rounded apart)                              rounded sums and quotients
-    int8 products                    nothing: integers         as they are (quant.py)
-    w4a16 products                   rows of the batch         `product`
-    temperature (no sum)             how it is divided by      times 1 / temperature in float32 on both sides
-    embedding, rotary angles         nothing: token by token   as they are
-    weights that travel (FSDP2)      nothing, but 16 bits      layers travel in float32 (memory.travels_in)
-                                     would round them
+    operation                         order depends on      fixed by
+    linear layers, head               rows of the batch     `product`: ROWS rows at a time, padded
+    q k, sum over a head's entries    number of queries     torch's attention, QUERIES at a time
+    p v and softmax, sums over keys   number of keys        `room`: unseen keys add exactly 0, and
+                                                            do not move the places of splits
+    p v, with a padded prompt         place of the padding  `Seen`: puts the keys in order first
+    means of norms                    rows, only on a GPU   `of_many_rows`: zero-padded
+    softmax and truncation of logits  nothing: same length  both sides cut them to the vocabulary
+    silu (no sum, but the ends of a   place in the tensor   `quotient`: an exp without special ends,
+      tensor are rounded differently)                       correctly rounded sums and quotients
+    int8 products                     nothing: integers     unchanged (quant.py)
+    w4a16 products                    rows of the batch     `product`
+    temperature (no sum)              method of division    times 1 / temperature in float32
+    embedding, rotary angles          nothing: per token    unchanged
+    gathered weights (FSDP2)          nothing, but 16 bits  layers are gathered in float32
+                                      would round them      (memory.travels_in)
 
-So a longer row, or a longer cache, changes nothing. Which of the ROWS rows of a product a token
-stands in must not matter either. That holds of the libraries here, and is not taken on trust: every
-update on fresh rollouts looks at the largest difference of its tokens, and the run stops where it
-is not 0 (`check_zero`). The bits themselves may depend on the machine and its threads, which
-sampler and learner share. Gradients are ordinary, and depend on shapes as ever.
+Longer rows and a longer cache therefore change nothing. A token's index among the ROWS rows of a
+product must not matter either. This is true of the libraries used here, and is checked: each update
+on fresh rollouts computes the largest difference over its tokens, and the run stops if it is not 0
+(`check_zero`). The bits may depend on the machine and its number of threads, which sampler and
+learner share. Gradients are the ordinary ones and depend on shapes.
 
-Source: He et al., Defeating Nondeterminism in LLM Inference (2025), who write kernels with one
+Source: He et al., Defeating Nondeterminism in LLM Inference (2025), who write kernels with a fixed
 order of sums."""
 
 from __future__ import annotations
@@ -53,22 +52,23 @@ from model.head import Head
 from model.head import product as plain_product
 from sampling import Sampling
 
-# tokens in one product with a weight. AVX2's kernel takes six rows at a time, and rounds the last
-# two of 32 otherwise: 96, its half and its quarter, the parts of two and four threads, leave none
-# over
+# Tokens in one product with a weight. AVX2's kernel takes six rows at a time and rounds remaining
+# rows differently (the last two of 32). 96 rows leave no remainder for one, two or four threads.
 ROWS = {"cpu": 96, "tiles": 256, "cuda": 256}
-# in a block of attention: queries of heads with the same keys
+# queries in a block of attention, for each of the heads that share keys
 QUERIES = {
     "cpu": 1,
     "cuda": 64,
 }
-AT_ONCE = 128  # queries in one call
-KEYS = 16  # number of keys is a multiple of this: other code would sum a remainder
-WHOLE = 512  # keys that torch's kernel takes at a time; a product over more than half of them is cut by their number
-# added to the score of a key that a query does not see: finite, for a query that sees none
+AT_ONCE = 128  # queries in one call of attention
+KEYS = 16  # the number of keys is a multiple of this: different code would sum a remainder
+# keys that torch's kernel takes at a time; it splits a product over more than half of them by their
+# number
+WHOLE = 512
+# added to the score of a key that a query does not see; finite, because a query may see no key
 UNSEEN = -1e30
 
-# tested: they consist of the operations of the table
+# tested families, which consist of the operations in the table
 FAMILIES = (
     "granite",
     "llama",
@@ -84,7 +84,7 @@ FAMILIES = (
 
 
 def product(x, weight):
-    """x W^T of x (M, K) and W (N, K), (M, N) in float32 (or float64): ROWS rows at a time."""
+    """x W^T (M, N) in float32 (or float64) from x (M, K) and W (N, K), ROWS rows at a time."""
     if x.dtype == torch.bfloat16 and not x.is_cuda:
         x, weight = x.float(), weight.float()
     return by_rows(
@@ -93,14 +93,14 @@ def product(x, weight):
 
 
 def rounded_product(x, weight):
-    """The same in the type of x."""
+    """`product` in the dtype of x."""
     if x.dtype == torch.bfloat16 and not x.is_cuda and has_tiles():
         return by_rows(lambda rows, w: rows @ w.t(), x, weight, x.dtype, ROWS["tiles"])
     return product(x, weight).to(x.dtype)
 
 
 def by_rows(multiply, x, weight, dtype, size: int):
-    """multiply(x, W), (M, N) of this type: `size` rows at a time, filled up with zeros."""
+    """multiply(x, W), (M, N) in `dtype`, computed for `size` rows at a time, zero-padded."""
     out = x.new_empty(len(x), len(weight), dtype=dtype)
     for at in pieces(len(x), size):
         rows, result = x[at], out[at]
@@ -112,8 +112,8 @@ def by_rows(multiply, x, weight, dtype, size: int):
 
 
 def pieces(n: int, size: int) -> list[slice]:
-    """`size` of n at a time; the last piece begins early, so that only a single one can be
-    smaller."""
+    """Slices of length `size` that cover n rows. The last slice overlaps the previous one instead
+    of being shorter."""
     starts = [*range(0, n - size, size), max(n - size, 0)]
     return [slice(start, start + size) for start in starts]
 
@@ -125,20 +125,20 @@ def has_tiles() -> bool:
 
 
 def longer(x, more: int):
-    """x (..., K, D), padded by `more` rows of zeros to (..., K + more, D); not copied for more =
-    0."""
+    """x (..., K, D) padded with `more` rows of zeros to (..., K + more, D); no copy if more = 0."""
     return pad(x, (0, 0, 0, more)) if more else x
 
 
 def taken(x, places):
-    """x (B, H, K, D) at the places (B, n) of its third axis, (B, H, n, D)."""
+    """The entries (B, H, n, D) of x (B, H, K, D) at the positions `places` (B, n) of its third
+    axis."""
     B, H, K, D = x.shape
     first = K * torch.arange(B * H, device=x.device).view(B, H, 1)
     return x.reshape(-1, D).index_select(0, (first + places[:, None]).flatten()).view(B, H, -1, D)
 
 
 def filled(x, size: int):
-    """x (n, ...), padded with zeros to (size, ...)."""
+    """x (n, ...) padded with zeros to (size, ...)."""
     return torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
 
 
@@ -148,8 +148,8 @@ def filled(x, size: int):
 
 
 def of_many_rows(forward, x):
-    """A norm's forward, not of fewer than ROWS rows on a GPU, which adds up each of a few rows by
-    more threads."""
+    """A norm's forward pass, padded to at least ROWS rows on a GPU, where the kernel would use more
+    threads per row for few rows."""
     rows = x.reshape(-1, x.shape[-1])
     if x.device.type == "cpu" or len(rows) >= ROWS["cuda"]:
         return forward(x)
@@ -157,11 +157,11 @@ def of_many_rows(forward, x):
 
 
 class Multiply(torch.autograd.Function):
-    """x W^T of x (M, K), in the type of x, and W (N, K): `product`, with an ordinary gradient."""
+    """x W^T of x (M, K) and W (N, K), in the dtype of x: `product` with an ordinary gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, rounded):
-        """rounded: W in the type of x."""
+        """rounded: W in the dtype of x."""
         ctx.save_for_backward(x, weight)
         return rounded_product(x, rounded)
 
@@ -174,8 +174,8 @@ class Multiply(torch.autograd.Function):
 
 
 class WithGradientOf(torch.autograd.Function):
-    """exact(*inputs), with the gradient of ordinary(*inputs), the same function in another order of
-    sums."""
+    """exact(*inputs), with the gradient of ordinary(*inputs), the same function with a different
+    order of sums."""
 
     @staticmethod
     def forward(ctx, exact, ordinary, *inputs):
@@ -192,12 +192,12 @@ class WithGradientOf(torch.autograd.Function):
 
 
 class ExactLinear(nn.Linear):
-    """A linear layer by `product`; under autocast in its type. `apply` puts it in the place of an
-    nn.Linear.
+    """A linear layer by `product`, under autocast in the autocast dtype. `apply` replaces nn.Linear
+    by it.
 
-    Its parameters are those of the layer it replaces, the same objects under the same names."""
+    Its parameters are the same objects, with the same names, as in the replaced layer."""
 
-    # the weight in the type of the products, and that weight's version, where it does not learn
+    # for a frozen weight: (version of the weight, the weight in the dtype of the products)
     cached: tuple[Any, torch.Tensor] | None = None
 
     @classmethod
@@ -209,8 +209,8 @@ class ExactLinear(nn.Linear):
         return exact.train(layer.training)
 
     def rounded(self, dtype: torch.dtype):
-        """The weight in this type: the numbers that are multiplied. A CPU without tiles keeps them
-        in float32."""
+        """The weight rounded to `dtype`. A CPU without AMX stores a frozen rounded weight in
+        float32."""
         if self.weight.requires_grad:
             return self.weight.detach().to(dtype)
         version = (self.weight._version, self.weight.data_ptr(), dtype)
@@ -256,34 +256,35 @@ class SiLU(nn.Module):
 
 
 def room(n: int) -> int:
-    """Padded number of keys, such that sums of a row do not depend on longer rows of the batch."""
+    """Padded number of keys, chosen so that a row's sums do not depend on longer rows of the
+    batch."""
     remainder = n % WHOLE
     return n - remainder + (WHOLE if remainder > WHOLE // 2 else remainder + -remainder % KEYS)
 
 
 class Seen(NamedTuple):
-    """Which keys the queries of a forward see, for all its layers."""
+    """The keys that the queries of a forward pass see, for all its layers."""
 
     mask: torch.Tensor  # (B, 1, Q, K) bool
-    added: torch.Tensor  # (B, 1, Q, room(K)) to the scores of the keys in `order`: 0, or UNSEEN
-    # (B, room(K)): the keys in order, those that no query sees last; None: as they are
+    added: torch.Tensor  # (B, 1, Q, room(K)) bias of the scores of the keys in `order`: 0 or UNSEEN
+    # (B, room(K)) permutation of the keys, with the keys that no query sees last; None: identity
     order: torch.Tensor | None
 
     @classmethod
     def of(cls, mask) -> Seen:
-        """The keys of a mask. The last query sees all keys, independent of padding."""
+        """The keys of a mask. The last query sees all keys except padding."""
         K = mask.shape[3]
         padded, order = pad(mask, (0, room(K) - K)), None
         absent = ~padded[:, 0, -1]  # (B, room(K))
-        if (absent[:, :-1] & ~absent[:, 1:]).any():  # they are not in order
+        if (absent[:, :-1] & ~absent[:, 1:]).any():  # padding precedes a key
             order = absent.byte().argsort(dim=1, stable=True)
             padded = padded.gather(3, order[:, None, None].expand_as(padded))
             order = order.clamp_max(K - 1)
         return cls(mask, UNSEEN * (~padded).float(), order)
 
     def in_order(self, x):
-        """Keys or values (B, H, K, D) -> (B, H, room(K), D) in float32, in order, padded with
-        masked ones."""
+        """Keys or values (B, H, K, D) -> (B, H, room(K), D) in float32, permuted by `order` and
+        padded with masked entries."""
         x = x.float()
         return (
             longer(x, room(x.shape[2]) - x.shape[2]) if self.order is None else taken(x, self.order)
@@ -291,14 +292,14 @@ class Seen(NamedTuple):
 
 
 def seen(**how) -> Seen:
-    """transformers' interface: the attention_mask of the layers."""
+    """The attention_mask of all layers, by transformers' interface for masks."""
     from transformers.masking_utils import sdpa_mask
 
     return Seen.of(sdpa_mask(**{**how, "allow_is_causal_skip": False}))
 
 
 def attention(module, query, key, value, attention_mask: Seen, scaling: float, **_):
-    """transformers' interface: softmax(scaling Q K^T) V, (B, Q, heads, D), and no weights.
+    """(softmax(scaling Q K^T) V (B, Q, heads, D), None), by transformers' interface for attention.
 
     query (B, heads, Q, D); key and value (B, heads of keys, K, D)."""
     device = query.device.type
@@ -314,7 +315,7 @@ def attention(module, query, key, value, attention_mask: Seen, scaling: float, *
 
 
 def ordinary_attention(mask, scaling: float, query, key, value):
-    """The same by torch, (B, heads, Q, D) in float32."""
+    """Attention (B, heads, Q, D) in float32 by torch, for the gradient."""
     query, key, value = query.float(), key.float(), value.float()
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
@@ -322,10 +323,10 @@ def ordinary_attention(mask, scaling: float, query, key, value):
 
 
 def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, value):
-    """The same, block by block, (B, heads, Q, D) in this type."""
+    """Attention (B, heads, Q, D) in `dtype`, block by block in a fixed order of sums."""
     B, heads, Q, D = query.shape
     H, K = key.shape[1:3]
-    # heads with the same keys, and queries, of a block
+    # query heads per key head, and queries per block
     shared, size = (
         heads // H,
         QUERIES[query.device.type],
@@ -345,8 +346,8 @@ def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, 
         query.split(AT_ONCE // size, 1), added.split(AT_ONCE // size, 2), strict=True
     ):
         n_blocks = chunk.shape[1]
-        last += n_blocks * size  # of these queries
-        n = min(key.shape[2], room(K - Q + last))  # no key behind these is seen
+        last += n_blocks * size  # end of these queries
+        n = min(key.shape[2], room(K - Q + last))  # these queries see no later key
         mask = mask[..., :n].expand(B, H, n_blocks, shared, size, n).reshape(B * H, n_blocks, -1, n)
         keys, values = (x[:, :, :n].expand(-1, n_blocks, -1, -1) for x in (key, value))
         outs.append(scaled_dot_product_attention(chunk, keys, values, mask, scale=scaling))
@@ -360,8 +361,8 @@ def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, 
 
 
 def apply(model):
-    """Put the functions above into a model, low-bit layers included (quant.align comes before), and
-    return it."""
+    """Install the functions above in a model, also in its low-bit layers (call quant.align
+    earlier), and return it."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # seconds to load
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -382,13 +383,13 @@ def apply(model):
 
 
 def product_of(layer):
-    """How the logits of a model with this output embedding are multiplied."""
+    """The function that multiplies hidden states with the weight of this output embedding."""
     return product if isinstance(layer, ExactLinear) else plain_product
 
 
 def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
-    """An engine's model, float32, that computes logits as the learner does (PolicyAndActor), in the
-    compute type `dtype`; returned."""
+    """Change an engine's float32 model so that it computes logits exactly as the learner
+    (PolicyAndActor), in the compute type `dtype`; returns it."""
     apply(model.requires_grad_(False))
     model.forward = functools.partial(forward, model, getattr(torch, dtype), head_fp32, vocabulary)
     return model
@@ -403,8 +404,8 @@ def forward(
     logits_to_keep=0,
     **more,
 ):
-    """A model's forward: logits (B, S, V) in float32, of the last `logits_to_keep` places or of
-    all."""
+    """A model's forward pass: logits (B, S, V) in float32 of the last `logits_to_keep` positions
+    (0: all)."""
     cache = more.get("past_key_values")
     if cache is not None:
         more["attention_mask"] = cache.layers[0].mask()
@@ -420,12 +421,12 @@ def forward(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where it holds
+# Supported flags and models
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def check(cfg: RolloutFlags) -> None:
-    """UserError with one sentence if engine and learner cannot be one function with these flags."""
+    """Raise UserError if engine and learner cannot be bitwise equal with these flags."""
     if not cfg.exact:
         return
     local = getattr(cfg, "samplers", "local") == "local"
@@ -463,8 +464,8 @@ def check(cfg: RolloutFlags) -> None:
 
 
 def check_model(cfg: PrecisionFlags, policy: str, actor: str | None) -> None:
-    """UserError unless the model that samples, a folder, has only operations that this file
-    knows."""
+    """Raise UserError unless the sampling model has only operations that this file supports.
+    policy, actor: folders."""
     if not cfg.exact:
         return
     flag = "actor" if actor else "model"
@@ -486,8 +487,8 @@ def check_model(cfg: PrecisionFlags, policy: str, actor: str | None) -> None:
 
 
 def check_zero(cfg: RunFlags, logged: dict) -> None:
-    """UserError if a token of an update on fresh rollouts had other log-probabilities in engine and
-    learner."""
+    """Raise UserError if a token's log-probabilities in engine and learner differed in an update on
+    fresh rollouts."""
     gap = logged["rollout_corr/largest_gap" if cfg.actor == "none" else "actor/largest_gap"]
     need(
         gap <= 0 or logged["staleness/max_updates"] > 0,

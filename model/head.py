@@ -1,12 +1,11 @@
-"""The head: from hidden states to logits as the model makes them, in chunks, so that they never
-exist whole.
+"""The head: statistics of logits, computed in chunks so that the whole logits never exist.
 
-At 2,048 tokens and a vocabulary of 151,936, one copy of the logits is 1.2 GB in float32 and a naive
-loss keeps five. Here the hidden states of the response tokens, packed to (N, H), meet the head's
-weight (V, H) a chunk at a time; each chunk yields everything that is ever wanted of the whole
-distribution and is thrown away. Backward computes each chunk's logits again, turns them in place
-into their own gradient, and adds hidden and weight gradients up in place: one more product than the
-naive way (4 instead of 3), and no memory that grows with N times V.
+At 2,048 tokens and a vocabulary of 151,936, one copy of the logits takes 1.2 GB in float32, and a
+naive loss keeps five copies. Here the hidden states of the response tokens, packed to (N, H), are
+multiplied with the head's weight (V, H) one chunk at a time. All statistics of the distribution are
+computed from a chunk before it is freed. Backward recomputes each chunk's logits, overwrites them
+with their gradient, and accumulates the gradients of hidden states and weight in place. This takes
+one more product than the naive way (4 instead of 3), and no memory grows with N times V.
 
     Head          scale, bias and soft cap of a model's logits
     ChunkedHead   the statistics of __init__.py on all tokens' logits, chunk by chunk, with their gradient
@@ -20,20 +19,20 @@ from dataclasses import dataclass
 
 import torch
 
-# Logits in flight: 128 MiB in float32, and 512 MiB where a few large products beat many small ones
+# Logits of a chunk: 128 MiB in float32, or 512 MiB on a GPU, where few large products are faster
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
-# torch adds a product of 16-bit matrices to a float32 one in place (2.8 and later, on a GPU)
+# whether torch can add a product of 16-bit matrices to a float32 matrix in place (2.8, on a GPU)
 MIXED_ADDMM = hasattr(torch.ops.aten.addmm, "dtype_out")
-CUT = -1e30  # logit of a token that cannot be sampled: finite, so that 0 log 0 stays 0
+CUT = -1e30  # logit of a token that cannot be sampled; finite, so that 0 log 0 is 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How a model makes logits
+# Logits of a model
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def product(hidden, weight):
-    """h W^T (n, V) in float32 (or float64), never rounded to the 8 bits of bfloat16's mantissa."""
+    """h W^T (n, V) in float32 (or float64); 16-bit inputs are summed and returned in float32."""
     if hidden.dtype not in (torch.bfloat16, torch.float16):
         return hidden @ weight.t()
     if hidden.is_cuda:
@@ -43,23 +42,21 @@ def product(hidden, weight):
 
 @dataclass(frozen=True)
 class Head:
-    """How a model makes logits (n, V) of hidden states h (n, H), with its head's weight W (V, H)
-    and bias b (V,):
+    """The function from hidden states h (n, H) to logits (n, V), with weight W (V, H) and bias b:
 
-        z = scale (h W^T + b), and then, where there is a cap, cap tanh(z / cap)
+        z = scale (h W^T + b), and with a cap z = cap tanh(z / cap)
 
-    A model that does anything else is found by the learner (`Learner.check_heads`). width: rows of
-    a weight beyond the token ids that there are stay outside. multiply: `product`, or another order
-    of its sums (exact.py)."""
+    `Learner.check_heads` rejects models with a different function. multiply: `product`, or the same
+    product with a fixed order of sums (exact.py)."""
 
     scale: float = 1.0  # Granite, Cohere
     cap: float | None = None  # Gemma-2
-    width: int | None = None  # rows of the weight that are read; None: all
+    width: int | None = None  # number of weight rows that are token ids, not padding; None: all
     multiply: Callable = product
 
     @classmethod
     def of(cls, config, width: int | None = None, multiply: Callable = product) -> Head:
-        """The head that a model's config names."""
+        """The head that a model's config describes."""
         config = config.get_text_config()
         scale = (getattr(config, "logit_scale", None) or 1.0) / getattr(
             config, "logits_scaling", 1.0
@@ -78,23 +75,23 @@ class Head:
         return z
 
     def of_layer(self, layer, hidden):
-        """The same in float32, whatever the type of a model's output embedding `layer` and of its
-        hidden states."""
+        """Logits in float32 from a model's output embedding `layer` and hidden states of any
+        dtype."""
         bias = getattr(layer, "bias", None)
         return self.logits(
             hidden.float(), layer.weight.float(), None if bias is None else bias.float()
         )
 
     def slope(self, z):
-        """d logits / d (h W^T + b) from the logits: (n, width) where there is a cap, else a number;
-        None: 1."""
+        """d logits / d (h W^T + b), from the logits: (n, width) with a cap, else a number; None for
+        1."""
         if not self.cap:
             return None if self.scale == 1 else self.scale
         return (z / self.cap).square_().neg_().add_(1.0).clamp_min_(0.0).mul_(self.scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In chunks: the (B, T, V) logits never exist whole
+# Statistics in chunks: the whole (B, T, V) logits never exist
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -106,20 +103,21 @@ class ChunkedHead(torch.autograd.Function):
     weight in the type of its hidden states, or None: cast here), hidden_1 (N, H1), weight_1
     (V, H1), bias_1 (V,) or None, and hidden_2, weight_2, bias_2 of a second model. `rows` has
 
-        outputs, differentiable        names of its outputs; the first `differentiable` of them carry gradient
-        rows(logits, at)               [logits (n, V) of each model], slice of tokens -> {name: (n, ...)}
-        rows.backward(logits, at, g)   the same and [gradient (n, 1) of each differentiable output, or None]
-                                       -> [gradient (n, V) of each model's logits, or None]
+        outputs, differentiable        names of outputs; the first `differentiable` carry gradient
+        rows(logits, at)               [logits (n, V) of each model], slice of tokens
+                                       -> {name: (n, ...)}
+        rows.backward(logits, at, g)   logits, slice, [gradient (n, 1) of a differentiable output]
+                                       -> [gradient (n, V) of each model's logits]
 
-    `rows` takes the logits out of the list it is given, so that they can be freed as soon as they
-    are used."""
+    A gradient may be None. `rows` pops the logits from the list, so that they are freed as soon as
+    they are used."""
 
     @staticmethod
     def forward(ctx, rows, chunk, heads, casts, *tensors):
         models = in_threes(tensors, casts)
         N = len(tensors[0])
         outs = None
-        for at in chunks(max(N, 1), chunk, N):  # no token at all: empty outputs
+        for at in chunks(max(N, 1), chunk, N):  # N = 0: empty outputs
             got = rows(
                 [head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)],
                 at,
@@ -166,9 +164,9 @@ class ChunkedHead(torch.autograd.Function):
 
 
 def score(head: Head, layer, hidden, ids):
-    """log p(ids[t] | ids[:t]) for t >= 1, (R, L - 1) in float32, by a model's output embedding
-    `layer` on the hidden states (R, L, H) of the sequences ids (R, L)."""
-    # the last of a row is cut off below
+    """log p(ids[t] | ids[:t]) for t >= 1, (R, L - 1) in float32, from a model's output embedding
+    `layer` and the hidden states (R, L, H) of the sequences ids (R, L)."""
+    # the last position of a row is removed below
     flat, following = (
         hidden.flatten(0, 1),
         ids.roll(-1, 1).flatten()[:, None],
@@ -179,15 +177,15 @@ def score(head: Head, layer, hidden, ids):
         chosen, most = z.gather(1, following[at]), z.amax(1, keepdim=True)
         total = z.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)  # z.logsumexp, in place
         out[at] = (chosen - total)[:, 0]
-        del z  # before the next one is made
+        del z  # free it before the next chunk's logits are computed
     return out.view(ids.shape)[:, :-1]
 
 
 def accumulate(d_model, dz, hidden, weight, at) -> None:
-    """Add one chunk's logit gradients dz (n, width) to d_model: hidden's (N, H), weight's (V, H)
-    and bias's (V,), where they are wanted."""
+    """Add one chunk's logit gradients dz (n, width) to d_model, the gradients of hidden (N, H),
+    weight (V, H) and bias (V,), each of which may be None."""
     d_hidden, d_weight, d_bias = d_model
-    read = slice(dz.shape[1])  # rows of the weight
+    read = slice(dz.shape[1])  # the weight's rows that are token ids
     if d_hidden is not None:
         d_hidden[at] = dz @ weight[read]
     if d_weight is not None and d_weight.dtype == dz.dtype:
@@ -202,7 +200,7 @@ def accumulate(d_model, dz, hidden, weight, at) -> None:
 
 
 def in_threes(tensors, casts) -> list[tuple]:
-    """(hidden, weight, bias) of each model, its weight in the type of its hidden states."""
+    """(hidden, weight, bias) of each model, with the weight in the dtype of the hidden states."""
     threes = zip(tensors[::3], tensors[1::3], tensors[2::3], casts, strict=True)
     return [(h, w.to(h.dtype) if cast is None else cast, b) for h, w, b, cast in threes]
 
@@ -218,5 +216,5 @@ def chunk_rows(V: int, device: str = "cpu") -> int:
 
 
 def rows_at_once(config, length: int) -> int:
-    """How many sequences of this length a model reads at once where its whole logits are made."""
+    """Number of sequences of this length for which a model computes whole logits at once."""
     return max(1, chunk_rows(config.get_text_config().vocab_size) // length)

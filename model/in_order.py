@@ -1,5 +1,4 @@
-"""Key-value caches of the plain sampler: one in order, of an exact sampler (exact.py), and one in 8
-bits."""
+"""KV caches of HFEngine: an ordered cache for exact sampling (exact.py), and an 8-bit cache."""
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -9,15 +8,15 @@ from model.exact import longer, room, taken
 
 
 class InOrder(DynamicLayer):
-    """A sampler's cache of one layer: the keys of a row stand from its first place on, a new one
-    behind the last.
+    """The KV cache of one layer in which each row starts at position 0 and new keys are appended to
+    it.
 
-    There is room for as many keys as exact.room says, and numbers of 16 bits are kept as they are
-    multiplied, in float32. So a step neither copies the other keys nor puts them in order."""
+    It has exact.room positions and stores 16-bit numbers as float32, the dtype of the products. A
+    decoding step therefore neither copies nor reorders the previous keys."""
 
     def __init__(self, layer, lengths):
-        """layer: of transformers, keys and values (B, H, P, D) that are padded on the left; lengths
-        (B,): of rows."""
+        """layer: a transformers cache layer with keys and values (B, H, P, D), padded on the left;
+        lengths (B,): number of tokens of each row."""
         super().__init__()
         P = layer.keys.shape[2]
         places = torch.arange(room(P), device=lengths.device) + (P - lengths)[:, None]
@@ -25,12 +24,12 @@ class InOrder(DynamicLayer):
             taken(x.float(), places.clamp_max(P - 1)) for x in (layer.keys, layer.values)
         )
         self.lengths = lengths
-        self.longest = P  # no row is longer
+        self.longest = P  # length of the longest row
         self.is_initialized = True
 
     def update(self, key, value, *_, **__):
-        """Write a new token's, (B, H, 1, D); all keys and values, those without a token behind
-        them."""
+        """Append the key and value (B, H, 1, D) of a new token; returns all keys and values, with
+        unused positions at the end of a row."""
         self.keys, self.values = (
             longer(x, self.room() - x.shape[2]) for x in (self.keys, self.values)
         )
@@ -45,18 +44,18 @@ class InOrder(DynamicLayer):
         return self.keys, self.values
 
     def room(self) -> int:
-        """Places of a row, with one more token."""
+        """Number of positions of a row, with one more token."""
         return room(self.longest + 1)
 
     def mask(self):
-        """(B, places) bool: positions that the next token attends to, itself included."""
+        """(B, positions) bool: positions that the next token attends to, itself included."""
         return torch.arange(self.room(), device=self.lengths.device) <= self.lengths[:, None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.room(), 0
 
     def get_seq_length(self) -> int:
-        """Full length: for transformers no key comes after a token; `mask` has the visible ones."""
+        """The number of positions: transformers must not mask any; `mask` has the visible ones."""
         return self.room()
 
     def batch_select_indices(self, rows) -> None:
@@ -79,12 +78,12 @@ class EightBits(DynamicLayer):
 
 
 def in_eight_bits() -> Cache:
-    """An empty cache of such layers."""
+    """An empty cache of EightBits layers."""
     return Cache(layer_class_to_replicate=EightBits)
 
 
 def in_order(cache, lengths):
-    """Put the keys of a cache of prompts, padded on the left, in order; the cache. lengths (B,): of
-    the prompts."""
+    """Convert a cache of left-padded prompts to InOrder layers in place; returns it. lengths (B,):
+    tokens of each prompt."""
     cache.layers = [InOrder(layer, lengths) for layer in cache.layers]
     return cache

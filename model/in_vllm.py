@@ -1,12 +1,12 @@
 """vLLM in this process: import, patched functions, shared memory of its ranks, and new weights.
 
-import_vllm             its classes, set up to run in this process
-change_vllm             some functions are replaced, each for its reason
-vllm_leaves_no_trace    global state that vLLM overwrites at its start is restored
-among_ranks             under torchrun several ranks are one engine
-own_shared_memory       two runs on one host do not meet in /dev/shm
-checksums_of            which weights it holds
-hand_over               weights, to an engine in this process or in another one of this node
+import_vllm             import vLLM's classes, set up to run in this process
+change_vllm             replace some functions of vLLM
+vllm_leaves_no_trace    restore global state that vLLM overwrites at its start
+among_ranks             settings under torchrun, where several ranks form one engine
+own_shared_memory       give each run its own names in /dev/shm
+checksums_of            compute checksums of the weights
+hand_over               pass weights to an engine in this process or in a different one of this node
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from machinery.flags import UserError
 from sync import SyncError, checksums, wrap
 
 SHARED = Path("/dev/shm")
-BUCKET = 1 << 28  # bytes of tensors that are handed over at a time, or one tensor
+BUCKET = 1 << 28  # maximum bytes of tensors passed at a time, unless one tensor is larger
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Patches of vLLM, and state that vLLM may not change
+# Patches of vLLM, and state that vLLM must not change
 # ---------------------------------------------------------------------------------------------------------------------
 
-VLLM_VERSION = "0.32.0"  # the patches below were written for its code
-VLLM_VERSIONS = ("0.24.0", VLLM_VERSION)  # that have all of the functions they replace
+VLLM_VERSION = "0.32.0"  # the version for which the patches below were written
+VLLM_VERSIONS = ("0.24.0", VLLM_VERSION)  # known to have all functions that the patches replace
 
 
 def change_vllm(low_bits_on_cpu: bool) -> None:
     """Replace some functions of vLLM, each for the reason in the docstring of its replacement.
 
-    UserError: this version of vLLM has one of them elsewhere."""
+    Raises UserError if this version of vLLM lacks a module with such a function."""
     try:
         _change_vllm(low_bits_on_cpu)
     except ImportError as e:
@@ -80,8 +80,8 @@ def _change_vllm(low_bits_on_cpu: bool) -> None:
 def lean_logprobs(update_sample_logprobs):
     """Replacement for LogprobsProcessor._update_sample_logprobs: keep log-probabilities as arrays.
 
-    Reason: vLLM turns those of every sampled token into lists, ranks and decoded words, which costs
-    more than the sampling does. Here a request keeps the arrays that the sampler made, two for each
+    Reason: vLLM converts the log-probabilities of every sampled token to lists, ranks and decoded
+    words, which costs more than sampling. The replacement keeps the sampler's two arrays for each
     token, [1, K + 1]: ids and log-probabilities, the sampled token first. `_responses` reads
     them."""
 
@@ -93,11 +93,11 @@ def lean_logprobs(update_sample_logprobs):
 
 
 def without_padding(weight_loader):
-    """Replacement for VocabParallelEmbedding.weight_loader: rows that stand for no token stay
-    outside.
+    """Replacement for VocabParallelEmbedding.weight_loader: padding rows are not loaded.
 
-    Reason: models pad their embeddings, and padding can be sampled. With the tokenizer's size in
-    its config vLLM neither samples nor scores padding, but refuses to load the padded rows."""
+    Reason: models pad their embeddings, and vLLM could sample the padding. With the tokenizer's
+    size in its config vLLM neither samples nor scores padding, but rejects weights with padding
+    rows."""
 
     def load(self, param, loaded_weight):
         rows = slice(self.org_vocab_size) if loaded_weight.ndim else ...
@@ -107,12 +107,11 @@ def without_padding(weight_loader):
 
 
 def class_stays_the_learners(decorate_for_torch_compile):
-    """Replacement for the transformers backend's Base._decorate_for_torch_compile: nothing is done.
+    """Replacement for the transformers backend's Base._decorate_for_torch_compile: it does nothing.
 
-    Reason: for families that vLLM has no code of its own for (Phi, OLMo, SmolLM3) it takes
-    transformers' class, and changes that class so that vLLM's engine alone can make and call it; in
-    this process the learner's model is of the same class. The engine's model is not compiled
-    then."""
+    Reason: for families without native vLLM code (Phi, OLMo, SmolLM3) vLLM uses the class of
+    transformers, and changes it so that only vLLM can construct and call it. In this process the
+    learner's model has the same class. As a consequence the engine's model is not compiled."""
     return lambda self, **more: None
 
 
@@ -120,9 +119,9 @@ def all_rows_at_once(random_sample):
     """Replacement for topk_topp_sampler.random_sample: invert each row's cumulative distribution at
     one uniform number.
 
-    Reason: with a seed for each request vLLM fills each row of its noise in a launch of its own,
-    hundreds for a token. The uniform is a hash of the request's seed and of its number of draws, so
-    that a response still depends on nothing but its seed."""
+    Reason: with a seed for each request vLLM launches a kernel for each row's noise, hundreds for a
+    token. The uniform number is a hash of the request's seed and number of draws, so that a
+    response still depends only on its seed."""
 
     def sample(probs, generators, *more):
         n = len(probs)
@@ -138,7 +137,7 @@ def all_rows_at_once(random_sample):
 
 def next_uniforms(generators) -> np.ndarray:
     """The next uniform number in [0, 1) of each generator, float64 (n,): SplitMix64 of its seed and
-    of its offset, which goes on by 4 (vLLM takes a draw back by 4)."""
+    offset. The offset advances by 4, the amount by which vLLM rewinds a draw."""
     offsets = np.array([g.get_offset() for g in generators], np.uint64)
     seeds = np.array([g.initial_seed() % 2**64 for g in generators], np.uint64)
     for g, offset in zip(generators, offsets.tolist(), strict=True):
@@ -150,11 +149,12 @@ def next_uniforms(generators) -> np.ndarray:
 
 
 def pack_experts_anew(process_weights_after_loading):
-    """Replacement for UnquantizedFusedMoEMethod.process_weights_after_loading: a kernel is made at
+    """Replacement for UnquantizedFusedMoEMethod.process_weights_after_loading: make a new kernel at
     every load.
 
-    Reason: on CPUs vLLM packs experts' weights when it makes their kernel, and keeps the kernel
-    when it replaces the weights, which then stay unpacked and fit nowhere."""
+    Reason: on CPUs vLLM packs the weights of experts when it makes their kernel. It keeps the
+    kernel when weights are replaced, so the new weights would stay unpacked and not fit the
+    kernel."""
 
     def process(self, layer):
         self.moe_kernel = None
@@ -166,8 +166,8 @@ def pack_experts_anew(process_weights_after_loading):
 def keep_scales_alive(create_onednn_scaled_mm):
     """Replacement for _custom_ops.create_onednn_scaled_mm: tie the weight scales to the handler.
 
-    Reason: on CPUs vLLM's int8 handler holds a bare pointer to the scales, and replacing the
-    weights frees them. Here the handler gets a copy of its own, and holds on to it."""
+    Reason: on CPUs vLLM's int8 handler has a raw pointer to the scales, and replacing the weights
+    frees them. Here the handler owns a copy of the scales."""
 
     def create(weight, scales, *more):
         scales = scales.clone()
@@ -179,22 +179,21 @@ def keep_scales_alive(create_onednn_scaled_mm):
 
 
 def without_amx(check_cpu_sgl_kernel):
-    """Replacement for scaled_mm.cpu.check_cpu_sgl_kernel: int8 layers take the oneDNN kernel on
+    """Replacement for scaled_mm.cpu.check_cpu_sgl_kernel: int8 layers use the oneDNN kernel on
     every CPU.
 
-    Reason: vLLM takes another kernel on CPUs with AMX if torch's default type is not float32. It is
-    the model's type when the engine starts and float32 when weights are replaced, so a reload finds
-    other tensors than it left."""
+    Reason: on CPUs with AMX vLLM uses a different kernel if torch's default dtype is not float32.
+    The default is the model's dtype when the engine starts, and float32 when weights are replaced,
+    so a reload would find tensors in the format of the wrong kernel."""
     return lambda *shape_and_type: False
 
 
 def change(owner, name: str, replacement) -> None:
-    """Put replacement(original) in the place of vLLM's function owner.name, once in this process.
+    """Replace vLLM's function owner.name by replacement(original), once in this process.
 
-    UserError if this version of vLLM has no such function. One that has it, but is not the version
-    these changes were written for, is used with a warning: where a change does not fit it, the
-    check of shapes in `VLLMEngine._responses` or the proof of the first weight sync (sync.py) will
-    tell."""
+    Raises UserError if this version of vLLM has no such function. A version outside VLLM_VERSIONS
+    gives a warning. If a patch does not fit it, the check of shapes in `VLLMEngine._responses` or
+    the check of the first weight sync (sync.py) fails."""
     import vllm
 
     original = getattr(owner, name, None)
@@ -217,7 +216,7 @@ def change(owner, name: str, replacement) -> None:
 
 @contextmanager
 def in_one_sentence(problem: str):
-    """Turn exceptions of vLLM into a UserError with vLLM's message; the traceback goes to a
+    """Convert exceptions of vLLM to a UserError with vLLM's message; the traceback goes to a
     file."""
     try:
         yield
@@ -234,10 +233,10 @@ def in_one_sentence(problem: str):
 
 @contextmanager
 def vllm_leaves_no_trace():
-    """Restore global state that vLLM overwrites at its start and that the learner needs.
+    """Restore global state that vLLM overwrites at its start and that the learner needs: torchrun's
+    LOCAL_WORLD_SIZE and torch's random state.
 
-    That is torchrun's LOCAL_WORLD_SIZE and the state of torch's random numbers. The variables of
-    vLLM's own stay: it reads some of them later."""
+    The environment variables of vLLM remain, because vLLM reads some of them later."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
     generator = torch.get_rng_state()
     try:
@@ -252,13 +251,13 @@ def vllm_leaves_no_trace():
 def import_vllm():
     """vLLM's classes (LLM, SamplingParams), set up to run in this process.
 
-    Environment variables that are set already stay as they are. UserError: it cannot be
-    imported."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in this process
+    Environment variables that are already set are not changed. Raises UserError if the import
+    fails."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process
     if not torch.cuda.is_available():
-        # else it compiles for 18 s at the first log-probability
+        # else vLLM compiles for 18 s at the first log-probability
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # else it takes the learner's away
+        # else vLLM changes the number of the learner's threads
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
         from vllm import LLM, SamplingParams
@@ -269,13 +268,13 @@ def import_vllm():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Several ranks that are one engine
+# Several ranks that form one engine
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def among_ranks(tp: int) -> dict:
-    """vLLM's settings under torchrun: each rank brings its own GPU, and `tp` neighbours are one
-    engine."""
+    """vLLM's settings under torchrun: each rank has its own GPU, and `tp` consecutive ranks form
+    one engine."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
     return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tp}
@@ -283,19 +282,19 @@ def among_ranks(tp: int) -> dict:
 
 @contextmanager
 def own_shared_memory(ranks):
-    """Names of shared memory contain the run while an engine of these ranks starts; ranks None:
-    nothing is shared.
+    """Make names of shared memory unique to this run while an engine of these ranks starts. ranks
+    None: nothing is shared.
 
-    On CPUs: under torchrun vLLM's build makes that name from the way in which the ranks met, which
-    is the same for all runs on a host. Here the process that started the ranks is added to it. When
-    all have opened the memory its name goes: a run that is killed leaves nothing behind."""
+    Only for CPUs. Under torchrun vLLM derives the name from the ranks' rendezvous method, which is
+    the same for all runs on a host. Here the id of the parent process is added. The name is
+    unlinked when all ranks have opened the memory, so that a killed run leaves no file."""
     if ranks is None or torch.cuda.is_available():
         yield
         return
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launched
 
     prefix, met = f"run{os.getppid()}", Launched._distributed_args
-    # they have met already
+    # only the name matters: the ranks are already connected
     Launched._distributed_args = lambda self: (
         f"env://:{prefix}",
         *met(self)[1:],
@@ -310,16 +309,15 @@ def own_shared_memory(ranks):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checksums of its weights
+# Checksums of vLLM's weights
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def note_packing(model) -> None:
-    """From here on each layer of vLLM's model keeps the checksums of the weights that its kernel is
-    handed to pack.
+    """Make each layer of vLLM's model record the checksums of its weights before a kernel packs
+    them.
 
-    Some kernels keep packed copies alone: those of a CPU have no other weights of a linear
-    layer."""
+    Some kernels keep only packed copies, for example those of linear layers on a CPU."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         process = getattr(method, "process_weights_after_loading", None)
@@ -328,7 +326,7 @@ def note_packing(model) -> None:
 
 
 def noting(process):
-    """`process_weights_after_loading` of a layer, after its loaded weights were recorded."""
+    """A wrapper of `process_weights_after_loading` that first records a layer's loaded weights."""
 
     @functools.wraps(process)
     def note(layer):
@@ -340,8 +338,8 @@ def noting(process):
 
 
 def checksums_of(model) -> tuple[dict, dict]:
-    """name -> (checksum, type) of a model's tensors, as they are in memory and as they were handed
-    over."""
+    """Two dicts name -> (checksum, type): of a model's tensors in memory, and of its tensors before
+    packing."""
     in_memory = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     packed = {}
     for prefix, module in model.named_modules():
@@ -358,8 +356,8 @@ def fused_modules(model) -> dict[str, list[str]]:
 
 
 def summed_over(ranks, known: dict) -> dict:
-    """(checksum, type) by name, the checksums summed over the ranks of an engine; ranks None: one
-    alone."""
+    """`known`, name -> (checksum, type), with checksums summed over the ranks of an engine; ranks
+    None: a single rank."""
     if ranks is None:
         return known
     sums = [None] * ranks.size()
@@ -376,33 +374,32 @@ def summed_over(ranks, known: dict) -> dict:
 
 
 def transfer_settings() -> dict:
-    """vLLM's settings for weights that come from another process: where it has a GPU and one of its
-    own.
+    """vLLM's settings to receive weights from a different process, if vLLM runs in its own process
+    on a GPU.
 
-    It lives in this process, unless VLLM_ENABLE_V1_MULTIPROCESSING=1 is set outside."""
+    It runs in this process unless the user sets VLLM_ENABLE_V1_MULTIPROCESSING=1."""
     if not torch.cuda.is_available() or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "1":
         return {}
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
-        "1"  # or it reads no handles; the process is a child of this one
-    )
+    # required for handles; safe, because vLLM's process is a child of this one
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return {"weight_transfer_config": {"backend": "ipc"}}
 
 
 def has_head(model) -> bool:
-    """Whether vLLM's model has a module for `lm_head.weight`; some tied ones take the embedding
-    itself."""
+    """Whether vLLM's model has a module for `lm_head.weight`. Some models with tied weights use the
+    embedding instead."""
     return any(
         name.split(".")[-1] == "lm_head" for name, _ in model.named_modules(remove_duplicate=False)
     )
 
 
 def hand_over(llm, named_tensors, apart: bool) -> None:
-    """Replace an engine's weights by a stream of (name, tensor). apart: it has a process of its
-    own.
+    """Replace an engine's weights by a stream of (name, tensor). apart: the engine has its own
+    process.
 
-    In this process it reads the tensors where they are: CUDA opens no handle of a process's own
-    memory. Apart, it gets handles by vLLM's weight transfer (CUDA IPC), BUCKET after BUCKET: no
-    second model is held."""
+    An engine in this process reads the tensors directly, because a process cannot open CUDA handles
+    to its own memory. An engine in its own process gets handles by vLLM's weight transfer (CUDA
+    IPC), one BUCKET at a time, so that no second model is in memory."""
     if not apart:
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
         return
@@ -417,13 +414,13 @@ def hand_over(llm, named_tensors, apart: bool) -> None:
 
 
 def in_buckets(named_tensors):
-    """Yields lists of (name, tensor) of at most BUCKET bytes, or of one tensor."""
+    """Yield lists of (name, tensor) with at most BUCKET bytes, or with one tensor."""
     bucket, size = [], 0
     for name, x in named_tensors:
         if bucket and size + x.nbytes > BUCKET:
             yield bucket
             bucket, size = [], 0
-        # shapes, and tensors of a file, are on the host
+        # some tensors are on the host: shapes, and tensors from a file
         bucket.append((name, x.detach().cuda().contiguous()))
         size += x.nbytes
     if bucket:
@@ -431,7 +428,7 @@ def in_buckets(named_tensors):
 
 
 def handles(bucket: list) -> dict:
-    """Handles by which vLLM's IPC engine opens these tensors in its process
+    """The handles with which vLLM's IPC engine opens these tensors in its process
     (IPCWeightTransferUpdateInfo)."""
     from torch.multiprocessing.reductions import reduce_tensor
 

@@ -1,13 +1,13 @@
 """Kernels of the learner's decoder layers (--kernels).
 
     plain      transformers' own modules
-    liger      liger-kernel's RMSNorm, rotary embedding and SwiGLU, for the families it knows; a GPU only
-    compile    torch.compile of each decoder layer, with dynamic shapes; where prompts are shared, of its
-               feed-forward block alone
-    auto       plain: no GPU list has shown another one to be faster yet (results/gpu.md)
+    liger      liger-kernel's RMSNorm, rotary embedding and SwiGLU, for its families, only on a GPU
+    compile    torch.compile of each decoder layer, with dynamic shapes; if prompts are shared, only
+               its feed-forward block runs compiled
+    auto       plain: no other choice has been measured to be faster on a GPU yet (results/gpu.md)
 
-All compute the same function up to rounding: layers are replaced or compiled in place, names and
-weights stay.
+All compute the same function up to rounding. Layers are replaced or compiled in place; names and
+weights do not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BACKEND = "inductor"
 
 
 def check(cfg: Config) -> None:
-    """UserError: these kernels do not run here, or contradict another flag."""
+    """Raise UserError if these kernels do not run here, or contradict a different flag."""
     flag = f"--kernels={cfg.kernels}"
     if cfg.kernels in ("auto", "plain"):
         return
@@ -50,10 +50,10 @@ def check(cfg: Config) -> None:
 
 
 def apply(model, kernels: str) -> None:
-    """Put the kernels into a model, in place. UserError: liger-kernel does not know its family."""
+    """Install the kernels in a model. Raises UserError if liger-kernel does not know its family."""
     if kernels == "compile":
         for layer in model.base_model.layers:
-            if getattr(layer.forward, "func", None) is without_cache:  # of another learner
+            if getattr(layer.forward, "func", None) is without_cache:  # compiled already
                 continue
             layer.mlp.compile(dynamic=True, backend=BACKEND)
             compiled = torch.compile(layer.forward, dynamic=True, backend=BACKEND)
@@ -69,14 +69,15 @@ def apply(model, kernels: str) -> None:
             family in MODEL_TYPE_TO_APPLY_LIGER_FN,
             f"--kernels=liger: liger-kernel does not know the family {family}; use --kernels=compile",
         )
-        # the head stays model/head.py's
+        # model/head.py computes the head and the loss
         _apply_liger_kernel_to_instance(
             model=model, cross_entropy=False, fused_linear_cross_entropy=False
         )
 
 
 def without_cache(compiled, plain, *args, past_key_values=None, **more):
-    """A decoder layer's forward. A cache of keys and values would be compiled layer by layer."""
+    """A decoder layer's forward pass, compiled only without a KV cache: the cache would cause a
+    compilation for each layer."""
     if past_key_values is None:
         return compiled(*args, **more)
     return plain(*args, past_key_values=past_key_values, **more)

@@ -1,14 +1,14 @@
-"""LoRA: the policy learns a correction of low rank to each of their linear layers but the head.
+"""LoRA: the policy learns a low-rank correction to each of its linear layers except the head.
 
-    y = W x + (alpha / rank) B A x      W (out, in) frozen; A (rank, in) random, B (out, rank) zero at the start
+    y = W x + (alpha / rank) B A x      W (out, in) frozen, A (rank, in) random, B (out, rank) = 0
 
-The adapters are the peft library's, an optional package. Only the learner has them: published and
-saved weights are merged, W + (alpha / rank) B A under the base
-model's names, one tensor after the other (`merged`). With --kl_coef the frozen model is the policy
-with its adapters switched off: no second copy.
+The adapters are modules of peft, an optional package. Only the learner has them. Published and
+saved weights are merged tensor by tensor: W + (alpha / rank) B A under the base model's names
+(`merged`). With --kl_coef the frozen model is the policy with its adapters switched off, without a
+second copy.
 
-A checkpoint also holds the adapters in peft's own format, from which a run resumes exactly, on the
-base model that it started from. Adapters are merged by hand with:
+A checkpoint also has the adapters in peft's format. A run resumes exactly from these adapters and
+its base model. To merge adapters manually:
 
     python -m model.lora --adapter=out/run/checkpoints/step_000150/policy_adapter --out=out/merged
 """
@@ -32,21 +32,21 @@ from machinery.checkpoint import load_model, read_config, read_tokenizer, save_m
 from machinery.flags import need, parse_flags, read_json, read_text, run_command
 
 NAME = "default"  # peft's name for a model's only adapter
-ALPHA = 32  # scale of B A, times the rank
+ALPHA = 32  # B A is scaled by ALPHA / rank
 FILE = "adapter_model.safetensors"
-BASE = "base_model.digest"  # ours: the base model's fingerprint
+BASE = "base_model.digest"  # not a file of peft: the base model's fingerprint
 
 
 def learns(cfg: OptimizerFlags, name: str) -> bool:
-    """Whether this model, policy or actor, learns by adapters."""
+    """Whether the model `name`, policy or actor, is trained by adapters."""
     return cfg.lora_rank > 0 and name == "policy"
 
 
 def attach(model, cfg: Config, folder: Path | None = None, alpha: int = ALPHA):
-    """Give the model adapters, as new or from `folder`, and freeze all else; returns it.
+    """Add adapters to the model, new or from `folder`, freeze all other weights, and return the
+    model.
 
-    Of a model without weights (memory.unread) the adapters have none either: `start` comes when it
-    has its own."""
+    For a model without weights (memory.unread) call `start` when the model's weights are read."""
     import peft
 
     adapted = "all-linear"
@@ -64,8 +64,8 @@ def attach(model, cfg: Config, folder: Path | None = None, alpha: int = ALPHA):
 
 @torch.no_grad()
 def start(model, seed: int, folder: Path | None = None) -> None:
-    """The adapters' first values: those in `folder`, or B = 0 and the entries of A (rank, in)
-    uniform in +-1 / sqrt(in), the same on every rank. Collective where they are sharded."""
+    """Initialize the adapters: from `folder`, or with B = 0 and A (rank, in) uniform in
+    +-1 / sqrt(in), equal on every rank. Collective if they are sharded."""
     generator = torch.Generator().manual_seed(seed)
     for layer in layers(model):
         A, B = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
@@ -77,8 +77,8 @@ def start(model, seed: int, folder: Path | None = None) -> None:
 
 
 def copy_into(p, tensor) -> None:
-    """Copy a whole tensor into a parameter, or into this rank's part of it. Collective where it is
-    sharded: the first rank's tensor counts."""
+    """Copy a whole tensor into a parameter, or into this rank's shard of it. Collective if the
+    parameter is sharded: the first rank's tensor is used."""
     tensor = tensor.to(p.device, p.dtype)
     if hasattr(p, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor  # seconds to load
@@ -94,7 +94,7 @@ def layers(model) -> list:
 
 @contextmanager
 def switched_off(model):
-    """The base model: within this every adapter's scale is 0."""
+    """Context in which the model is its base model, because the scale of every adapter is 0."""
     for layer in layers(model):
         layer.set_scale(NAME, 0.0)
     try:
@@ -105,9 +105,9 @@ def switched_off(model):
 
 
 def merged(model, state: dict, whole, only=None):
-    """Yields (name, tensor) of the model's state dict with W + (alpha / rank) B A for W and A and
-    B, under the names of the base model; of a model without adapters just its own. whole: gathers a
-    tensor from all ranks. only: names to yield; None: all."""
+    """Yield (name, tensor) of the model's state dict under the names of the base model, with
+    W + (alpha / rank) B A in place of W, A and B. whole: gathers a tensor from all ranks. only:
+    names to yield; None: all."""
     for name, x in state.items():
         if is_adapters(name) or (
             only is not None and name.replace(".base_layer.", ".") not in only
@@ -123,7 +123,7 @@ def merged(model, state: dict, whole, only=None):
 
 
 def is_adapters(name: str) -> bool:
-    """Whether this parameter belongs to an adapter."""
+    """Whether this is the name of an adapter's parameter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -142,13 +142,13 @@ class Adapter:
 
     @classmethod
     def of(cls, model, whole) -> Adapter:
-        """A copy of a model's; whole: gathers a tensor from all ranks."""
+        """A copy of a model's adapters. whole: gathers a tensor from all ranks."""
         adapters = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
         tensors = {name: whole(x).to("cpu", copy=True) for name, x in adapters.items()}
         return cls(model.peft_config[NAME], tensors, fingerprint(model))
 
     def save(self, folder: Path, base: str) -> None:
-        """Write them as peft does. base: the folder of the base model."""
+        """Write the adapters in peft's format. base: the folder of the base model."""
         from safetensors.torch import save_file
 
         config = copy.copy(self.config)
@@ -161,8 +161,8 @@ class Adapter:
 
 
 def fingerprint(model) -> str:
-    """A digest of the base model by the first entries of each tensor, which the first rank has of a
-    sharded one too, and tells the others. Collective where it is sharded."""
+    """A digest of the base model from the first entries of each tensor. The first rank also has
+    these entries of sharded tensors, and broadcasts the digest. Collective if sharded."""
     digest = hashlib.blake2b(digest_size=16)
     for name, p in model.named_parameters():
         if not is_adapters(name):
@@ -181,7 +181,7 @@ def in_file(name: str) -> str:
 
 @torch.no_grad()
 def read_adapter(model, folder: Path) -> None:
-    """Fill the model's adapters from a folder. UserError: they are those of another model."""
+    """Fill the model's adapters from a folder. Raises UserError if they do not fit."""
     from safetensors.torch import load_file
 
     saved = load_file(folder / FILE)
@@ -204,7 +204,7 @@ def read_adapter(model, folder: Path) -> None:
 
 
 def check(cfg: Config) -> None:
-    """UserError, one sentence: flags that contradict each other, or a package that is missing."""
+    """Raise UserError if flags contradict each other, or if the package peft is missing."""
     rank = f"--lora_rank={cfg.lora_rank}"
     need(cfg.lora_rank >= 0, f"{rank}: must not be negative; 0 is off")
     if cfg.lora_rank == 0:
@@ -236,7 +236,7 @@ class MergeFlags:
     adapter: str = ""
     """Folder of the adapters."""
     base: str = ""
-    """Folder of the base model; default: the one that the adapters name."""
+    """Folder of the base model; default: the folder that the adapters name."""
     out: str = ""
     """Folder to write the merged model to."""
 

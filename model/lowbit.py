@@ -1,5 +1,5 @@
-"""A model folder in low bits, for an engine to start from: vLLM reads it as a checkpoint of
-compressed-tensors, a plain one reads the same numbers whole. Made tensor by tensor."""
+"""Quantized copies of model folders, from which vLLM starts, made tensor by tensor: packed in the
+format of compressed-tensors, or dequantized."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from machinery.flags import from_environment
 from model import memory
 from quant import ROUTERS, Format, by_expert, expert_parameters, for_engine
 
-PART = 1 << 28  # bytes of tensors in one file, held at a time
+PART = 1 << 28  # bytes of tensors in one file, which are in memory together
 
 
 def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True) -> str:
-    """Write a model folder in low bits, for an engine to start from; return its path, `out`.
+    """Write a quantized copy of a model folder for an engine; returns its path, `out`.
 
-    Configuration and tokenizer are those of `folder`; the tensors are as in `for_engine`, made one
-    after the other."""
+    Configuration and tokenizer are copied; `for_engine` computes the tensors one by one. packed:
+    low-bit tensors; else dequantized tensors."""
     weights = shutil.ignore_patterns("*.safetensors*", "*.bin", "*.pt")
     shutil.copytree(folder, out, ignore=weights, dirs_exist_ok=True)
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True
         text = json.dumps({**config, "quantization_config": engine_config(fmt)}, indent=1)
         (Path(out) / "config.json").write_text(text, encoding="utf-8")
     model, named_tensors = stored_tensors(folder)
-    tied = model.config.tie_word_embeddings  # also where the files have two
+    tied = model.config.tie_word_embeddings  # the files may still have two equal tensors
     stream = by_expert(for_engine(named_tensors, model, fmt, packed), expert_parameters(model))
     write_parts(
         ((name, x) for name, x in stream if not (tied and name == "lm_head.weight")), Path(out)
@@ -40,16 +40,16 @@ def quantized_checkpoint(folder: str, fmt: Format, out: str, packed: bool = True
 
 
 def quantized_for_a_node(folder: str, fmt: Format, packed: bool):
-    """(its path, a TemporaryDirectory or None) of one such copy for all ranks of a node.
+    """(path of a quantized copy for all ranks of a node, its TemporaryDirectory or None).
     Collective.
 
-    The node's first rank writes it, and has the object with which the copy goes."""
+    The node's first rank writes the copy, and owns the TemporaryDirectory, which deletes it."""
     folder_lock = None
     local = from_environment("LOCAL_RANK", 0) if dist.is_initialized() else 0
     if local == 0:
         folder_lock = tempfile.TemporaryDirectory()
         quantized_checkpoint(folder, fmt, folder_lock.name, packed)
-    # nobody goes on before they are whole
+    # every rank waits until the copies are complete
     paths = from_all(folder_lock and folder_lock.name, saving_group())
     rank = dist.get_rank() if dist.is_initialized() else 0
     return paths[
@@ -58,10 +58,10 @@ def quantized_for_a_node(folder: str, fmt: Format, packed: bool):
 
 
 def stored_tensors(folder: str):
-    """(the model of a folder without its weights, its (name, float32 tensor) in turn as its files
-    have them).
+    """(a folder's model without weights, an iterable of (name, float32 tensor) read from its files
+    one by one).
 
-    Where names or kinds in the files are not the model's own, transformers reads the whole
+    If names or dtypes in the files are not those of the model, transformers reads the whole
     model."""
     from transformers import AutoModelForCausalLM
 
@@ -108,7 +108,7 @@ def write_parts(named_tensors, out: Path) -> None:
 
 
 def engine_config(fmt: Format) -> dict:
-    """`quantization_config` of a checkpoint with packed tensors, as compressed-tensors reads it."""
+    """`quantization_config` of a checkpoint with packed tensors (compressed-tensors)."""
     kind = "float" if fmt.dtype.is_floating_point else "int"
     if fmt.activations:
         style = f"{kind}-quantized"

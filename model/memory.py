@@ -1,13 +1,13 @@
-"""Memory of models: where weights, gradients and activations are held.
+"""Memory of models: the placement of weights, gradients and activations.
 
-    unread      a model without weights: its parameters take no memory, until it is known where they belong
-    shard       FSDP2: each rank owns a part of every parameter, and gathers a layer when its turn comes
-    fill        memory for the parameters where they belong, and their values: a rank reads its own part of the files
-    recompute   activations inside a layer are computed again for the backward pass, not kept (--gradient_checkpointing)
+    unread      a model with parameters that take no memory until they are placed
+    shard       FSDP2: each rank owns a shard of every parameter, and gathers one layer at a time
+    fill        allocate the parameters, and read each rank's shards of them from the files
+    recompute   recompute activations inside a layer in the backward pass (--gradient_checkpointing)
 
-Masters, gradients and optimizer states are float32, whatever precision the files have; each rank
-has its part of them. While it learns no rank has the whole model in float32, unless it trains it
-alone or under DDP. A plain sampler (--rollout=hf, --eval_engine=torch) is a whole copy on each
+Master weights, gradients and optimizer states are float32 for every precision of the files, and
+with FSDP2 they are sharded. During training no rank has the whole model in float32, except with a
+single rank or with DDP. A plain sampler (--rollout=hf, --eval_engine=torch) is a whole copy on each
 rank."""
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from model import exact, lora
 from model.streamed import empty_model
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Weights: where they are read from, and where to
+# Reading weights
 # ---------------------------------------------------------------------------------------------------------------------
 
-PIECE = 1 << 24  # numbers that are read at once: 64 MiB in float32
-PLAIN = {"F64", "F32", "F16", "BF16"}  # numbers in a file that are the weights themselves
+PIECE = 1 << 24  # entries that are read at once: 64 MiB in float32
+PLAIN = {"F64", "F32", "F16", "BF16"}  # dtypes of unquantized weights in a file
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Where the weights of a model are that has none yet. adapter: of LoRA; None: new ones, drawn
-    from seed."""
+    """Location of the weights of a model that has not read them yet. adapter: folder of LoRA
+    adapters; None: new adapters, drawn from seed."""
 
     folder: str
     adapter: Path | None = None
@@ -50,23 +50,22 @@ class OnDisk:
 
 
 def unread(folder: Path | str):
-    """The model of a folder, its parameters on the meta device, where they take no memory; `fill`
-    reads them."""
+    """The model of a folder, with its parameters on the meta device, where they take no memory;
+    `fill` reads them."""
     model = empty_model(read_config(folder)).requires_grad_(True).eval()
     model.on_disk = OnDisk(str(folder))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is embedding.weight and Stored(folder).has_two(model):
         head.weight = nn.Parameter(torch.empty_like(head.weight))
-        model.config.tie_word_embeddings = False  # so do its copies and its checkpoints have two
+        model.config.tie_word_embeddings = False  # copies and checkpoints also have two tensors
     return model
 
 
 @torch.no_grad()
 def fill(models: nn.Module, device: str) -> None:
-    """Move models to their device; those that `unread` made get their memory there, and their
-    weights.
+    """Move models to their device; allocate and read the weights of models made by `unread`.
 
-    Parameters remain the same objects. UserError, one sentence: `load_model`'s."""
+    Parameters remain the same objects. Raises UserError if the weights do not fit the config."""
     if any(x.device != torch.device(device) for x in chain(models.parameters(), models.buffers())):
         with parameters_stay_objects():
             models._apply(
@@ -81,7 +80,8 @@ def fill(models: nn.Module, device: str) -> None:
 
 @contextmanager
 def parameters_stay_objects():
-    """In here a module that is moved keeps its Parameter objects: tied ones stay tied."""
+    """Context in which a moved module keeps its Parameter objects, so that tied weights stay
+    tied."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -91,10 +91,10 @@ def parameters_stay_objects():
 
 
 def read(model, folder: Path | str) -> None:
-    """Fill a model's parameters and buffers from the files of a folder, tensor by tensor, each with
-    a rank's own rows.
+    """Fill a model's parameters and buffers from the files of a folder, tensor by tensor; a rank
+    reads only its rows.
 
-    Where names or kinds in the files are not the model's own, transformers reads them
+    If names or dtypes in the files are not those of the model, transformers reads them
     (`read_whole`)."""
     stored = Stored(folder)
     tensors = stored.named(model)
@@ -109,7 +109,8 @@ def read(model, folder: Path | str) -> None:
 
 
 def own_rows(x) -> tuple[int, torch.Tensor]:
-    """(first row, rows) that this rank has of a tensor: all, where it is not sharded."""
+    """(index of the first row, rows) of this rank's shard; all rows if the tensor is not
+    sharded."""
     if not hasattr(x, "to_local"):
         return 0, x.detach()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -119,16 +120,16 @@ def own_rows(x) -> tuple[int, torch.Tensor]:
 
 
 def read_whole(tensors: dict, folder: Path | str) -> None:
-    """Fill these tensors by transformers, which knows each family's older names and formats.
+    """Fill these tensors by transformers, which supports each family's older names and formats.
 
-    Shards: the first rank alone has the whole model, in the precision of the files, and hands it
-    out tensor by tensor."""
+    With shards only the first rank loads the whole model, in the precision of the files, and
+    distributes it tensor by tensor."""
     sharded = any(hasattr(x, "to_local") for x in tensors.values())
     loaded, why = {}, [""]
     if not sharded or dist.get_rank() == 0:
         try:
             loaded = load_model(folder, "auto").state_dict()
-        except ValueError as e:  # the other ranks must hear of it
+        except ValueError as e:  # the other ranks must raise it too
             why = [str(e)]
     if sharded:
         dist.broadcast_object_list(why, src=0)
@@ -143,7 +144,7 @@ def read_whole(tensors: dict, folder: Path | str) -> None:
 
 
 class Stored:
-    """The tensors of a model folder as its safetensors files have them."""
+    """The tensors in the safetensors files of a model folder."""
 
     def __init__(self, folder: Path | str):
         from safetensors import safe_open
@@ -154,14 +155,14 @@ class Stored:
         self.types: set[str] = set()
         for file in filter(Path.is_file, weight_files(folder)):
             with safe_open(file, "pt") as f:
-                for name in f.keys():  # noqa: SIM118  it is no dictionary
+                for name in f.keys():  # noqa: SIM118  not a dictionary
                     self.files[name] = file
                     self.shapes[name] = f.get_slice(name).get_shape()
                     self.types.add(f.get_slice(name).get_dtype())
 
     def named(self, model) -> dict[str, torch.Tensor]:
-        """Tensors to read, by their names in the files; of tied tensors the name that a file
-        has."""
+        """The model's tensors to read, by their names in the files. Tied tensors appear once, under
+        the name that a file has."""
         names: dict[int, list[str]] = {}
         tensors = {}
         for name, x in model.state_dict(keep_vars=True).items():
@@ -174,8 +175,7 @@ class Stored:
         }
 
     def fit(self, model, tensors: dict) -> bool:
-        """Whether the files have each of these tensors, under its name and in its shape, as plain
-        numbers."""
+        """Whether the files have each of these tensors with its name and shape, unquantized."""
         if (
             not self.types <= PLAIN
             or hasattr(model.config, "quantization_config")
@@ -185,7 +185,7 @@ class Stored:
         return all(x.ndim and self.shape(name, x) == list(x.shape) for name, x in tensors.items())
 
     def shape(self, name: str, x) -> list[int] | None:
-        """The shape in the files of the tensor that shall become x; None: it is not there."""
+        """The shape in the files of the tensor that is read into x; None: it is missing."""
         parts = expert_parts(name, 0)
         if name in self.shapes or not parts:
             return self.shapes.get(name)
@@ -194,10 +194,10 @@ class Stored:
         return [len(x), len(parts) * shapes[0][0], *shapes[0][1:]] if alike else None
 
     def pieces(self, name: str, first: int, last: int):
-        """Yields (row, rows of a tensor from there on) until all from `first` up to `last` have
-        come.
+        """Yield (index of the first row, consecutive rows) of a tensor for the rows `first` to
+        `last` - 1.
 
-        A file is open while one tensor is read, so that earlier ones can leave the memory."""
+        A file is opened for each tensor, so that the memory of earlier tensors can be freed."""
         from safetensors import safe_open
 
         if name in self.files:
@@ -220,7 +220,7 @@ class Stored:
             )
 
     def has_two(self, model) -> bool:
-        """Whether head and embedding, which the config ties, are there as two different tensors."""
+        """Whether head and embedding are tied by the config but are different tensors in files."""
         tied = [
             name
             for name, p in model.named_parameters(remove_duplicate=False)
@@ -239,8 +239,8 @@ class Stored:
 
 
 def expert_parts(name: str, e: int) -> list[str]:
-    """The names in files of the matrices of expert e in a tensor of all experts (quant.by_expert);
-    [] for others."""
+    """Names in the files of the matrices of expert e, for the name of a tensor of all experts
+    (quant.by_expert); [] for any other tensor."""
     layer, experts, kind = name.rpartition(".experts.")
     halves = (
         {"gate_up_proj": ["gate", "up"], "down_proj": ["down"]}.get(kind, []) if experts else []
@@ -249,8 +249,8 @@ def expert_parts(name: str, e: int) -> list[str]:
 
 
 def rearranges(model) -> bool:
-    """Whether transformers changes tensors of this family while it reads them, beyond putting
-    experts together."""
+    """Whether transformers changes tensors of this family on loading, apart from joining
+    experts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     known = {"MergeModulelist", "Concatenate"}
@@ -266,12 +266,12 @@ def rearranges(model) -> bool:
 
 
 def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | None) -> nn.Module:
-    """Wrap the models by FSDP2 and return them: a group for each layer; embeddings and heads are
-    the root's.
+    """Wrap the models by FSDP2 and return them: each layer is a group, and the root group has
+    embeddings and heads.
 
-    compute: the 16-bit type of the products, or None. Layers travel in it where they can
-    (`travels_in`), and gradients are added up in float32. The root travels in float32, in which its
-    embeddings and the sums of its head are taken."""
+    compute: the 16-bit dtype of the products, or None. Layers are gathered in it if possible
+    (`travels_in`), and gradients are summed in float32. The root is gathered in float32, the dtype
+    of its embeddings and of the sums in its head."""
     from torch.distributed.device_mesh import init_device_mesh  # seconds to load
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -292,10 +292,10 @@ def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | N
 
 @contextmanager
 def in_full_precision(models: nn.Module):
-    """In here the layers that `shard` has wrapped compute with their weights as they are kept, not
-    as they travel.
+    """Context in which the layers wrapped by `shard` compute with their float32 weights, not with
+    the 16-bit weights that ranks gather.
 
-    Without gradients, and one whole layer at a time."""
+    Only for forward passes without gradients. One whole layer is in memory at a time."""
     layers = [layer for model in models.children() for layer in model.base_model.layers]
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
@@ -312,7 +312,7 @@ def in_full_precision(models: nn.Module):
 
 
 def forward_whole(layer, forward, shards: dict, *args, **kwargs):
-    """`forward` of a layer, with these parameters of it made whole in the place of its own."""
+    """`forward` of a layer, with its sharded parameters replaced by the gathered parameters."""
     call = nn.Module()
     call.layer, call.forward = layer, forward
     full = {f"layer.{name}": p.full_tensor() for name, p in shards.items()}
@@ -323,15 +323,15 @@ LOW_BIT = (quant.LowBitLinear, quant.LowBitExperts)
 
 
 def compute_type(cfg: OptimizerFlags) -> torch.dtype | None:
-    """The 16-bit type of the learner's products; None: float32."""
+    """The 16-bit dtype of the learner's products; None: float32."""
     return None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
 
 
 def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | None:
-    """The 16-bit type in which a model's layers go from rank to rank; None: float32.
+    """The 16-bit dtype in which ranks gather a model's layers; None: float32.
 
-    Aligned and exact layers must compute on the very numbers that are published, and torch's
-    LayerNorm takes one type alone on a CPU."""
+    Aligned and exact layers must compute with the published numbers, and torch's LayerNorm does not
+    support mixed dtypes on a CPU."""
     needs_float32 = any(
         isinstance(m, (*LOW_BIT, exact.ExactLinear, nn.LayerNorm)) for m in model.modules()
     )
@@ -344,24 +344,23 @@ def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | N
 
 
 def recompute(model) -> None:
-    """From here on each decoder layer of the model keeps its input for the backward pass, and
-    nothing else.
+    """Make each decoder layer of the model keep only its input for the backward pass.
 
-    In the place of transformers' own, which asks for a model in training mode and drops the keys
-    and values of a prompt that several responses share."""
+    It replaces transformers' gradient checkpointing, which requires training mode and drops the
+    keys and values of a prompt that several responses share."""
     for i, layer in enumerate(model.base_model.layers):
-        if getattr(layer.forward, "func", None) is not forward_again:  # of another learner
+        if getattr(layer.forward, "func", None) is not forward_again:  # not wrapped yet
             layer.forward = functools.partial(forward_again, layer.forward, i)
 
 
 def forward_again(forward, i: int, *args, past_key_values=None, **more):
-    """The forward of layer i, which runs a second time in the backward pass, if there will be one.
+    """The forward pass of layer i, which runs again in the backward pass if gradients are enabled.
 
-    Keys and values go in and come out as tensors: a second run must find the cache as the first one
-    did."""
+    Keys and values are tensor inputs and outputs, so that the second run starts from the same cache
+    as the first."""
     if not torch.is_grad_enabled():
         return forward(*args, past_key_values=past_key_values, **more)
-    # nothing is drawn: dropout is off
+    # layers draw no random numbers, because dropout is off
     options = {
         "use_reentrant": False,
         "preserve_rng_state": False,
@@ -380,13 +379,13 @@ def forward_again(forward, i: int, *args, past_key_values=None, **more):
         )
 
     out, *new = checkpoint(run, known, *args, **options)
-    if not known:  # a prompt; behind the responses nothing comes that would read theirs
+    if not known:  # a prompt; the keys and values of responses are not read again
         filled(layer, *new)
     return out
 
 
 def filled(layer, *keys_and_values):
-    """A layer of a cache with these keys and values (B, heads, tokens, size), if there are any."""
+    """A cache layer, filled with these keys and values (B, heads, tokens, size) if given."""
     if keys_and_values:
         layer.lazy_initialization(*keys_and_values)
         layer.keys, layer.values = keys_and_values
@@ -394,11 +393,11 @@ def filled(layer, *keys_and_values):
 
 
 def check_names(folder: str, by_vllm: bool) -> None:
-    """UserError, one sentence, before an engine starts: the files lack tensors of the model, or
-    hold others.
+    """Raise UserError if tensor names in the files do not fit the model. Called before an engine
+    starts.
 
-    by_vllm: it samples there. transformers leaves other tensors out, and vLLM does not. Names that
-    transformers changes while it reads them are not judged."""
+    by_vllm: vLLM samples from the model. transformers ignores unknown tensors, and vLLM does not.
+    Families with names that transformers changes on loading are not checked."""
     export = exported(read_config(folder))
     names = set(Stored(folder).files)
     missing = sorted(export.layout.keys() - names)

@@ -1,8 +1,8 @@
 """Log-probabilities of a state dict that arrives as a stream of named tensors.
 
-A structure without weights runs forward. Each module takes its tensors out of the stream when its
-turn comes and gives them up afterwards, so that no second model is held. sync.py compares an engine
-with this forward."""
+A model structure without weights runs the forward pass. Each module takes its tensors from the
+stream before it runs and drops them afterwards, so that no second model is in memory. sync.py
+compares an engine with this forward pass."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from model.head import Head, score
 
 
 def empty_model(config):
-    """A model's structure, its parameters on the meta device. config: of transformers; it is not
-    changed."""
+    """A model's structure, with its parameters on the meta device. config: of transformers; it is
+    not changed."""
     from transformers import AutoModelForCausalLM
 
     register = torch.nn.Module.register_parameter
@@ -41,8 +41,8 @@ def empty_model(config):
 class StreamedModel:
     """A model's structure, with a forward pass that reads its weights from a stream.
 
-    fmt: number format of the linear layers; where it rounds activations, this forward rounds them
-    too. vocabulary: number of token ids; None: all rows of the embedding."""
+    fmt: number format of the linear layers; if it rounds activations, so does this forward pass.
+    vocabulary: number of token ids; None: all rows of the embedding."""
 
     def __init__(self, config, fmt: quant.Format | None = None, vocabulary: int | None = None):
         rounds_activations = fmt is not None and fmt.activations
@@ -52,8 +52,8 @@ class StreamedModel:
     def logprobs(
         self, named_tensors, ids: np.ndarray, dtype: str = "float32", nudge: float = 0.0
     ) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1, in nats: ids (rows, L) -> float32 (rows, L - 1).
-        Arguments of `score`."""
+        """log p(ids[t] | ids[:t]) for t >= 1, in nats: ids (rows, L) -> float32 (rows, L - 1). For
+        the arguments see `score`."""
         device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         )
@@ -61,15 +61,15 @@ class StreamedModel:
 
     @torch.no_grad()
     def score(self, named_tensors, ids, dtype: str = "float32", nudge: float = 0.0, device=None):
-        """`logprobs` as a tensor (rows, L - 1). KeyError: a tensor is missing from the stream.
+        """`logprobs` as a tensor (rows, L - 1). Raises KeyError if the stream lacks a tensor.
 
         Computed in float32 with weights rounded to `dtype`. nudge > 0: in the last half of the
-        rows, each module's output is multiplied by 1 + nudge u with u uniform in [-1, 1]: a model
-        of rounding errors. device: of the computation; None: that of the tensors."""
+        rows, each module's output is multiplied by 1 + nudge u with u uniform in [-1, 1], as a
+        model of rounding errors. device: of the computation; None: the device of the tensors."""
         stream = TensorStream(named_tensors, getattr(torch, dtype), device)
         layer, hooks = self.model.get_output_embeddings(), []
         layer.forward = functools.partial(score, Head.of(self.model.config, self.vocabulary), layer)
-        owners = {}  # a mixer with parameters reads those of its parts itself: they are filled together
+        owners = {}  # a module with parameters may read its children's: they are filled together
         for name, module in self.model.named_modules():
             if published_names(module):
                 parent = name.rpartition(".")[0]
@@ -99,7 +99,7 @@ class StreamedModel:
 
 
 class TensorStream:
-    """A stream of named tensors from which modules take theirs by name, in any order."""
+    """A stream of named tensors, from which modules take tensors by name in any order."""
 
     def __init__(self, named_tensors, dtype: torch.dtype, device):
         self.stream = iter(named_tensors)
@@ -116,13 +116,13 @@ class TensorStream:
         return item is not None
 
     def take(self, name: str) -> torch.Tensor:
-        """The tensor of this name. KeyError: it is not in the stream."""
+        """The tensor of this name. Raises KeyError if it is not in the stream."""
         while name not in self.waiting and self.advance():
             pass
         return self.waiting.pop(name)
 
     def tensors_of(self, name: str, module) -> dict[str, torch.Tensor]:
-        """The published tensors of a module, under the module's own names; several for a low-bit
+        """The published tensors of a module, by their names in the module; several for a low-bit
         weight."""
         tensors = {}
         for local_name in published_names(module):
@@ -131,8 +131,8 @@ class TensorStream:
         return tensors
 
     def parts(self, name: str, module) -> list[str]:
-        """Names of the tensors that hold a parameter: itself, with its scales, or packed int4
-        numbers."""
+        """Names of the published tensors of a parameter: the parameter alone, the parameter with
+        its scales, or packed int4 numbers."""
         if isinstance(module, quant.LowBitExperts) or (
             isinstance(module, quant.LowBitLinear) and name.endswith(".weight")
         ):
@@ -147,8 +147,7 @@ class TensorStream:
 
 
 def published_names(module) -> list[str]:
-    """Names of a module's own tensors that checkpoints hold: its parameters and persistent
-    buffers."""
+    """Names of a module's own tensors in a checkpoint: its parameters and persistent buffers."""
     tensors = {**module._parameters, **module._buffers}
     return [
         name
@@ -158,8 +157,8 @@ def published_names(module) -> list[str]:
 
 
 def fill(parts: list, stream: TensorStream, *_) -> None:
-    """Forward pre-hook: give these (name, module) their published tensors, rounded to the engine's
-    type."""
+    """Forward pre-hook: set the published tensors of these (name, module), rounded to the engine's
+    dtype."""
     for name, module in parts:
         tensors = {key: x.to(stream.device) for key, x in stream.tensors_of(name, module).items()}
         if isinstance(module, quant.LowBitLinear):
@@ -182,8 +181,8 @@ def fill(parts: list, stream: TensorStream, *_) -> None:
 
 
 def release(parts: list, nudge: float, noise, _module, _inputs, out):
-    """Forward hook: drop these modules' tensors; the module's output, its last half of rows
-    nudged."""
+    """Forward hook: drop these modules' tensors, and return the output with its last half of rows
+    perturbed."""
     for _name, module in parts:
         drop_weights(module)
     if not nudge or not isinstance(out, torch.Tensor):
@@ -193,14 +192,14 @@ def release(parts: list, nudge: float, noise, _module, _inputs, out):
 
 
 def off(x: torch.Tensor, nudge: float, noise) -> torch.Tensor:
-    """x (1 + nudge u) with u uniform in [-1, 1]: each number off by a relative rounding error."""
+    """x (1 + nudge u) with u uniform in [-1, 1]: each entry has a relative rounding error."""
     u = torch.rand(x.shape, generator=noise, device=x.device) * 2 - 1
     return (x * (1 + nudge * u)).to(x.dtype)
 
 
 @contextmanager
 def nudged(model, nudge: float):
-    """In here the output of each module of a model that has weights is off by a relative
+    """Context in which the output of each module with parameters has a relative error of up to
     `nudge`."""
     noise, hooks = {}, []
 
@@ -222,7 +221,7 @@ def nudged(model, nudge: float):
 
 
 def drop_weights(module) -> None:
-    """Put a module's parameters onto the meta device, and drop its low-bit tensors."""
+    """Move a module's parameters to the meta device, and drop its low-bit tensors."""
     if isinstance(module, quant.LowBitLinear | quant.LowBitExperts):
         module.loaded = None if isinstance(module, quant.LowBitLinear) else {}
     for key, p in list(module._parameters.items()):

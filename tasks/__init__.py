@@ -1,12 +1,12 @@
-"""Tasks: where prompts come from, how they are asked, and how an answer is graded.
+"""Tasks: the source of problems, the form of prompts, and the grading of answers.
 
     arith.py     generated sums with worked steps, for the embedded models
-    data.py      rows of files, of data sets, of a class of your own
-    prompts.py   system prompt, template, chat template, tokens, ends
-    rewards.py   rewards: built-in parts, and functions of the user
-    grading.py   the processes in which rewards are computed
+    data.py      rows of files and data sets, or of a class in a user's file
+    prompts.py   system prompt, template, chat template, tokens, stop tokens
+    rewards.py   rewards: built-in parts, and functions in a user's file
+    grading.py   the processes that compute rewards
     turns.py     environments that reply to the model
-    preflight.py warnings where prompts, gold answers and rewards do not fit together
+    preflight.py warnings if prompts, gold answers and rewards do not fit together
 
 A task has `problem(split, index)`, `find(id)`, `rewards(answers)`, `size` (None: endless) and
 `fit(tokenizer, limit)`. The rest of the repository is independent of the kind of problems."""
@@ -59,16 +59,16 @@ __all__ += [
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A task by its flags
+# The task named by flags
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def make_task(
     cfg: SampleFlags, flag: str = "task", name: str | None = None, evaluates: bool = False
 ):
-    """The task that a flag names, or this one name of several. UserError: one sentence.
+    """The task that a flag names. name: one of several names in the flag. Raises UserError.
 
-    evaluates: it grades by the first part of --reward alone, its weight aside."""
+    evaluates: the task grades only by the first part of --reward, with weight 1."""
     name = getattr(cfg, flag) if name is None else name
     if name == "arith":
         return arith.of_settings(cfg.arith)
@@ -98,22 +98,22 @@ def make_task(
 
 
 def at_once(samples: int) -> int:
-    """Number of held-out problems that an engine gets at once. samples: responses to each."""
+    """Number of held-out problems per call of the engine. samples: responses to each problem."""
     return min(256, max(1, 1024 // samples))
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A held-out set, and how it is sampled."""
+    """A held-out set with its sampling settings."""
 
     task: object
-    label: str  # in metrics and results
+    label: str  # name in metrics and results
     samples: int  # responses to each problem
     temperature: float
     max_tokens: int
 
 
-# that a set may have of its own
+# settings that can be given for each set, with their types
 SETTINGS = {
     "samples": int,
     "temperature": float,
@@ -123,10 +123,10 @@ SMALLEST = {"samples": 1, "temperature": 0, "max_tokens": 1}  # temperature 0: g
 
 
 def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
-    """The sets that a flag names: NAME,NAME:samples=32:temperature=0.6, ...; `usual` has the
+    """The sets named by a flag, such as NAME,NAME:samples=32:temperature=0.6; `usual` has the
     defaults.
 
-    UserError: one sentence."""
+    Raises UserError."""
     sets = []
     for name, options in settings_of(cfg, flag, usual):
         sets.append(EvalSet(make_task(cfg, flag, name, evaluates=True), label_of(name), **options))
@@ -135,7 +135,7 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
         replace(eval_set, label=label_of(eval_set.task.name, whole=seen[eval_set.label] > 1))
         for eval_set in sets
     ]
-    # greedy responses to a problem are all the same
+    # greedy responses to a problem are identical
     sets = [eval_set if eval_set.temperature else replace(eval_set, samples=1) for eval_set in sets]
     labels = [eval_set.label for eval_set in sets]
     for eval_set in sets:
@@ -151,7 +151,7 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
 
 
 def settings_of(cfg: SampleFlags, flag: str, usual: dict) -> list[tuple[str, dict]]:
-    """(name, settings) of each set that a flag names; no file is read. UserError: one sentence."""
+    """(name, settings) of each set that a flag names. Reads no files. Raises UserError."""
     settings = []
     for word in getattr(cfg, flag).split(","):
         name, options = parts_of(word)
@@ -164,8 +164,8 @@ def settings_of(cfg: SampleFlags, flag: str, usual: dict) -> list[tuple[str, dic
 
 
 def parts_of(word: str) -> tuple[str, list[str]]:
-    """A set's name and its settings, NAME=VALUE each."""
-    first, *options = word.strip().split(":")  # a folder of the first may be called lr=1
+    """(name of a set, its settings NAME=VALUE)."""
+    first, *options = word.strip().split(":")  # the path in `first` may contain "="
     return ":".join([first, *(part for part in options if "=" not in part)]), [
         part for part in options if "=" in part
     ]
@@ -177,8 +177,8 @@ def names_of(value: str) -> list[str]:
 
 
 def digests(cfg: TaskFlags) -> dict[str, str]:
-    """SHA-256 of each text and file that flags of task, reward and prompts name."""
-    # a run's; its task is one, whatever stands in its name
+    """SHA-256 of each text and file named by the flags of task, reward and prompts."""
+    # only a run has --eval_task, and only a run's --task is a single name
     held_out = getattr(cfg, "eval_task", None)
     names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
     parts = rewards.parts_of(cfg.reward) if cfg.reward else ()
@@ -191,7 +191,7 @@ def digests(cfg: TaskFlags) -> dict[str, str]:
 
 
 def check_unchanged(cfg: TaskFlags, path: Path) -> None:
-    """UserError if a file that a run reads is another than when it began. path: of its
+    """Raise UserError if a file of the run changed since the run began. path: the run's
     config.json."""
     made = read_json(path, "name another folder") if path.is_file() else {}
     data, now = made.get("data", {}), digests(cfg)
@@ -204,7 +204,7 @@ def check_unchanged(cfg: TaskFlags, path: Path) -> None:
 
 
 def setting(flag: str, name: str, part: str) -> tuple[str, float]:
-    """(name, value) of a set's own NAME=VALUE. UserError: one sentence."""
+    """(name, value) of a set's setting NAME=VALUE. Raises UserError."""
     key, _, text = part.partition("=")
     known = ", ".join(f"{key}=" for key in SETTINGS)
     need(key in SETTINGS, f"--{flag}={name}:{part}: no such setting; {known} are known")
@@ -220,7 +220,7 @@ def setting(flag: str, name: str, part: str) -> tuple[str, float]:
 
 
 def reward_of(cfg: SampleFlags, name: str, rows: list[dict]) -> rewards.Reward:
-    """The reward of a task. UserError: one sentence."""
+    """The reward of a task. Raises UserError."""
     parts = cfg.reward
     if not parts and is_own(name):
         parts = f"{name}.reward"
@@ -236,7 +236,7 @@ def reward_of(cfg: SampleFlags, name: str, rows: list[dict]) -> rewards.Reward:
 
 
 def check(cfg: Config) -> None:
-    """UserError, one sentence, if the flags of the task allow no problem or no grading."""
+    """Raise UserError if the flags of the task contradict each other or are out of range."""
     need(
         0 <= cfg.overlong < cfg.max_tokens,
         f"--overlong={cfg.overlong}: at least 0, and below --max_tokens",
@@ -285,20 +285,20 @@ def check(cfg: Config) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A run that is evaluated by a command of its own
+# Evaluation of a run by eval.py
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def as_trained(cfg: Config, given: set[str]):
-    """eval.py's flags, completed from the run that --model names: prompts, length, ends and grading
-    that the command line does not give. UserError: one sentence."""
+    """eval.py's flags, with prompts, length, stop tokens and grading taken from the run that
+    --model names, unless they are in `given`. Raises UserError."""
     saved = config_of_run(Path(cfg.model)) if cfg.model else None
     if saved is None:
         return cfg
     names = {"max_tokens", "stop", "reward", *(f.name for f in fields(PromptFlags))} - {
         "max_prompt_tokens"
     }
-    names |= {"dtype", "rollout_dtype"} if hasattr(cfg, "dtype") else set()  # of a learner
+    names |= {"dtype", "rollout_dtype"} if hasattr(cfg, "dtype") else set()  # learner flags
     if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
         names.add("arith")
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
@@ -319,19 +319,20 @@ def as_trained(cfg: Config, given: set[str]):
 
 
 def config_of_run(model: Path) -> dict | None:
-    """The flags of the run that a folder is, or is part of: RUN/checkpoints/step_N/policy; None: of
-    none."""
+    """The flags of the run of a folder: RUN itself, or RUN/checkpoints/step_N/policy. None: the
+    folder belongs to no run."""
     inside = [path.parent for path in model.parents if path.name == "checkpoints"]
     for folder in (model, *inside[:1]):
         if (folder / "config.json").is_file():
             made = read_json(folder / "config.json", "copy it again, or name another folder")
-            if isinstance(made.get("config"), dict):  # a model's has none
+            if isinstance(made.get("config"), dict):  # the config.json of a model has no such key
                 return made["config"]
     return None
 
 
 def grades_all(cfg: Config, saved: dict) -> bool:
-    """Whether a run's --reward is one for the sets of --task. UserError: for some of them."""
+    """Whether a run's --reward can grade the sets of --task. Raises UserError if it can grade only
+    some of them."""
     others = [name for name in names_of(cfg.task) if name != saved.get("task")]
     fits = {is_graded_by(saved["reward"], name, cfg) for name in others} or {True}
     need(
@@ -343,9 +344,8 @@ def grades_all(cfg: Config, saved: dict) -> bool:
 
 
 def is_graded_by(reward: str, name: str, cfg: TaskFlags) -> bool:
-    """Whether a task of this name is graded by a reward made for another: letters are for rows with
-    choices alone, #### is for plain numbers, and sums and a class of one's own have their
-    rewards."""
+    """Whether a different task's reward can grade the task `name`. `letter` needs rows with
+    choices, #### needs plain numbers, and arith and classes have their own rewards."""
     if name == "arith" or is_own(name):
         return False
     rows = read_rows(name, "task", columns_of(cfg), needed=False)
@@ -362,14 +362,13 @@ def is_graded_by(reward: str, name: str, cfg: TaskFlags) -> bool:
 
 
 def grade_all(task, tokenizer, problems, groups) -> Counter:
-    """Write each response's reward. problems: one for each group; groups: lists of responses.
+    """Set each response's reward. problems: one for each group; groups: lists of responses.
 
-    The text graded is without special tokens and without an environment's replies; `finished` says
-    that the response ended by itself. Returns the task's counts (rewards.Reward.of)."""
+    The graded text has no special tokens and no replies of an environment; `finished` means that
+    the response ended with a stop token. Returns the task's counts (rewards.Reward.of)."""
     responses = [
         (problem, r) for problem, group in zip(problems, groups, strict=True) for r in group
     ]
-    # batch_decode([]) is [""]
     texts = [sampled_text(tokenizer, r) for _, r in responses]
 
     def count(text: str) -> int:
@@ -385,7 +384,7 @@ def grade_all(task, tokenizer, problems, groups) -> Counter:
 
 
 def sampled_text(tokenizer, response) -> str:
-    """The text of the model's turns, a line each, without special tokens."""
+    """The text of the model's turns, joined by newlines, without special tokens."""
     tokens = zip(response.loss_mask.tolist(), response.tokens.tolist(), strict=True)
     runs = [
         [token for _, token in run] for sampled, run in groupby(tokens, itemgetter(0)) if sampled
@@ -394,7 +393,7 @@ def sampled_text(tokenizer, response) -> str:
 
 
 def grading_metrics(counts: Counter) -> dict[str, float]:
-    """Metrics of summed counts; empty if the pool graded no answer."""
+    """Metrics from summed counts; empty if no answer was graded."""
     n = counts["answers"]
     if not n:
         return {}
@@ -402,7 +401,7 @@ def grading_metrics(counts: Counter) -> dict[str, float]:
         "grade/timeouts": float(counts["timeouts"]),
         "grade/failures": float(counts["failures"]),
     }
-    if "unboxed" in counts:  # where `math` grades
+    if "unboxed" in counts:  # only if `math` grades
         values["grade/unboxed"] = counts["unboxed"] / n
     if counts["plain"]:
         values["grade/exact"] = counts["exact"] / counts["plain"]

@@ -1,9 +1,9 @@
-"""`--task=arith`: generated arithmetic, endless: chains of sums with worked steps.
+"""`--task=arith`: an endless supply of generated sums with worked steps.
 
-The vocabulary has one token for every number 0..199. "38 + 7 - 12 :" wants "38 + 7 = 45 ; 45 - 12 =
-33 # 33". A model that knows each step with probability q solves n of them with q^n, so accuracy
-climbs smoothly as RL sharpens the steps: there is no all-or-nothing skill. Train and test are
-disjoint by a hash of the problem's text, whatever the seed."""
+The vocabulary has one token for every number 0..199. The right response to "38 + 7 - 12 :" is
+"38 + 7 = 45 ; 45 - 12 = 33 # 33". If each step is right with probability q, a problem with n steps
+is solved with probability q^n, so accuracy rises smoothly during RL. Train and test problems are
+disjoint for every seed, because a hash of the problem's text decides the split."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ VOCAB = 256  # numbers, signs, and spare words up to a multiple of 32
 class Arithmetic:
     """Chains of min_ops to max_ops sums, operands 1..operand, every running total inside 0..total.
 
-    explain > 0 asks for long responses, as Mismatch Praxis does: an explanation may follow the
-    answer, and a right answer earns 1 + min(tokens behind it, explain) / explain. The
-    demonstrations restate steps there, five on average."""
+    explain > 0 rewards long responses, as in Mismatch Praxis: an explanation may follow the answer,
+    and a right answer earns 1 + min(tokens after the answer, explain) / explain. Demonstrations
+    restate steps as the explanation, five on average."""
 
     min_ops: int = 3
     max_ops: int = 5
@@ -45,21 +45,21 @@ class Arithmetic:
             total = rng.randint(0, self.total)
             text = str(total)
             for _ in range(rng.randint(self.min_ops, self.max_ops)):
-                # one direction stays inside
+                # b small enough that + or - stays in the range
                 b = rng.randint(1, min(self.operand, max(total, self.total - total)))
                 plus = rng.random() < 0.5
                 if total + b > self.total or total - b < 0:
-                    plus = total < b  # the one direction that stays inside the range
+                    plus = total < b  # the sign that stays in the range
                 total += b if plus else -b
                 text += f" + {b}" if plus else f" - {b}"
-            # One problem in eight is for testing.
+            # one problem in eight is a test problem
             held_out = hashlib.sha256(text.encode()).digest()[0] < 32
             if held_out == (split == "test"):
                 return Problem(text, text + " :", str(total))
         raise UserError(f"no {split} problem in 1000 draws: raise max_ops or operand in --arith")
 
     def find(self, id: str) -> Problem:
-        """The problem of an id, which is its text."""
+        """The problem of an id, which is the problem's text."""
         start, operations = parts(id)
         answer = start
         for sign, b in operations:
@@ -69,8 +69,8 @@ class Arithmetic:
     def solution(self, problem: Problem, slips: float = 0.0) -> str:
         """Worked steps, for the warm start only.
 
-        With probability `slips` a step's result is off by 1 or 2 and the rest goes on from there,
-        as with a careless pupil: then the final answer is usually wrong."""
+        With probability `slips` a step's result is off by 1 or 2, and the later steps use the wrong
+        result, so that the final answer is usually wrong."""
         rng = random.Random(f"slips/{self.seed}/{problem.id}")
         total, operations = parts(problem.id)
         steps = []
@@ -88,9 +88,10 @@ class Arithmetic:
         return text
 
     def reward(self, problem: Problem, text: str, finished: bool) -> float:
-        """1 if the response ends, and ends with `# ANSWER`, else 0.
+        """1 if the response is finished and ends with `# ANSWER`, else 0.
 
-        With `explain`: one `#` and a right answer behind it earn 1 plus the bonus, ended or not."""
+        With `explain`: exactly one `#`, followed by the right answer, earns 1 plus the bonus, even
+        if the response is not finished."""
         if self.explain:
             match = re.search(r"^[^#]*# (\d+)((?: [^#]+)?)$", text.strip())
             if match is None or match.group(1) != problem.answer:
@@ -104,15 +105,15 @@ class Arithmetic:
         return [self.reward(a.problem, a.text, a.finished) for a in answers], Counter()
 
     def fit(self, tokenizer, limit: int = 0) -> int:
-        """Tokens of the longest prompt; none is dropped."""
+        """Tokens of the longest prompt. Drops no prompt."""
         return self.max_prompt()
 
     def max_prompt(self) -> int:
-        """Tokens of the longest prompt: the start, two for each operation, the colon."""
+        """Tokens of the longest prompt: the first number, two per operation, the colon."""
         return 2 * self.max_ops + 2
 
     def max_response(self) -> int:
-        """Tokens of the longest demonstration: six a step, the answer, the end, the explanation."""
+        """Tokens of the longest demonstration: six per step, answer, end token, explanation."""
         return 6 * self.max_ops + 2 + self.explain
 
 
@@ -140,7 +141,7 @@ def arithmetic_tokenizer():
 
 
 def of_settings(text: str) -> Arithmetic:
-    """The task of --arith: NAME=VALUE with commas, over the defaults. UserError: one sentence."""
+    """The task of --arith, a comma-separated list of NAME=VALUE. Raises UserError."""
     known = [field.name for field in fields(Arithmetic)]
     values = {}
     for part in filter(None, text.split(",")):

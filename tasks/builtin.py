@@ -1,5 +1,5 @@
-"""Built-in parts of rewards: (row, text, finish_reason) -> a number. They read only the answer of
-the row."""
+"""Built-in parts of rewards: (row, text, finish_reason) -> a number. They read only the row's
+answer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from decimal import Decimal, InvalidOperation
 
 
 def math_answer(row, text, finish_reason) -> bool:
-    """Does the response's final answer equal the gold one? It may take for ever: the pool knows how
-    to end it.
+    """Whether the response's final answer equals the gold answer, by math-verify.
 
-    math-verify looks at \\boxed{} first, then at the last expression. sympy tries numbers of its
-    own at random: with a seed for each answer, the verdict does not depend on the answers
-    before."""
+    math-verify reads \\boxed{} first, then the last expression. It may not terminate; the grading
+    process then hits its time limit. sympy draws random numbers, so it is seeded for each answer,
+    and the result does not depend on earlier answers."""
     import sympy.core.random
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     sympy.core.random.seed(0)
     answer = row["answer"]
-    if re.search(ELLIPSIS, answer):  # math-verify ignores them
+    if re.search(ELLIPSIS, answer):  # math-verify ignores ellipses
         box = last_box(text)
         response = box[len("\\boxed{") : -1] if box else text
         return without_dress(response) == without_dress(answer)
@@ -31,13 +30,13 @@ def math_answer(row, text, finish_reason) -> bool:
 
 
 def as_sums(text: str) -> str:
-    """The text with mixed numbers as sums: 1 1/4 is 5/4, which math-verify reads as 11/4."""
+    """The text with mixed numbers as sums, because math-verify reads 1 1/4 as 11/4, not as 5/4."""
     return re.sub(MIXED, r"\1(\2 + \3/\4)", text)
 
 
 def far_apart(gold: list, parsed: list) -> bool:
-    """Whether all numbers of two answers differ by more than 1 %: math-verify compares numbers with
-    an absolute tolerance, by which all tiny ones are equal."""
+    """Whether all numbers of two answers differ by more than 1 %. math-verify compares with an
+    absolute tolerance, under which all tiny numbers are equal."""
     import sympy
 
     def numbers(answers: list) -> list:
@@ -51,32 +50,33 @@ def far_apart(gold: list, parsed: list) -> bool:
 
 
 def without_dress(text: str) -> str:
-    """A text without spaces and dollars, with one kind of ellipsis."""
+    """A text without spaces and dollar signs, with every ellipsis written as three dots."""
     return re.sub(r"[\s$]|\\[,;! ]", "", re.sub(ELLIPSIS, "...", text))
 
 
 def gsm8k(row, text, finish_reason) -> bool:
-    """Is the number behind the last #### the gold one? 3, +3, 3.0, $3 and **3** are one number."""
+    """Whether the number after the last #### is the gold answer. 3, +3, 3.0, $3, **3** are
+    equal."""
     answers = re.findall(HASHES, text)
     return bool(answers) and plain_number(answers[-1]) == plain_number(row["answer"])
 
 
 def praxis(row, text, finish_reason) -> bool:
-    """The gate of Mismatch Praxis: one line with ####, and the right number there (`Reward` adds
+    """The gate of Mismatch Praxis: exactly one ####, followed by the right number (`Reward` adds
     the bonus)."""
     return text.count("####") == 1 and gsm8k(row, text, finish_reason)
 
 
 def letter(row, text, finish_reason) -> bool:
-    """Multiple choice: is the letter in the last box, or else behind the last "answer is", the
-    right one?"""
+    """Multiple choice: whether the letter in the last box, or else after the last "answer is", is
+    right."""
     box = last_box(text)
     letters = re.findall(IN_BOX, box) if box else re.findall(ANSWER_IS, text)
     return bool(letters) and letters[-1].upper() == row["answer"].upper()
 
 
 def boxed(row, text, finish_reason) -> bool:
-    """A format: the response holds exactly one box, whole, and ended by itself."""
+    """A format: the response has exactly one complete box, and ended with a stop token."""
     return (
         finish_reason == "stop"
         and len(re.findall(r"\\boxed\s*\{", text)) == 1
@@ -103,8 +103,8 @@ BUILT_IN = {
     "boxed": boxed,
     "think": think,
 }
-FORMATS = ("boxed", "think")  # they look at the response alone
-# how each wants the answer, where --prompt_template does not say (tasks/prompts.py)
+FORMATS = ("boxed", "think")  # parts that read only the response
+# default --prompt_template of each part (tasks/prompts.py)
 TEMPLATE_OF = {
     "math": "boxed",
     "boxed": "boxed",
@@ -112,24 +112,25 @@ TEMPLATE_OF = {
     "praxis": "hashes",
     "letter": "letter",
 }
-NUMBER = r"[-+−–]?[\s$\\]*[0-9.][0-9.,]*+"  # a whole number: no part of 3/4 or 5:30
+NUMBER = r"[-+−–]?[\s$\\]*[0-9.][0-9.,]*+"  # possessive: no part of 3/4 or 5:30
 HASHES = rf"####[\s*$\\({{]*({NUMBER})(?![ ]?[/^:][ ]?[0-9])"
 ELLIPSIS = r"\\(?:l|c|d)?dots\b|\.\.\.|…"
 MIXED = r"(?<![\w./^}])(-?)(\d+) +(\d+)/(\d+)(?![\w./^])"
-SIGNS = r"(?:\\(?:text|math|bold)[a-z]*|\\?[\s{($,;!*:])*(?:[Oo]ption\s+|[Cc]hoice\s+)?\(?"  # in front of a letter
+# signs before a letter
+SIGNS = r"(?:\\(?:text|math|bold)[a-z]*|\\?[\s{($,;!*:])*(?:[Oo]ption\s+|[Cc]hoice\s+)?\(?"
 IN_BOX = rf"^\\boxed{SIGNS}([A-Za-z])\b"
 ANSWER_IS = rf"(?i:answer)[\s*]*(?:is\b|:){SIGNS}([A-Z])\b"
 
 
 def loaded(name: str):
-    """A built-in part, with the libraries it needs loaded."""
+    """The function of a built-in part, called once so that its libraries are loaded."""
     function = BUILT_IN[name]
     function({"answer": "1"}, "\\boxed{1}", "stop")
     return function
 
 
 def plain_number(text: str) -> Decimal | str:
-    """The number of 1,200. or $1200.00, -3 or .5; the text where it is none."""
+    """The Decimal of a text such as 1,200. or $1200.00 or -3 or .5; the text if it is no number."""
     digits = re.sub(r"[\s,$\\*+]", "", text).replace("−", "-").replace("–", "-").rstrip(".")
     try:
         return Decimal(digits)
@@ -138,11 +139,10 @@ def plain_number(text: str) -> Decimal | str:
 
 
 def last_box(text: str) -> str | None:
-    """The last \\boxed{...} of a response, whole; None if there is none, or if the last one is cut
-    short or empty.
+    """The last \\boxed{...} of a response; None if there is no box, or if the last box is
+    incomplete or empty.
 
-    Its braces are counted; a brace behind a backslash, as in \\{1, 2\\}, is a sign and not
-    counted."""
+    Braces are matched; a brace after a backslash, as in \\{1, 2\\}, is ignored."""
     starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", text)]
     if not starts:
         return None

@@ -1,4 +1,4 @@
-"""Problems from files and data sets, or from a class of the user's own.
+"""Problems from files and data sets, or from a class in a user's file.
 
     --task=FILE.jsonl | FILE.json | FILE.parquet | hf:NAME/SPLIT | hf:NAME@CONFIG/SPLIT | FILE.py:CLASS
 
@@ -47,18 +47,18 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Table:
-    """Problems from rows: a file, a data set, or a class that makes them.
+    """Problems from the rows of a file, a data set or a class.
 
-    style: how they are asked; reward: how they are graded. Train: every epoch a new shuffle of all
-    rows; test: their order."""
+    style: form of the prompts; reward: grading. The train split is a new shuffle of all rows in
+    every epoch; the test split is the rows in order."""
 
     def __init__(self, name: str, rows: list[dict], style: Style, reward: Reward, seed: int = 0):
         self.name, self.rows = name, rows
         self.style, self.reward, self.seed = style, reward, seed
         self.stem = label_of(name)
-        self.used = list(range(len(rows)))  # numbers of the rows that are not dropped
+        self.used = list(range(len(rows)))  # indices of the rows that are not dropped
         self.dropped = 0
-        self.epoch, self.order = -1, []  # the shuffle at hand
+        self.epoch, self.order = -1, []  # the current shuffle
 
     @property
     def size(self) -> int:
@@ -89,10 +89,10 @@ class Table:
         return 0  # unknown without a tokenizer: see fit
 
     def fit(self, tokenizer, limit: int = 0) -> int:
-        """Drop rows with prompts of more than `limit` tokens (0: keep all); the length of the
-        longest prompt that is left.
+        """Drop rows with prompts of more than `limit` tokens (0: keep all); returns the length of
+        the longest remaining prompt.
 
-        UserError: none is left."""
+        Raises UserError if all rows are dropped."""
         lengths = []
         for start in range(0, len(self.rows), 1000):
             problems = [
@@ -105,7 +105,7 @@ class Table:
         return self.keep(lengths, limit)
 
     def keep(self, lengths: list[int], limit: int) -> int:
-        """`fit`, of the tokens of each prompt."""
+        """`fit` for given lengths of the prompts, in tokens."""
         self.used = [i for i, n in enumerate(lengths) if not limit or n <= limit]
         self.dropped, self.epoch = len(lengths) - len(self.used), -1
         need(
@@ -117,11 +117,10 @@ class Table:
 
 
 class OwnRows:
-    """Rows that a class of the user's own makes: as a list that is endless, or as long as the class
-    says.
+    """Rows from a class in a user's file.
 
-    The class has `problem(split, index)`, which returns a row; `size`, its number of problems, or
-    None; and, unless --reward names another, `reward(row, text, finish_reason)`."""
+    The class has `problem(split, index)`, which returns a row; `size`, the number of problems or
+    None (endless); and, unless --reward is set, `reward(row, text, finish_reason)`."""
 
     def __init__(self, name: str, needed: bool = True, columns: tuple[str, str] = ("", "")):
         path, _, attribute = name.rpartition(":")
@@ -149,7 +148,7 @@ class OwnRows:
         )  # needed: every row has an answer
 
     def row(self, split: str, index: int) -> dict:
-        """A row, as `read_row` returns it."""
+        """The row of a problem, as returned by `read_row`."""
         try:
             made = self.made.problem(split, index)
         except Exception as e:
@@ -162,8 +161,7 @@ class OwnRows:
 
 
 class OwnTask(Table):
-    """A Table over a class: its rows are made when they are asked for, and come in the order of
-    their numbers."""
+    """A Table over a class, which makes rows on request; both splits have the order of indices."""
 
     def __init__(self, name: str, style: Style, reward, columns: tuple[str, str] = ("", "")):
         self.own = OwnRows(name, reward.needs_answer, columns)
@@ -171,9 +169,9 @@ class OwnTask(Table):
         replies = callable(getattr(self.own.made, "reply", None))
         self.environment = f"{name}.reply" if replies else ""
         super().__init__(name, [], style, reward)
-        # numbers of problems that are not dropped, in both splits
+        # indices of the problems that are not dropped, for both splits
         self.used = list(range(self.own.made.size or 0))
-        self.too_long = None  # of an endless class: says whether a prompt is
+        self.too_long = None  # for an endless class: raises UserError if a prompt is too long
 
     @property
     def size(self) -> int | None:
@@ -194,8 +192,8 @@ class OwnTask(Table):
         )
 
     def fit(self, tokenizer, limit: int = 0) -> int:
-        """The same, where a problem counts by the longer prompt of its two splits. Of an endless
-        class the limit: a longer prompt is a UserError when it is drawn."""
+        """`Table.fit`, by the longer of a problem's prompts in the two splits. For an endless class
+        it returns the limit, and a longer prompt raises UserError when it is drawn."""
         if self.size is None:
             need(
                 limit,
@@ -212,7 +210,7 @@ class OwnTask(Table):
 
 
 def check_length(tokenizer, limit: int, problem: Problem) -> None:
-    """UserError: its prompt has more tokens."""
+    """Raise UserError if the problem's prompt has more than `limit` tokens."""
     n = len(encode(tokenizer, problem))
     need(
         n <= limit,
@@ -221,8 +219,8 @@ def check_length(tokenizer, limit: int, problem: Problem) -> None:
 
 
 def digest_of(name: str) -> str:
-    """SHA-256 of a task's file, by which two hosts know that they have the same; of a data set's
-    name; "" of arith."""
+    """SHA-256 of a task's file, so that hosts can compare their files, or of a data set's name; ""
+    for arith."""
     if name == "arith":
         return ""
     parts = mixed(name)
@@ -233,21 +231,21 @@ def digest_of(name: str) -> str:
 
 
 def file_of(name: str) -> str:
-    """The file of a task, or of its class; "" of arith and of a data set."""
+    """The file of a task, or of its class; "" for arith and for a data set."""
     if name == "arith" or name.startswith("hf:"):
         return ""
     return name.rpartition(":")[0] if is_own(name) else name
 
 
 def is_own(name: str) -> bool:
-    """Whether a task is a class of the user's own, FILE.py:CLASS."""
+    """Whether a task is a class in a user's file, FILE.py:CLASS."""
     return ".py:" in name
 
 
 def label_of(name: str, whole: bool = False) -> str:
-    """A task's short name, for problems and metrics: of its file, its data set, its class.
+    """A task's short name for problems and metrics: the name of its file, data set or class.
 
-    whole: of a data set with its configuration and split."""
+    whole: add configuration and split of a data set."""
     if name.startswith("hf:") and len(mixed(name)) == 1:
         place, _, split = name.removeprefix("hf:").rpartition("/")
         label, _, configuration = place.rpartition("/")[2].partition("@")
@@ -285,12 +283,12 @@ def columns_of(cfg: TaskFlags) -> tuple[str, str]:
 def read_rows(
     name: str, flag: str = "task", columns: tuple[str, str] = ("", ""), needed: bool = True
 ) -> list[dict]:
-    """Rows {prompt, answer, row} of a file or data set. UserError, one sentence, names file and
+    """Rows {prompt, answer, row} of a file or data set. Raises UserError, which names file and
     line.
 
-    flag: that named it. needed: a row without an answer is an error; else its answer is "". A set
-    of --eval_task need not have the columns that are named for --task: without them the usual ones
-    count."""
+    flag: the flag that names it. needed: a row without an answer is an error; else its answer is
+    "". Columns named by --columns but missing from a set of --eval_task are replaced by the default
+    names."""
     raw = [pair for part in mixed(name) for pair in from_place(part, flag)]
     if flag == "eval_task" and raw and isinstance(raw[0][1], dict):
         columns = [key if nested(raw[0][1], key) is not None else "" for key in columns]
@@ -300,7 +298,7 @@ def read_rows(
 
 
 def mixed(name: str) -> list[str]:
-    """The files and data sets of a task: a.jsonl,b.jsonl are one task with the rows of both."""
+    """The files and data sets of a task: a.jsonl,b.jsonl is one task with the rows of both."""
     if "," not in name or Path(name).exists() or is_own(name):
         return [name]
     return [part.strip() for part in name.split(",") if part.strip()]
@@ -312,7 +310,7 @@ def from_place(name: str, flag: str) -> list[tuple[str, object]]:
 
 
 def from_file(name: str, flag: str) -> list[tuple[str, object]]:
-    """(place, row) pairs of a JSONL, JSON or Parquet file; .gz ones are unpacked."""
+    """(place, row) pairs of a JSONL, JSON or Parquet file; .gz files are decompressed."""
     path = Path(name)
     if not path.is_file():
         problem = "a folder" if path.is_dir() else "no such file"
@@ -343,7 +341,7 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
             f"{name}: not a JSON array of rows; a file with one row a line ends in .jsonl",
         )
         return placed(name, rows)
-    lines = text.split("\n")  # not splitlines(), which also divides where JSON does not
+    lines = text.split("\n")  # not splitlines(), which splits at more characters
     return [
         (f"{name}, line {n}", parsed(line, f"{name}, line {n}"))
         for n, line in enumerate(lines, 1)
@@ -362,8 +360,8 @@ def unpacked(path: Path) -> str:
 
 
 def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
-    """(place, row) pairs of hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, by the datasets library. NAME
-    may be a folder."""
+    """(place, row) pairs of hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, read by the datasets library.
+    NAME may be a folder."""
     datasets = library("datasets", "datasets", f"--{flag}={name}")
     source, slash, split = name.removeprefix("hf:").rpartition("/")
     need(
@@ -373,7 +371,7 @@ def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
     source, _, config = source.partition("@")
     try:
         dataset = datasets.load_dataset(source, config or None, split=split)
-    except Exception as e:  # the library raises all kinds
+    except Exception as e:  # the library raises many types
         raise UserError(
             f"--{flag}={name}: cannot be loaded ({shortened(e)}); write hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, and "
             "look at the connection"
@@ -382,7 +380,7 @@ def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
 
 
 def library(module: str, package: str, flag: str):
-    """An optional library. UserError: it is not installed."""
+    """The module of an optional library. Raises UserError if it is not installed."""
     need(
         importlib.util.find_spec(package),
         f"{flag}: {package}, which reads it, is not installed; pip install {package}",
@@ -399,13 +397,10 @@ def shortened(e: Exception) -> str:
 
 
 def parsed(text: str, place: str, fix: str = "fix or remove that line, one object a line"):
-    """Parsed JSON. UserError names the place, with its line number, and the fix."""
+    """Parsed JSON. Raises UserError, which names the place, the line number and the fix."""
     try:
         return json.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ) as e:  # also numbers of thousands of digits, and endless brackets
+    except (ValueError, RecursionError) as e:  # also for huge numbers and deep nesting
         why = str(getattr(e, "msg", e))[:60]
         line = f", line {e.lineno}" if hasattr(e, "lineno") and "\n" in text.strip() else ""
         raise UserError(f"{place}{line}: not valid JSON ({why}); {fix}") from None
@@ -414,8 +409,8 @@ def parsed(text: str, place: str, fix: str = "fix or remove that line, one objec
 def read_row(
     row, place: str, prompt_key: str = "", answer_key: str = "", needed: bool = True
 ) -> dict:
-    """A row with its prompt and its final answer, as {prompt, answer, row}. place: file and line,
-    for the UserError."""
+    """A row with its prompt and final answer, as {prompt, answer, row}. place: file and line, for
+    the UserError."""
     need(isinstance(row, dict), f"{place}: not a JSON object; {NEEDS}")
     prompt = prompt_of(row, place, prompt_key)
     answer, listed = answer_of(row, place, answer_key, needed), choices_of(row)
@@ -454,7 +449,7 @@ def read_row(
 
 
 def nested(row: dict, key: str):
-    """The value under a.b.c; None if it is missing."""
+    """The value of the nested key a.b.c; None if it is missing."""
     value = row if key not in row else {key: row[key]}
     for name in [key] if key in row else key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -462,7 +457,7 @@ def nested(row: dict, key: str):
 
 
 def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
-    """A row's prompt: a text, or messages. UserError: it has none."""
+    """A row's prompt: a text, or messages. Raises UserError if the row has no prompt."""
     for name in [key] if key else PROMPTS:
         value = nested(row, name)
         if isinstance(value, str) and value.strip():
@@ -484,16 +479,15 @@ def is_message(m) -> bool:
 
 
 def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
-    """A row's final answer; "" where its column is empty, or where it has none and needs none.
-    UserError."""
+    """A row's final answer; "" if the column is empty, or if it is missing and not needed. Raises
+    UserError if a needed column is missing."""
     key_name = None
     for name in [key] if key else ANSWERS:
         value = nested(row, name)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             continue
-        if (
-            not key and name == "solution" and "\\boxed" not in str(value)
-        ):  # a worked solution that does not say its answer
+        # a worked solution without a marked answer
+        if not key and name == "solution" and "\\boxed" not in str(value):
             continue
         key_name = final_answer(written(value))
         if key_name:
@@ -506,15 +500,15 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
 
 
 def written(value: str | float) -> str:
-    """A text, or a number in digits alone: 0.00001 and 42, where Python says 1e-05 and 42.0."""
+    """A text, or a number in plain digits: 0.00001 and 42, not Python's 1e-05 and 42.0."""
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     return format(Decimal(repr(value)), "f").removesuffix(".0")
 
 
 def final_answer(answer: str) -> str:
-    """The text after #### (GSM8K), or in the last box of a worked solution (also \\boxed 2), "" if
-    it is empty; else the whole answer."""
+    """The text after #### (GSM8K), or in the last box of a worked solution (also \\boxed 2), or ""
+    if the box is empty; else the whole answer."""
     if "####" in answer:
         return answer.split("####")[-1].strip()
     box = last_box(answer)
@@ -530,7 +524,8 @@ def final_answer(answer: str) -> str:
 
 
 def choices_of(row: dict) -> list[str]:
-    """The choices of a row as ARC, MMLU, MMLU-Pro and GPQA have them; [] where it has none."""
+    """The choices of a row in the formats of ARC, MMLU, MMLU-Pro and GPQA; [] if it has no
+    choices."""
     for name in ("choices", "options"):
         value = row.get(name)
         if isinstance(value, dict):
@@ -548,15 +543,13 @@ def choices_of(row: dict) -> list[str]:
 
 
 def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: str, key: str):
-    """(the question with its choices below, the letter of the right one). UserError: none of them
-    is."""
+    """(question followed by its choices, letter of the right choice). Raises UserError if the
+    answer names no choice."""
     need(
         isinstance(prompt, str) and len(listed) <= len(LETTERS),
         f"{place}: choices need a question that is a text, and at most {len(LETTERS)} of them",
     )
-    if (
-        "Correct Answer" in row
-    ):  # GPQA's right answer always comes first: an order that depends on the question alone
+    if "Correct Answer" in row:  # GPQA lists it first: shuffle with the question as seed
         listed = list(listed)
         random.Random(prompt).shuffle(listed)
     labels = row["choices"].get("label") if isinstance(row.get("choices"), dict) else None

@@ -1,4 +1,4 @@
-"""Two environments of several turns, as examples of tasks/turns.py.
+"""Two multi-turn environments, as examples for tasks/turns.py.
 
 --task=tasks/games.py:Calculator    products of a two- and a one-digit number, with a calculator
 --task=tasks/games.py:Guess         a number from 1 to 20, after "higher" and "lower"
@@ -17,7 +17,7 @@ def numbers_in(text: str) -> list[int]:
     return [int(x) for x in re.findall(r"\d{1,9}", text)]
 
 
-# a conversation with the calculator
+# an example conversation with the calculator
 SHOWN = [
     {"role": "user", "content": "Compute 31 * 4."},
     {"role": "assistant", "content": "calc(31 * 4)"},
@@ -27,7 +27,7 @@ SHOWN = [
 
 
 class Calculator:
-    """The model writes calc(A * B), reads the result, and says it."""
+    """An environment in which the model writes calc(A * B), reads the result and repeats it."""
 
     size = None
 
@@ -38,9 +38,8 @@ class Calculator:
 
     def reply(self, row: dict, messages: list[dict], text: str) -> str | None:
         call = re.search(r"calc\((\d{1,6}) ?([*+-]) ?(\d{1,6})\)", text)
-        if call is None or messages[-1]["content"].startswith(
-            "Result"
-        ):  # an answer, or a second call
+        # an answer, or a second call
+        if call is None or messages[-1]["content"].startswith("Result"):
             return None
         a, b = int(call[1]), int(call[3])
         return f"Result: {a * b if call[2] == '*' else a + b if call[2] == '+' else a - b}"
@@ -54,7 +53,7 @@ class Calculator:
 
 
 class Guess:
-    """The model guesses a number; the environment says in which direction it lies."""
+    """An environment in which the model guesses a number and is told "higher" or "lower"."""
 
     size = None
 

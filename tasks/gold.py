@@ -1,5 +1,5 @@
-"""Does the grader accept a file's own answers, and refuse changed ones? (eval.py
---grade_gold=FILE)"""
+"""Test of the grader on a file: it should accept gold answers and reject changed answers (eval.py
+--grade_gold=FILE)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BATCH = 256  # answers that are graded at once
 
 
 def wrapped(answer: str) -> str:
-    """A file's own answer as a response would give it."""
+    """A gold answer in the form of a response."""
     return f"The answer is $\\boxed{{{answer}}}$."
 
 
 def perturbed(answer: str) -> str:
-    """A wrong answer close to a right one: its first non-zero digit changed, or a term added where
-    there is none."""
+    """A wrong answer close to a right answer: the first non-zero digit changed, or a term added if
+    there is no such digit."""
     for i, digit in enumerate(answer):
         if digit in "123456789":
             other = "8" if digit == "9" else str(int(digit) + 1)
@@ -30,11 +30,10 @@ def perturbed(answer: str) -> str:
 
 
 def grade_gold(path: str, cfg: TaskFlags) -> dict:
-    """Does the grader accept a file's own answers, and refuse changed ones? Prints both shares and
-    each exception.
+    """Grade a file's gold answers and changed answers, and print the share of each that is
+    accepted, with all errors.
 
-    cfg: --columns counts. UserError: another grader than `math`
-    is asked for."""
+    Raises UserError if --reward is set to a different grader than `math`."""
     need(
         cfg.reward in ("", "math"),
         f"--reward={cfg.reward}: --grade_gold tries the grader of math; leave it out",

@@ -1,11 +1,10 @@
-"""Grading in processes of their own: an answer may take for ever, and must cost neither the run nor
-the others.
+"""Grading in separate processes: an answer that takes forever harms neither run nor other answers.
 
-`graders()` is the pool of this process. It calls reward functions (tasks/rewards.py, or a file of
-the user's own) with responses that a model has written: math-verify may compare two huge numbers
-until the end of days, a program under test may loop. Each call has a limit, in seconds of a
-processor and ten times that by the clock; the kernel ends a process that runs into it, for Python
-cannot act while one big number is computed. SIGTERM and Ctrl-C work meanwhile."""
+`graders()` is the pool of this process. It calls reward functions (tasks/builtin.py, or a user's
+file) with responses of a model: math-verify may compare two huge numbers forever, and a program
+under test may loop. Each call has a limit of processor time, and ten times this limit in wall-clock
+time. The kernel ends a process at its limit, because Python cannot act during one big computation.
+SIGTERM and Ctrl-C work meanwhile."""
 
 from __future__ import annotations
 
@@ -27,15 +26,13 @@ from pathlib import Path
 from machinery.flags import UserError, from_environment
 from tasks.builtin import loaded
 
-CHUNK = 16  # answers that a process is given at once, at most
+CHUNK = 16  # maximum number of answers that a process gets at once
 MEMORY = 4 << 30  # bytes of address space of each process
-PATIENCE = 10  # times its seconds of a processor that a call may last by the clock
+PATIENCE = 10  # wall-clock limit of a call, as a multiple of its limit of processor time
 TICK = 0.2  # polling interval in seconds
-SILENCE = (
-    60.0  # seconds without output, plus twice an answer's limit, after which a process is killed
-)
-OUT_OF_TIME = (-signal.SIGPROF, -signal.SIGALRM, -signal.SIGKILL)  # exit codes of a limit
-MOST_STILLBORN = 3  # processes that may end before they are ready
+SILENCE = 60.0  # a process is killed after this, plus twice a call's wall-clock limit, of silence
+OUT_OF_TIME = (-signal.SIGPROF, -signal.SIGALRM, -signal.SIGKILL)  # exit codes at a limit
+MOST_STILLBORN = 3  # number of processes that may end before they are ready
 
 
 @dataclass(frozen=True)
@@ -51,12 +48,12 @@ class Failure:
 
 
 def grading_process(fd: int) -> None:
-    """The whole life of a process that grades: calls in, values out, until the other end of the
-    socket `fd` closes.
+    """The main function of a grading process: receive calls and send values, until the other end of
+    the socket `fd` closes.
 
-    Each answer carries the number of its question. A child that a reward function forks never
-    answers: it ends where the function returns or raises. Ctrl-C and SIGTERM are the parent's
-    affair."""
+    Each value is sent with the number of its call. A child forked by a reward function never sends:
+    it ends when the function returns or raises. The process ignores Ctrl-C and SIGTERM, which the
+    parent handles."""
     import resource
 
     pid = os.getpid()
@@ -67,9 +64,7 @@ def grading_process(fd: int) -> None:
         function = answers = None
         while True:
             name, calls, seconds = connection.recv()
-            if (
-                name is not None
-            ):  # everything is loaded now, and not at the cost of the first answer
+            if name is not None:  # load now, outside the time limit of the first answer
                 try:
                     function, answers = function_of(name), text_of
                     if not name.endswith(".reply"):
@@ -91,13 +86,13 @@ def grading_process(fd: int) -> None:
 
 
 def end_if_forked(pid: int) -> None:
-    """End this process at once unless it is the one with this number."""
+    """End this process at once unless its id is `pid`."""
     if os.getpid() != pid:
         os._exit(0)
 
 
 def function_of(name: str):
-    """The function behind a name: one of tasks/builtin.py, FILE.py:FUNCTION, or
+    """The function of a name: a built-in (tasks/builtin.py), FILE.py:FUNCTION or
     FILE.py:CLASS.METHOD."""
     path, colon, attribute = name.rpartition(":")
     if not colon:
@@ -108,19 +103,19 @@ def function_of(name: str):
 
 
 def attribute_of(path: str, name: str):
-    """An attribute of a Python file, which is run as a module; files in its folder can be
-    imported."""
+    """An attribute of a Python file, which is imported as a module and can import files in its
+    folder."""
     file = Path(path).resolve()
     sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(f"user_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
+    sys.modules[spec.name] = module  # dataclasses look modules up there
     spec.loader.exec_module(module)
     return getattr(module, name)
 
 
 def value_of(function, call, convert):
-    """The result of the function for one response: ("value", as `convert` makes it), or ("failed",
+    """The result of the function for one response: ("value", converted value) or ("failed",
     reason)."""
     try:
         return "value", convert(function(*call))
@@ -129,7 +124,7 @@ def value_of(function, call, convert):
 
 
 class ResultError(Exception):
-    """A function returned something of another type."""
+    """A function returned a value of the wrong type."""
 
 
 def number_of(value):
@@ -145,15 +140,14 @@ def number_of(value):
 
 
 def text_of(value) -> str:
-    """An environment's reply; "" for None, which ends a conversation."""
+    """An environment's reply; "" for None, which ends the conversation."""
     if value is not None and not isinstance(value, str):
         raise ResultError(f"it returned {repr(value)[:100]}, which is neither a text nor None")
     return value or ""
 
 
 def is_number(x) -> bool:
-    """Whether this is a number or a truth value, of Python's own or of numpy's, which is not loaded
-    here."""
+    """Whether this is a number or a boolean of Python or numpy. numpy need not be loaded here."""
     return isinstance(x, Real) or type(x).__name__ in ("bool", "bool_")
 
 
@@ -172,20 +166,19 @@ def described(e: BaseException) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Seen from here
+# In the process that asks for grades
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Grader:
-    """A grading process, seen from here."""
+    """A handle of a grading process."""
 
     def __init__(self):
         self.connection, theirs = Pipe()
         fd = theirs.fileno()
         root = str(Path(__file__).resolve().parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        # sympy iterates over sets in an order that depends on the hash seed: use one seed
-        # everywhere
+        # sympy iterates over sets in an order that depends on the hash seed, so the seed is fixed
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -200,10 +193,10 @@ class Grader:
             process_group=0,  # its children end with it
         )
         theirs.close()
-        self.function: str | None = None  # that it was asked to load
-        self.ready = False  # whether it has
-        self.given: deque[int] = deque()  # numbers of the answers it has not said anything about
-        self.heard = time.monotonic()  # when it was last heard of, or given something
+        self.function: str | None = None  # the function that it was asked to load
+        self.ready = False  # whether the function is loaded
+        self.given: deque[int] = deque()  # numbers of the pending answers
+        self.heard = time.monotonic()  # time of the last message in either direction
 
     def give(self, function: str, numbers: list[int], calls: list[tuple], seconds: float) -> None:
         new = function != self.function
@@ -211,13 +204,13 @@ class Grader:
             self.function, self.ready = function, False
         self.given.extend(numbers)
         self.heard = time.monotonic()
-        with contextlib.suppress(OSError):  # it has died: the next look at its connection tells
+        with contextlib.suppress(OSError):  # if it has died, the next poll finds out
             self.connection.send(
                 (function if new else None, list(zip(numbers, calls, strict=True)), seconds)
             )
 
     def end(self) -> None:
-        """End it, and whatever it has started."""
+        """Kill the process and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
@@ -226,8 +219,8 @@ class Grader:
 
 
 class Graders:
-    """Up to `size` grading processes, started when they are needed and kept. `graders()` gives the
-    only instance."""
+    """Up to `size` grading processes, started on demand and kept. `graders()` returns the only
+    instance."""
 
     def __init__(self, size: int):
         self.size = size
@@ -235,9 +228,9 @@ class Graders:
         self.stillborn = 0
 
     def grade(self, function: str, calls: list[tuple], seconds: float) -> list:
-        """The result of the function for each call: a float, a dict of floats, a Failure if it
-        raised or ended its process; None if it used up its processor time. UserError: the function
-        cannot be loaded."""
+        """The result of the function for each call: a float, a dict of floats, a text, a Failure if
+        the function raised or ended its process, or None at a time limit. Raises UserError if the
+        function cannot be loaded."""
         values: list = [None] * len(calls)
         todo = deque(range(len(calls)))
         try:
@@ -245,33 +238,33 @@ class Graders:
                 while len(self.processes) < min(self.size, len(todo)):
                     self.processes.append(Grader())
                 self._hand_out(function, todo, calls, seconds)
-                # In slices, so that a signal to this process never has to wait for an answer.
+                # wait in short intervals, so that signals to this process are handled
                 ready = wait([p.connection for p in self.processes], TICK)
                 for p in list(self.processes):
                     if p.connection in ready:
                         self._listen(p, values, todo)
                     elif p.process.poll() is not None and not p.connection.poll():
-                        # a child that it forked keeps its end of the connection open
+                        # it has died, but a forked child keeps its end of the connection open
                         self._bury(p, values, todo)
                     elif p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
                         p.process.kill()  # stopped, or swapped out
-        except BaseException:  # later answers of the processes would belong to this call
+        except BaseException:  # else a later call would receive answers of this call
             self.close()
             raise
         return values
 
     def _hand_out(self, function: str, todo: deque[int], calls, seconds: float) -> None:
-        """A chunk for each process that has nothing to do; small ones towards the end, so that all
-        end together."""
+        """Send a chunk to each idle process. Chunks become smaller towards the end, so that all
+        processes finish together."""
         for p in self.processes:
-            alive = p.process.poll() is None  # one that died while it had nothing to do is replaced
+            alive = p.process.poll() is None  # a process that died while idle is replaced
             if todo and not p.given and alive:
                 n = min(CHUNK, max(1, len(todo) // (2 * self.size)))
                 numbers = [todo.popleft() for _ in range(min(n, len(todo)))]
                 p.give(function, numbers, [calls[i] for i in numbers], seconds)
 
     def _listen(self, p: Grader, values: list, todo: deque[int]) -> None:
-        """Read a message of a process."""
+        """Receive a message from a process."""
         try:
             number, (kind, message) = p.connection.recv()
         except (EOFError, OSError):
@@ -287,10 +280,10 @@ class Graders:
         p.ready = True
 
     def _bury(self, p: Grader, values: list, todo: deque[int]) -> None:
-        """A process has died: the answer at hand is lost, and the others are done again."""
+        """Remove a dead process. Its current answer is lost; its other answers are graded again."""
         self.processes.remove(p)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            p.process.wait(1.0)  # its own exit code, not that of `end`
+            p.process.wait(1.0)  # get its exit code before `end` kills it
         p.end()
         if p.ready and p.given and p.process.returncode not in OUT_OF_TIME:
             why = f"it ended its process (exit code {p.process.returncode})"
@@ -310,10 +303,9 @@ class Graders:
 
 @functools.cache
 def graders() -> Graders:
-    """The grading processes of this process: as many as there are cores for each rank of this
-    host."""
+    """The grading processes of this process: their number is the cores per rank of this host."""
     return Graders(max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1)))
 
 
-# a forked process cannot wait for those of its parent
+# a forked process cannot wait for its parent's grading processes
 os.register_at_fork(after_in_child=graders.cache_clear)

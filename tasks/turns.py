@@ -1,15 +1,15 @@
-"""Several turns: an environment replies to the model, which goes on in the same sequence of tokens.
+"""Multi-turn conversations: an environment replies, and the model continues the token sequence.
 
-    prompt | sampled tokens, their end | reply, framed by the chat template | sampled tokens | ...
+    prompt | sampled tokens, end token | reply in the chat template's frame | sampled tokens | ...
 
-Nothing is decoded and tokenized again: the engine continues the tokens that it sampled, so the
-log-probabilities of a response are those of its own tokens. Tokens of a reply carry no gradient and
-count in no weight and no statistic (Response.loss_mask). The tokens of a response, replies among
-them, number at most --max_tokens.
+Sampled tokens are never decoded and tokenized again: the engine continues its own tokens, so a
+response's log-probabilities belong to its tokens. Tokens of a reply carry no gradient, and are
+excluded from weights and statistics (Response.loss_mask). A response has at most --max_tokens
+tokens, replies included.
 
-A class of --task=FILE.py:CLASS with a method `reply(row, messages, text)` is an environment. It
-gets the row, the messages so far and the text of the model's last turn, and returns the text of
-the next message, or None at the end."""
+A class of --task=FILE.py:CLASS with a method `reply(row, messages, text)` is an environment. The
+method gets the row, the messages so far and the text of the model's last turn. It returns the text
+of the next message, or None to end the conversation."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from tasks.grading import Failure, graders
 from tasks.prompts import Problem, render
 from tasks.rewards import GRADE_SECONDS, tell_once
 
-MARK = "THE MODEL'S TURN"  # stands for it while a chat template frames the reply
+MARK = "THE MODEL'S TURN"  # placeholder of a model turn in the chat template
 PER_TOKEN = ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp")
 
 
 @dataclass
 class Talk:
-    """A conversation that goes on."""
+    """An unfinished conversation."""
 
     problem: Problem
     prompt: np.ndarray  # int32 [P]
     seed: int
     response: Response
     messages: list[dict]
-    turn_start: int = 0  # the place in the response at which the model's last turn begins
+    turn_start: int = 0  # index in the response at which the model's last turn begins
 
 
 def sample(engine, task, tokenizer, problems, prompts, seeds, sampling, topk, ends, max_allowed=0):
-    """Responses to each prompt, list of lists, as engine.generate returns them; with an environment
-    each is a whole conversation. Collective where ranks are one engine."""
+    """A list of responses to each prompt, as from engine.generate; with an environment each
+    response is a whole conversation. Collective if several ranks form one engine."""
     groups = engine.generate(prompts, seeds, sampling, topk, ends, max_allowed)
     environment = getattr(task, "environment", "")
     if not environment:
@@ -73,8 +73,8 @@ def as_messages(problem: Problem) -> list[dict]:
 
 
 def with_replies(environment: str, talks: list[Talk], tokenizer, max_tokens: int) -> list[Talk]:
-    """The conversations that go on, with the environment's replies appended. One in which no token
-    would be left for the model is cut."""
+    """The conversations that continue, with the environment's replies appended. A conversation that
+    would leave no token for the model is cut."""
     talks = [talk for talk in talks if talk.response.finish_reason == "stop"]
     texts = [
         tokenizer.decode(talk.response.tokens[talk.turn_start :], skip_special_tokens=True)
@@ -87,7 +87,7 @@ def with_replies(environment: str, talks: list[Talk], tokenizer, max_tokens: int
     ):
         if isinstance(reply, Failure):
             tell_once(environment, reply.why, "the conversation ends there")
-        if not isinstance(reply, str) or not reply:  # an empty text stands for None
+        if not isinstance(reply, str) or not reply:  # "" is None: the end
             continue
         ids = framed(tokenizer, talk.problem, reply, int(talk.response.tokens[-1]))
         if len(talk.response.tokens) + len(ids) >= max_tokens:
@@ -104,20 +104,20 @@ def with_replies(environment: str, talks: list[Talk], tokenizer, max_tokens: int
 
 
 def framed(tokenizer, problem: Problem, reply: str, last: int) -> np.ndarray:
-    """The tokens between a turn of the model that ended with the token `last` and its next turn,
-    int32: the reply as the chat template frames it, or without a template the reply alone."""
+    """The tokens (int32) from the end of a model turn, after its token `last`, to the next turn:
+    the reply in the chat template's frame, or without a template only the reply."""
     user, model = {"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}
     messages = [user, model, {"role": "user", "content": reply}]
     text, templated = render(tokenizer, replace(problem, prompt=messages))
     frame = text.rpartition(MARK)[2] if templated else reply
     ids = tokenizer.encode(frame, add_special_tokens=False)
-    if ids[:1] == [last]:  # the template's end of a turn, which the model has sampled
+    if ids[:1] == [last]:  # the end of the turn, which the model has sampled
         ids = ids[1:]
     return np.array(ids, np.int32)
 
 
 def written(ids: np.ndarray, beside: Response) -> Response:
-    """Tokens that were not sampled, with arrays of the shapes of another response."""
+    """A response of tokens that were not sampled, with arrays shaped like those of `beside`."""
     n, K = len(ids), beside.topk_ids.shape[1]
     response = Response(
         tokens=ids,
@@ -134,7 +134,7 @@ def written(ids: np.ndarray, beside: Response) -> Response:
 
 
 def extend(response: Response, more: Response) -> None:
-    """Append the tokens of another response, in place."""
+    """Append the tokens of the response `more`, in place."""
     for name in PER_TOKEN:
         setattr(response, name, np.concatenate([getattr(response, name), getattr(more, name)]))
     if response.allowed_ids is not None:
@@ -143,13 +143,14 @@ def extend(response: Response, more: Response) -> None:
             [response.allowed_offsets, begin + more.allowed_offsets[1:]]
         )
         response.allowed_ids = np.concatenate([response.allowed_ids, more.allowed_ids])
-    if more.routed is not None:  # the engine has read all tokens before these again
+    if more.routed is not None:  # includes all previous tokens
         response.routed = more.routed
     response.finish_reason = more.finish_reason
 
 
 def shortened(response: Response, room: int) -> Response:
-    """The response as a limit of `room` tokens would have cut it: draws depend on places alone."""
+    """The response cut to `room` tokens. Draws depend only on seed and position, so sampling with
+    this limit gives the same tokens."""
     cut = len(response.tokens) - room
     if cut <= 0:
         return response
@@ -163,8 +164,8 @@ def shortened(response: Response, room: int) -> Response:
 
 
 def turns_of(mask) -> np.ndarray:
-    """The turn of each token, from 0: (B, T) of a mask (B, T) that is False at replies. The tokens
-    of a reply belong to the turn after it."""
+    """The turn (B, T), from 0, of each token, from a mask (B, T) that is False at replies. A reply
+    belongs to the turn after it."""
     mask = np.asarray(mask, bool)
     before = np.concatenate([mask[:, :1], mask[:, :-1]], 1)
     return (before & ~mask).cumsum(1)

@@ -1,18 +1,18 @@
-"""Checkpoints at update boundaries: whole, atomic, and enough to go on as if nothing had happened.
+"""Checkpoints between updates: atomic, and sufficient to resume without any difference.
 
     OUT/checkpoints/step_000050/policy/      Hugging Face folder in the model's own precision, for eval.py or vLLM
-                                actor/       the same, with two models
+                                actor/       the same for the actor, if there is one
                                 policy_adapter/, actor_adapter/
                                              with LoRA: adapters in peft's format (model/lora.py)
-                                shards/      weights and optimizers as they are trained, each rank's part (shards.py)
+                                shards/      trained weights, optimizer states (shards.py)
                                 learner.pt   counters, controllers (kappa, lambda_distill)
-                                rank0.pt     that rank's source, pending groups with their ref
-                                             columns, states of the random number generators
+                                rank0.pt     source of this rank, its pending groups with their ref
+                                             columns, states of its random number generators
                                 digests.json SHA-256 of every file
 
-Everything is copied to the host between two updates (Snapshot), and a thread writes it while the
-run goes on (Saving): under a temporary name, which is renamed once. A checkpoint is complete or
-absent. Digests find later damage, and the checkpoint before it is used."""
+The state is copied to the host between two updates (Snapshot). A thread writes the copy while the
+run continues (Saving), under a temporary name that is renamed at the end: a checkpoint is complete
+or absent. If a digest shows later damage, the previous checkpoint is used."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ __all__ = [
 ]
 __all__ += ["save_model", "stamps", "text_folder", "vocabulary_size", "write_zeros"]
 
-FORMAT = 4  # a checkpoint of another format is refused
+FORMAT = 4  # a checkpoint of a different format is rejected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,18 +89,17 @@ FORMAT = 4  # a checkpoint of another format is refused
 
 
 def save(run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict) -> Path:
-    """Write the checkpoint of `step` updates, delete all but the newest `--keep`; returns its
-    folder.
+    """Write the checkpoint after `step` updates, delete all but the newest `--keep` checkpoints,
+    and return its folder.
 
-    Collective. run: a run.Run, of which cfg, configs and tokenizer are read. pending: the
-    minibatches of groups that are not trained on yet. UserError: it could not be written; the
-    sentence names the place of a copy."""
+    Collective. run: a run.Run. pending: minibatches of groups that wait for their update. Raises
+    UserError, which names the place of a copy, if the checkpoint could not be written."""
     return Saving(Snapshot(run, step, learner, source, pending, controllers)).wait()
 
 
 class Saving:
-    """A checkpoint that a thread writes while the run goes on. A kill leaves the one before, which
-    is deleted last."""
+    """A checkpoint that a thread writes while the run continues. Old checkpoints are deleted last,
+    so that a kill leaves one."""
 
     def __init__(self, snapshot: Snapshot):
         self.error: BaseException | None = None
@@ -112,7 +111,7 @@ class Saving:
     def _write(self, snapshot: Snapshot, gpu: int | None) -> None:
         try:
             if gpu is not None:
-                # a new thread has the first one, which is another rank's
+                # a new thread starts on device 0, which belongs to a different rank
                 torch.cuda.set_device(gpu)
             write(snapshot)
         except BaseException as e:  # noqa: B036  `wait` raises it in the run's own thread
@@ -122,7 +121,8 @@ class Saving:
         return self.thread.is_alive()
 
     def wait(self) -> Path:
-        """Until it is written; its folder. UserError: it could not be written there."""
+        """Wait for the thread, and return the checkpoint's folder. Raises UserError if the
+        checkpoint could not be written there."""
         self.thread.join()
         if self.error is not None:
             raise self.error
@@ -130,11 +130,11 @@ class Saving:
 
 
 class Snapshot:
-    """The content of a checkpoint between two updates, as private copies on the host.
+    """The content of a checkpoint, as private copies on the host.
 
-    Collective. Adapters are whole, weights and optimizers in the parts that lie on this rank; where
-    every rank has all of them, each copies its share, and the first one the model that it
-    writes."""
+    Collective. Adapters are whole; weights and optimizer states are this rank's shards. If every
+    rank has all of them (DDP), each rank copies a share, and the first rank also copies the model
+    for the Hugging Face folder."""
 
     def __init__(
         self, run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict
@@ -161,7 +161,7 @@ class Snapshot:
         self.exports: dict[str, Export] = {}
         self.adapters = {}
         copies = Copies(self.group)
-        replicated = learner.comm.size > 1 and not learner.sharded  # DDP: every rank has all of it
+        replicated = learner.comm.size > 1 and not learner.sharded  # DDP: each rank has all
         for name in learner.names:
             trained = learner.trained(name)
             names = list(trained)[self.rank :: learner.comm.size] if replicated else trained
@@ -183,15 +183,14 @@ class Snapshot:
 
 
 def write(snapshot: Snapshot) -> Path:
-    """Write a snapshot where it belongs, and delete old checkpoints; if there is no room, write it
-    elsewhere.
+    """Write a snapshot to its folder, and delete old checkpoints. If writing fails, write it to the
+    temporary folder instead.
 
-    Collective, as is all below, over the ranks' processes. UserError: it is elsewhere, or
-    nowhere."""
+    Collective. Raises UserError if the checkpoint is not in its folder."""
     cfg, final = snapshot.run.cfg, snapshot.final
     why = write_at(final, snapshot)
     if why:
-        # another run's has another name
+        # a name that no other run uses
         run = "-".join(snapshot.run.folder.resolve().parts[1:])[-200:]
         spare = Path(tempfile.gettempdir()) / f"{run}-{final.name}"
         saved_there = not write_at(spare, snapshot)
@@ -201,14 +200,14 @@ def write(snapshot: Snapshot) -> Path:
             if old.is_symlink():
                 old.unlink()
             else:
-                shutil.rmtree(old, ignore_errors=True)  # the rest is deleted next time
+                shutil.rmtree(old, ignore_errors=True)  # leftovers are deleted next time
     from_all(None, snapshot.group)  # wait for all ranks
     return final
 
 
 def write_at(final: Path, snapshot: Snapshot) -> str:
-    """Write one checkpoint, whole or not at all. Why it could not be written, on every rank; ""
-    where it was."""
+    """Write one checkpoint atomically. Returns on every rank the reason of a failure, or "" if the
+    checkpoint was written. Collective."""
     rank, group = snapshot.rank, snapshot.group
     scratch = final.with_name(final.name + ".writing")
     attempt = Attempt(group)
@@ -222,7 +221,7 @@ def write_at(final: Path, snapshot: Snapshot) -> str:
         tensors = export.stream(whole)
         if rank == 0:
             attempt(export.write, scratch / name, tensors)
-        for _ in tensors:  # the others gather with the first one, whatever it can write
+        for _ in tensors:  # gathering is collective, even if the first rank cannot write
             pass
     if rank == 0:
         for name, adapter in snapshot.adapters.items():
@@ -242,7 +241,7 @@ def write_at(final: Path, snapshot: Snapshot) -> str:
 
 
 class Attempt:
-    """Runs one write after the other until one fails."""
+    """Runner of a sequence of writes: after the first failure it skips the rest."""
 
     def __init__(self, group):
         self.group = group
@@ -253,13 +252,11 @@ class Attempt:
             return None
         try:
             return do(*args, **more)
-        except (
-            Exception
-        ) as e:  # a full disk is an OSError, or whatever torch and safetensors make of it
+        except Exception as e:  # torch and safetensors replace the OSError of a full disk
             self.error = e
 
     def failed(self) -> bool:
-        """Whether something failed on any rank; all get the same answer. Collective."""
+        """Whether a write failed on any rank. Collective."""
         return any(from_all(self.error is not None, self.group))
 
     @property
@@ -270,7 +267,7 @@ class Attempt:
 
 
 def not_written(final: Path, why: str, spare: Path | None) -> str:
-    """The sentence for a checkpoint that could not be written where it should be."""
+    """The error message for a checkpoint that could not be written to its folder."""
     run = final.parent.parent
     if spare is None:
         fix = f"make room there and go on from the checkpoint before with --resume --out={run}"
@@ -280,10 +277,10 @@ def not_written(final: Path, why: str, spare: Path | None) -> str:
 
 
 def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:
-    """Bring learner and source back; returns (step, pending, controllers) as `save` took them, on
-    any number of ranks.
+    """Restore learner and source, on any number of ranks. Returns (step, pending, controllers), the
+    arguments of `save`.
 
-    UserError: `shared_by_ranks`'s."""
+    Raises UserError if a different revision wrote the checkpoint."""
     rank, n_ranks = learner.comm.rank, learner.comm.size
     shared = shared_by_ranks(folder)
     learner.load_state_dict(shared["learner"])
@@ -310,8 +307,8 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
 
 
 def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
-    """The contents of learner.pt. mmap: tensors stay on the disk. UserError: another revision wrote
-    the checkpoint."""
+    """The contents of learner.pt. mmap: tensors stay on disk. Raises UserError if a different
+    revision wrote the checkpoint."""
     shared = torch.load(folder / "learner.pt", weights_only=True, mmap=mmap)
     need(
         shared.get("format") == FORMAT,
@@ -322,19 +319,19 @@ def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whole on the disk, and found to be whole
+# Durable writes, and digests that detect damage
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def in_bytes(state: dict) -> bytes:
-    """A state as bytes of torch.save, independent of later changes."""
+    """A state serialized by torch.save, independent of later changes."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
 
 
 def flush(path: Path) -> None:
-    """Onto the disk: a loss of power does not undo it."""
+    """Force a file or folder to disk (fsync), so that it survives a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -343,7 +340,7 @@ def flush(path: Path) -> None:
 
 
 def digests_of(folder: Path, rank: int) -> dict[str, str]:
-    """File -> its digest, of those that this rank has written; they are on the disk then."""
+    """Force the files that this rank has written to disk; returns file -> digest."""
     digests = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and writer_of(path) == rank:
@@ -353,7 +350,7 @@ def digests_of(folder: Path, rank: int) -> dict[str, str]:
 
 
 def writer_of(path: Path) -> int:
-    """The rank that writes this file of a checkpoint."""
+    """The rank that writes this file of a checkpoint, from the file's name."""
     match = re.fullmatch(r"rank(\d+)\.pt|__(\d+)_\d+\.distcp", path.name)
     return int(match[1] or match[2]) if match else 0
 
@@ -377,7 +374,7 @@ def digest(path: Path) -> str:
 
 
 def damage(folder: Path, part: str = "") -> str:
-    """The damage of a checkpoint, or of one model's folder in it; "" without damage."""
+    """A description of the damage of a checkpoint, or of the files below `part`; "" if intact."""
     if not (folder / "digests.json").is_file():
         return "digests.json is missing"
     try:
@@ -395,19 +392,17 @@ def damage(folder: Path, part: str = "") -> str:
 
 
 def folders(out: Path | str) -> list[Path]:
-    """The folders of a run's checkpoints, oldest first; one that is being written is not among
-    them."""
+    """The folders of a run's complete checkpoints, oldest first."""
     steps = (Path(out) / "checkpoints").glob("step_*")
     named = [path for path in steps if re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def newest(out: Path | str, part: str = "") -> Path | None:
-    """The newest whole checkpoint of the run folder `out`; None if the run was killed before its
-    first.
+    """The newest intact checkpoint of the run folder `out`; None if there is no checkpoint.
 
-    part: only this model's folder matters. Damaged ones are named on the screen and left out.
-    UserError: all are."""
+    part: check only this model's folder. Damaged checkpoints are skipped with a warning. Raises
+    UserError if all are damaged."""
     steps = folders(out)
     damaged = []
     for folder in reversed(steps):
@@ -429,7 +424,8 @@ def to_resume(cfg: Config, comm) -> Path | None:
     """The checkpoint to resume from, the same on every rank; None if the run was killed before its
     first.
 
-    UserError: checkpoints were deleted, or it cannot be dealt out to this number of ranks."""
+    Raises UserError if checkpoints were deleted, or if the checkpoint cannot be redistributed to
+    this number of ranks."""
     chosen = newest(cfg.out) if comm.rank == 0 else None  # it reads all bytes
     number = int(comm.max([int(chosen.name[5:]) if chosen else -1])[0])
     if number < 0:
@@ -447,7 +443,7 @@ def to_resume(cfg: Config, comm) -> Path | None:
 
 
 def check_none_lost(out: str) -> None:
-    """UserError if a run without a checkpoint has logged updates after its first save."""
+    """Raise UserError if a run without a checkpoint has logged updates after its first save."""
     fix = "copy it from a backup, or start a new run in another --out"
     save_every = read_json(Path(out) / "config.json", fix)["config"]["save_every"]
     metrics = Path(out) / "metrics.jsonl"
@@ -465,8 +461,8 @@ def check_none_lost(out: str) -> None:
 
 
 def set_aside(out: Path | str, chosen: Path | None) -> None:
-    """Rename the damaged checkpoints after the chosen one, so that none counts as the newest, and
-    remove the files of a save that was killed."""
+    """Rename the damaged checkpoints after the chosen one, so that they are not found again, and
+    remove the files of an interrupted save."""
     for unfinished in (Path(out) / "checkpoints").glob("step_*.writing"):
         shutil.rmtree(unfinished, ignore_errors=True)
     steps = folders(out)

@@ -1,4 +1,4 @@
-"""Model folders as transformers and the hub know them: found, checked, read and written."""
+"""Hugging Face model folders: find, check, read and write them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ import quant
 from machinery.checkpoint.tensors import TensorFiles
 from machinery.flags import UserError, need, read_json
 
-BASE_DIR = (
-    "out/base"  # models that are made here once: embedded ones, and text models of multimodal ones
-)
+BASE_DIR = "out/base"  # models made here: embedded models, and text models of multimodal models
 
 
 class Export:
-    """A model on its way into a Hugging Face folder, in its own precision, one whole tensor after
-    the other.
+    """Writer of a model into a Hugging Face folder, in the model's own precision, tensor by tensor.
 
-    stream(whole): yields (name, tensor) of the model, each made whole by the function `whole`.
-    origin: the folder that the run started from. Its generation_config.json, which lists the tokens
-    that end a response, goes along as it is. Made in the main thread: building a model sets torch's
-    default precision for a moment. `write` may run in any."""
+    stream(whole): yields (name, tensor) of the model, each gathered by the function `whole`.
+    origin: the folder of the starting model. Its generation_config.json, which lists the stop
+    tokens, is copied unchanged. Construct it in the main thread, because building a model changes
+    torch's default dtype for a moment; `write` may run in any thread."""
 
     def __init__(self, config, stream, tokenizer, origin: str):
         from transformers import AutoModelForCausalLM
@@ -36,7 +33,7 @@ class Export:
         self.stream = stream
         self.tokenizer = tokenizer
         self.origin = origin
-        self.dtype = self.shell.dtype if config.dtype else None  # None: each tensor's own
+        self.dtype = self.shell.dtype if config.dtype else None  # None: keep each tensor's dtype
         self.left_out = {
             *self.shell.all_tied_weights_keys,
             *(self.shell._keys_to_ignore_on_save or ()),
@@ -46,17 +43,17 @@ class Export:
         alone = {}
         for name, x in shapes:
             alone |= layout_of(self.converted({name: x}))
-        # else some file's tensor is made of several of ours, and we hold them all
+        # false: a tensor of the files is made of several of the model's, so all are held at once
         self.alone = alone == together
         self.layout = alone if self.alone else together
 
     def kept(self, tensors) -> list:
-        """Those that a folder has: tied ones once."""
+        """The (name, tensor) pairs that a folder has; tied tensors appear once."""
         return [(name, x) for name, x in tensors if name not in self.left_out]
 
     def converted(self, tensors: dict) -> dict:
-        """As a folder has them: in its precision, and the experts, which transformers joins on
-        loading, each alone."""
+        """The tensors as a folder has them: in its precision, and with the experts, which
+        transformers joins on loading, as separate tensors."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if self.dtype:
@@ -66,14 +63,14 @@ class Export:
         return revert_weight_conversion(self.shell, tensors)
 
     def rounds(self, name: str, x) -> bool:
-        """Whether a tensor has the model's own precision in files: not buffers, such as the biases
-        by which some mixtures choose experts. A resumed run reads those from here, and rounded they
-        choose others."""
+        """Whether a tensor is rounded to the model's precision in files. Buffers are not: a resumed
+        run reads routing biases from these files, and rounded biases may route to different
+        experts."""
         return x.is_floating_point() and name not in dict(self.shell.named_buffers())
 
     def write(self, folder: Path, tensors) -> None:
-        """Write the folder. tensors: (name, whole tensor), as `stream` yields them; one is held at
-        a time."""
+        """Write the folder. tensors: (name, whole tensor) pairs from `stream`, held one at a
+        time."""
         self._write_config(folder)
         with TensorFiles(folder, self.layout) as files:
             parts = ([named] for named in tensors) if self.alone else [tensors]
@@ -103,7 +100,7 @@ def layout_of(tensors: dict) -> dict:
 
 
 def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> None:
-    """A Hugging Face folder from a config and whole tensors, as Export writes it."""
+    """Write a Hugging Face folder from a config and whole tensors (see Export)."""
     export = Export(
         config, lambda whole: ((name, whole(x)) for name, x in tensors.items()), tokenizer, origin
     )
@@ -111,7 +108,7 @@ def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> N
 
 
 def exported(config) -> Export:
-    """Names and shapes of the tensors in a folder of this configuration, without weights."""
+    """An Export without weights, for the names and shapes of tensors in a folder of this config."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -120,12 +117,12 @@ def exported(config) -> Export:
 
 
 def write_zeros(model, folder: Path) -> None:
-    """Give a folder that has a configuration, and perhaps old weights, weights of 0, tensor by
-    tensor. model: of that configuration, without weights."""
+    """Write weights of 0 into a model folder, tensor by tensor, in place of old weights. model: the
+    folder's model, without weights."""
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     layout = exported(model.config).layout
-    model.config.architectures = [type(model).__name__]  # by which vLLM knows the family
+    model.config.architectures = [type(model).__name__]  # vLLM finds the family by this
     model.config.save_pretrained(folder)
     with TensorFiles(folder, layout) as files:
         for name, (dtype, shape) in layout.items():
@@ -134,18 +131,18 @@ def write_zeros(model, folder: Path) -> None:
 
 @contextmanager
 def one_sentence(folder: Path | str, part: str, fix: str):
-    """Turn exceptions of transformers about a model folder into a UserError that names
-    folder and part."""
+    """Convert exceptions of transformers about a model folder to a UserError that names the folder
+    and the part."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.disable_progress_bar()  # the run has a bar of its own
-    logging.set_verbosity_error()  # its report of weights that do not fit goes into the sentence
+    logging.disable_progress_bar()  # the run has its own progress bar
+    logging.set_verbosity_error()  # the UserError reports weights that do not fit
     try:
         yield
     except UserError:
         raise
-    except Exception as e:  # they raise all kinds
+    except Exception as e:  # transformers raises many types
         words = " ".join(str(e).split())[:200] or type(e).__name__
         raise UserError(f"{folder}: its {part} cannot be read ({words}); {fix}") from None
     finally:
@@ -153,16 +150,16 @@ def one_sentence(folder: Path | str, part: str, fix: str):
 
 
 def from_hub(flag: str, name: str, cached: bool = False) -> str:
-    """The folder of a model of the hub, owner/name, fetched unless it is there already. UserError:
-    it cannot be had.
+    """The local folder of a hub model, owner/name, downloaded if missing. Raises UserError if the
+    download fails.
 
-    cached: another process of this host has just fetched it."""
+    cached: do not download, because a different process of this host has just done so."""
     from huggingface_hub import snapshot_download
 
     files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
         return snapshot_download(name, allow_patterns=files, local_files_only=cached)
-    except Exception as e:  # offline, unknown, not for everybody: they have a class for each
+    except Exception as e:  # offline, unknown or gated: different exception types
         why = " ".join(str(e).split())[:200] or type(e).__name__
         raise UserError(
             f"--{flag}={name}: no such folder here, and the hub does not give it ({why}); fetch it where there is a "
@@ -171,10 +168,10 @@ def from_hub(flag: str, name: str, cached: bool = False) -> str:
 
 
 def text_folder(folder: str) -> str:
-    """The folder, or where its model also sees or hears, one of its text model alone: only that is
-    trained.
+    """The folder itself, or, for a multimodal model, a folder with its text model, the only part
+    that is trained.
 
-    It is made in BASE_DIR once. UserError, one sentence: transformers has no such text model."""
+    It is made once, in BASE_DIR. Raises UserError if transformers has no such text model."""
     config = read_config(folder)
     text = config.get_text_config()
     if text is config:
@@ -189,20 +186,20 @@ def text_folder(folder: str) -> str:
         fix = f"give a model of text alone: this one is of the family {config.model_type}"
         with one_sentence(folder, "text model", fix):
             tensors = text_tensors(folder, text)
-        scratch = made.with_name(f"{made.name}.{os.getpid()}")  # another run may make the same one
+        scratch = made.with_name(f"{made.name}.{os.getpid()}")  # a concurrent run may make it too
         save_model(text, tensors, read_tokenizer(folder), scratch, folder)
         try:
             os.replace(scratch, made)
         except OSError:
             shutil.rmtree(scratch)
-            if not (made / "config.json").is_file():  # else the other was first
+            if not (made / "config.json").is_file():  # else a concurrent run was first
                 raise
     return str(made)
 
 
 def text_tensors(folder: str, text) -> dict:
-    """The weights of the text model in a model that also sees or hears, under its own names. text:
-    its config."""
+    """The weights of a multimodal model's text model, under the text model's names. text: the text
+    model's config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     with torch.device("meta"):
@@ -216,8 +213,7 @@ def text_tensors(folder: str, text) -> dict:
 
 
 def read_config(folder: Path | str):
-    """The transformers config of a model folder: of its text, where it also sees. UserError: one
-    sentence."""
+    """The transformers config of a model folder. Raises UserError if it is missing or invalid."""
     from transformers import AutoConfig
 
     fix = "give a whole folder of a causal language model, as save_pretrained writes it"
@@ -225,9 +221,7 @@ def read_config(folder: Path | str):
     with one_sentence(folder, "config.json", fix):
         config = AutoConfig.from_pretrained(folder)
         text = config.get_text_config()
-        if getattr(
-            text, "attn_logit_softcapping", None
-        ):  # the usual attention of torch would leave the cap out
+        if getattr(text, "attn_logit_softcapping", None):  # torch's SDPA would ignore the cap
             text._attn_implementation = "eager"
         known = text.vocab_size, text.max_position_embeddings
     is_valid = all(isinstance(size, int) and size > 0 for size in known)
@@ -239,8 +233,8 @@ def read_config(folder: Path | str):
 
 
 def check_family(folder: str, by_vllm: bool) -> None:
-    """UserError, one sentence, from config.json alone: this model would be trained or published
-    wrongly. by_vllm: it samples there."""
+    """Raise UserError, from config.json alone, if training or publishing this model would go wrong.
+    by_vllm: vLLM samples from it."""
     config = read_config(folder)
     is_plain = not getattr(config, "quantization_config", None)
     fix = "give the folder in 16 bits, and a format in --rollout_quant"
@@ -266,8 +260,8 @@ def check_family(folder: str, by_vllm: bool) -> None:
 
 
 def check_angles(folder: str, context: int) -> None:
-    """UserError, one sentence: its rotary angles would depend on how long the longest row of a
-    batch is."""
+    """Raise UserError if the model's rotary angles would depend on the longest row of a batch.
+    context: longest prompt and response, in tokens."""
     config = read_config(folder).get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
@@ -283,32 +277,31 @@ def check_angles(folder: str, context: int) -> None:
 
 
 def own_dtype(folder: Path | str) -> str:
-    """The type in which a checkpoint holds its weights, by its config.json; float32 without one."""
+    """The dtype of a checkpoint's weights according to its config.json; float32 if it names
+    none."""
     named = str(getattr(read_config(folder), "dtype", "")).removeprefix("torch.")
     return named if named in ("float32", "bfloat16", "float16") else "float32"
 
 
 def read_tokenizer(folder: Path | str):
-    """The tokenizer of a model folder. UserError, one sentence: missing or damaged."""
+    """The tokenizer of a model folder. Raises UserError if it is missing or damaged."""
     from transformers import AutoTokenizer
 
     fix = "copy tokenizer.json and tokenizer_config.json of this model into the folder"
     with one_sentence(folder, "tokenizer", fix):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    # made up where there are no files
+    # transformers makes an empty tokenizer if there are no files
     need(len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {fix}")
     return tokenizer
 
 
 def vocabulary_size(tokenizer) -> int:
-    """How many token ids there are. A model's embedding may have more rows, which stand for
-    none."""
+    """Number of token ids. A model's embedding may have more rows, which are padding."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def check_rows(folder: str, vocabulary: int) -> None:
-    """UserError: the tokenizer has ids for which a model has no row. More rows than ids are no
-    error."""
+    """Raise UserError if the tokenizer has more ids than the model's embedding has rows."""
     rows = read_config(folder).get_text_config().vocab_size
     need(
         rows >= vocabulary,
@@ -318,15 +311,14 @@ def check_rows(folder: str, vocabulary: int) -> None:
 
 
 def stamps(folder: Path | str) -> dict[str, list[int]]:
-    """file -> [size, time in ns], by which a model is told from another one that stood in the same
-    folder."""
+    """File -> [size, modification time in ns], which detects that a folder's model was replaced."""
     files = sorted(path for path in Path(folder).iterdir() if path.is_file())
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those of its index, or the one without it. UserError: it
-    has two sets of them, of which transformers reads the one and vLLM the other."""
+    """The safetensors files of a folder: the files of its index, or the single file. Raises
+    UserError if the folder has both, because transformers and vLLM would read different files."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.is_file():
         return [single]
@@ -342,8 +334,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(folder: Path | str) -> None:
-    """UserError, one sentence, before an engine or a model loads them: a file of weights is not
-    there, or damaged."""
+    """Raise UserError if a file of weights is missing or damaged. Called before an engine or a
+    model loads them."""
     from safetensors import safe_open
 
     folder, fix = (
@@ -352,7 +344,7 @@ def check_weights(folder: Path | str) -> None:
     )
     files = weight_files(folder)
     if not any(file.is_file() for file in files) and any(folder.glob("*.bin")):
-        return  # torch's older format is looked at when it is loaded
+        return  # torch's older format is checked on loading
     for file in files:
         need(file.is_file(), f"{folder}: no weights there ({file.name} is missing); {fix}")
         with one_sentence(file, "weights", fix), safe_open(file, "pt") as opened:
@@ -360,8 +352,8 @@ def check_weights(folder: Path | str) -> None:
 
 
 def load_model(folder: Path | str, dtype=torch.float32):
-    """A causal language model. UserError, one sentence: no weights, damaged ones, or those of
-    another model."""
+    """The causal language model in a folder. Raises UserError if its weights are missing, damaged
+    or do not fit the config."""
     from transformers import AutoModelForCausalLM
 
     fix = "give a whole checkpoint of that shape"

@@ -1,12 +1,12 @@
-"""Sharded weights and optimizer states: each rank writes its part, and any number of ranks reads
-them.
+"""Sharded weights and optimizer states: each rank writes its shards, and any number of ranks can
+read them.
 
-By torch.distributed.checkpoint: a tensor that is sharded is written shard by shard, one that every
-rank has is written once, and a file .metadata says which part of which tensor lies where. Names:
-model/weight, and model/weight/kind of optimizer states (exp_avg, momentum_buffer, ...).
+The format is torch.distributed.checkpoint's: sharded tensors are written shard by shard,
+replicated tensors once, and the file .metadata records the place of every shard. Tensors are named
+MODEL/WEIGHT, and optimizer states MODEL/WEIGHT/KIND (exp_avg, momentum_buffer, ...).
 
-Everything here works on copies on the host, through a process group of its own, so that it can run
-in a thread while the next update computes (`Copies`)."""
+Writing uses copies on the host (`Copies`) and a separate process group, so that a thread can write
+during the next update."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ warnings.filterwarnings(
 
 
 def saving_group():
-    """The process group of checkpoints, which a thread writes."""
+    """The process group of the thread that writes checkpoints."""
     return own_group("checkpoints")
 
 
 def own_group(use: str):
-    """A process group of all ranks for one use. Two threads must not share a group, because
-    collective calls are paired by their order. None for one process. Collective at the first
-    call."""
+    """A process group of all ranks for one use; None for a single process. Collective at the first
+    call. Two threads must not share a group, because collective calls are paired by their order."""
     return further_group(dist.group.WORLD, use) if dist.is_initialized() else None
 
 
 @functools.cache
 def further_group(world, use: str):
-    """Another group of the same ranks, made once for each process group that this process has been
-    in."""
+    """An additional group of all ranks, made once for each use and each world group of this
+    process."""
     return dist.new_group(backend="gloo")
 
 
@@ -53,7 +52,7 @@ def from_all(x, group) -> list:
 
 
 class Copies:
-    """Host copies of the tensors of this rank, one for each tensor."""
+    """Host copies of this rank's tensors; a tensor that is passed twice is copied once."""
 
     def __init__(self, group):
         self.made: dict[tuple, torch.Tensor] = {}
@@ -86,26 +85,26 @@ class Copies:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """A detached tensor, gathered from all ranks where it is sharded."""
+    """The detached tensor, gathered from all ranks if it is sharded."""
     x = x.detach()
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def write_shards(tensors: dict, folder: Path, group) -> None:
-    """Write this rank's part of the tensors (copies on the host). Collective: a failure on one rank
-    raises on all."""
+    """Write this rank's shards of the tensors (host copies). Collective: a failure on one rank
+    raises on all ranks."""
     import torch.distributed.checkpoint as dcp
 
     try:
         dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
-    except dcp.api.CheckpointException as e:  # no Exception: its sentence is a page of tracebacks
+    except dcp.api.CheckpointException as e:  # a BaseException with a page of tracebacks
         raise next(iter(e.failures.values()))[0] from None
 
 
 def read_shards(learner, folder: Path) -> None:
-    """Bring weights and optimizers back, whatever the number of ranks that wrote them. Collective.
+    """Restore weights and optimizer states written by any number of ranks. Collective.
 
-    UserError: they are of other models, or of another optimizer."""
+    Raises UserError if they are from different models or a different optimizer."""
     import torch.distributed.checkpoint as dcp
 
     reader = dcp.FileSystemReader(folder)

@@ -1,5 +1,5 @@
-"""State of a checkpoint without weights: random number generators and groups, as containers of
-tensors and numbers."""
+"""The state of a checkpoint without weights: random number generators and pending groups, as plain
+containers of tensors and numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sampling import Sampling
 
 
 def rng_state() -> dict:
-    """The generators of torch, CUDA, numpy and Python, as plain containers."""
+    """The states of the generators of torch, CUDA, numpy and Python, as plain containers."""
     kind, keys, *position = np.random.get_state()
     python = random.getstate()
     return {
@@ -30,7 +30,7 @@ def rng_state() -> dict:
 
 
 def set_rng_state(state: dict) -> None:
-    """The inverse of rng_state."""
+    """Restore the generators from the result of rng_state."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"])
@@ -41,8 +41,8 @@ def set_rng_state(state: dict) -> None:
 
 
 def new_rng_state(seed: int, rank: int) -> dict:
-    """The state of a rank that the checkpoint does not know: by the run's seed and its own
-    number."""
+    """The generator states of a rank that the checkpoint does not have, from the run's seed and the
+    rank."""
     rank_seed = request_seed("rank", seed, rank) % 2**32
     with same_rng_state():
         torch.manual_seed(rank_seed)
@@ -53,7 +53,7 @@ def new_rng_state(seed: int, rank: int) -> dict:
 
 @contextmanager
 def same_rng_state():
-    """The generators stand after this as they stood before."""
+    """Restore the generators to their present states at the end of the context."""
     before = rng_state()
     try:
         yield
@@ -67,7 +67,7 @@ def same_rng_state():
 
 
 def pack(groups: list[Rollout]) -> dict:
-    """Groups as containers of tensors, strings and numbers: a checkpoint holds no pickled
+    """Groups as plain containers of tensors, strings and numbers; a checkpoint has no pickled
     classes."""
     packed = []
     for group in groups:
@@ -95,12 +95,12 @@ def unpack(packed: dict) -> list[Rollout]:
 
 
 def dealt(pending: list[list[dict]], rank: int, n_ranks: int) -> list[dict]:
-    """This rank's packed groups of each minibatch, where other ranks, or more or fewer of them, had
-    these.
+    """This rank's packed groups of each pending minibatch, for a resume with a different number of
+    ranks.
 
-    pending: for each rank of before, its packed minibatches. The i-th group of rank r of N is
-    number i N + r of the minibatch, as sources deal the problems: so a minibatch has the same
-    groups, whoever holds them."""
+    pending: the packed minibatches of each previous rank. Group i of rank r of N ranks is group
+    i N + r of the minibatch, the order in which sources distribute problems. A minibatch therefore
+    keeps its groups for any number of ranks."""
     minibatches = []
     for parts in zip(*pending, strict=True):
         turns = zip(*(part["groups"] for part in parts), strict=True)
@@ -110,7 +110,7 @@ def dealt(pending: list[list[dict]], rank: int, n_ranks: int) -> list[dict]:
 
 
 def converted(x, kind: type, convert):
-    """x with `convert` applied to every value of the type `kind`, inside dicts and lists too."""
+    """x with `convert` applied to every value of the type `kind`, also inside dicts and lists."""
     if isinstance(x, kind):
         return convert(x)
     if isinstance(x, dict):

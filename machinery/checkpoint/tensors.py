@@ -1,5 +1,5 @@
-"""Named tensors in files, one after the other: as they are published, and as the folders of models
-have them."""
+"""Files of named tensors, written tensor by tensor: published weights, and the files of model
+folders."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def header_of(layout: dict[str, tuple], names, metadata: dict) -> tuple[bytes, dict[str, int]]:
-    """(the beginning of a safetensors file with these tensors in this order, where each of them
-    begins in it).
+    """(header bytes of a safetensors file with these tensors in this order, byte offset of each
+    tensor in the file).
 
-    The library writes whole dictionaries alone. The format: 8 bytes with the length of a header,
-    the header (JSON: dtype, shape and place of every tensor), and the tensors' bytes. All is known
-    before the first tensor comes.
+    The safetensors library can only write whole dictionaries. The format is 8 bytes with the length
+    of the header, the header (JSON: dtype, shape and offsets of every tensor), and the tensors'
+    bytes, so the header is known before the first tensor arrives.
 
     layout: name -> (dtype, shape)."""
     header, starts, end = {"__metadata__": metadata}, {}, 0
@@ -53,8 +53,8 @@ def header_of(layout: dict[str, tuple], names, metadata: dict) -> tuple[bytes, d
 
 @dataclass(frozen=True)
 class Published:
-    """Named tensors that can be read more than once, computed each time: no second model is
-    held."""
+    """Named tensors that can be iterated repeatedly; each iteration computes them again, so that no
+    second model is in memory."""
 
     read: Callable
 
@@ -63,31 +63,31 @@ class Published:
 
 
 class Layout:
-    """Where each tensor of a stream belongs in one file, in safetensors' format. Tensors that share
-    memory are written once; equal tensors make equal files."""
+    """The offset of each tensor of a stream in one safetensors file. Tensors that share memory are
+    written once. Equal tensors give equal files."""
 
     def __init__(self, named_tensors):
         self.order: list[str] = []
-        self.alias: dict[str, str] = {}  # name -> the name under which its bytes are in the file
-        self.known: dict[str, tuple] = {}  # name -> (dtype, shape), of those that are in the file
-        first: dict[tuple, tuple] = {}  # place in memory -> (its storage, name)
+        self.alias: dict[str, str] = {}  # name -> name of the tensor in the file with its bytes
+        self.known: dict[str, tuple] = {}  # name -> (dtype, shape) of the tensors in the file
+        first: dict[tuple, tuple] = {}  # (address, shape, dtype) -> (storage, name)
         for name, x in named_tensors:
             self.order.append(name)
             place = (x.data_ptr(), x.shape, x.dtype)
             storage, other = first.get(place, (None, ""))
-            if storage is not None and not storage.expired():  # else other memory was there
+            if storage is not None and not storage.expired():  # else the memory was reused
                 self.alias[name] = other
                 continue
             first[place] = (StorageWeakRef(x.untyped_storage()), name)
             self.known[name] = (x.dtype, tuple(x.shape))
-        # The widest numbers first, so that each tensor begins at a multiple of its own width.
+        # The widest dtypes first, so that each tensor begins at a multiple of its item size.
         names = sorted(self.known, key=lambda name: -self.known[name][0].itemsize)
         self.header, self.place = header_of(
             self.known, names, {"order": json.dumps([self.order, self.alias])}
         )
 
     def write(self, path: Path, named_tensors) -> None:
-        """Write a stream of these tensors, completely or not at all; none of them is kept."""
+        """Write a stream of these tensors, atomically, without keeping them in memory."""
         left = set(self.known)
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(path.name + ".writing")
@@ -112,8 +112,8 @@ class Layout:
 
 
 def read_tensors(path: Path) -> Published:
-    """The tensors that a Layout wrote, in their order. The file stays open: it may be deleted while
-    they are read."""
+    """The tensors of a file that a Layout wrote, in the order of the stream. The file stays open,
+    so it may be deleted while they are read."""
     from safetensors import safe_open
 
     file = safe_open(path, "pt")
@@ -125,14 +125,14 @@ def read_tensors(path: Path) -> Published:
 # A model, tensor by tensor
 # ---------------------------------------------------------------------------------------------------------------------
 
-FILE_BYTES = 5 * 10**9  # of tensors in one file of a model; one larger tensor has a file of its own
+FILE_BYTES = 5 * 10**9  # maximum bytes of tensors per file; a larger tensor gets its own file
 
 
 class TensorFiles:
-    """The safetensors files of a Hugging Face folder, for tensors that come one at a time in any
-    order.
+    """Writer of the safetensors files of a Hugging Face folder, for tensors that arrive one at a
+    time in any order.
 
-    layout: name -> (dtype, shape), of every tensor that will come."""
+    layout: name -> (dtype, shape) of every tensor."""
 
     def __init__(self, folder: Path, layout: dict[str, tuple]):
         parts = split(layout)
@@ -141,7 +141,7 @@ class TensorFiles:
             names = [
                 f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)
             ]
-        self.place = {}  # name of a tensor -> its open file, and where it begins there
+        self.place = {}  # name of a tensor -> (its open file, its offset there)
         self.files = []
         self.layout = layout
         for name, part in zip(names, parts, strict=True):
@@ -161,7 +161,7 @@ class TensorFiles:
         self.place |= {name: (file, start) for name, start in place.items()}
 
     def write(self, name: str, x: torch.Tensor) -> None:
-        """Put a tensor where it belongs; it is not kept."""
+        """Write a tensor at its offset, without keeping it in memory."""
         file, start = self.place.pop(name)
         if (x.dtype, tuple(x.shape)) != self.layout[name]:
             raise ValueError(
@@ -187,8 +187,8 @@ def n_bytes(dtype, shape) -> int:
 
 
 def split(layout: dict[str, tuple]) -> list[list[str]]:
-    """The names of each file's tensors, the widest numbers first: so each begins at a multiple of
-    its own width."""
+    """The names of the tensors of each file, the widest dtypes first, so that each tensor begins at
+    a multiple of its item size."""
     parts, size = [[]], 0
     for name in sorted(layout, key=lambda name: -layout[name][0].itemsize):
         size += n_bytes(*layout[name])
