@@ -211,7 +211,7 @@ class ModelFlags(SampleFlags):
     model: str = ""
     """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id,
     or base:policy."""
-    which: Literal["policy", "actor"] = "policy"
+    role: Literal["policy", "actor"] = "policy"
     """Which model of a run or checkpoint."""
     problems: int | None = None
     """At most this many problems; default 512, for python -m probe 64."""
@@ -277,11 +277,11 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     }
     sets = eval_sets(cfg, "task", defaults)
     warmstart.check(cfg, sets[0].task)
-    folder = find_model(cfg, "model", cfg.which)
+    folder = find_model(cfg, "model", cfg.role)
     one_model = Path(cfg.model) not in Path(folder).parents
     need(
-        cfg.which == "policy" or not one_model,
-        f"--which={cfg.which}: {cfg.model} is one model, not a run or a checkpoint; leave it out",
+        cfg.role == "policy" or not one_model,
+        f"--role={cfg.role}: {cfg.model} is one model, not a run or a checkpoint; leave it out",
     )
     models = [folder, sampler] if sampler else [folder]
     tokenizer = common_tokenizer(cfg, folder, sampler)
@@ -654,7 +654,7 @@ def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
     flags_of_ours = {"max_tokens", *required} | (set() if is_custom else {"rollout_dtype"})
     cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in flags_of_ours})
     if missing:
-        find_model(cfg, "model", cfg.which)  # raises for a wrong name
+        find_model(cfg, "model", cfg.role)  # raises for a wrong name
     check_named(cfg.model, missing)
     return cfg
 

@@ -90,7 +90,7 @@ class Records:
 class Rows:
     """The n responses that are still being decoded, in the order of the cache's rows."""
 
-    which: torch.Tensor  # (n,) int64: indices among all N responses
+    index: torch.Tensor  # (n,) int64: indices among all N responses
     position: torch.Tensor  # (n,) int64: position of the next token
     mask: torch.Tensor | None  # (n, tokens in the cache): attention mask; None without padding
     cache: Any  # a transformers cache
@@ -100,7 +100,7 @@ class Rows:
         object."""
         rows = going.nonzero()[:, 0]
         self.cache.batch_select_indices(rows)
-        self.which = self.which[rows]
+        self.index = self.index[rows]
         self.position = self.position[rows]
         if self.mask is not None:
             self.mask = self.mask[rows]

@@ -530,18 +530,18 @@ class HFEngine:
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, topk, self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
-        routed = [(rows.which, self.routed)]  # experts of the prompts, then of each later token
+        routed = [(rows.index, self.routed)]  # experts of the prompts, then of each later token
         for t in range(T):
             # the same float32 factor as in the learner
             z, gone = truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)
             logp = z.log_softmax(-1)
-            token = pick(logp, u[rows.which, t, None])
+            token = pick(logp, u[rows.index, t, None])
             if self.raw:
                 logp = logits.log_softmax(-1)
-            records.write(rows.which, t, token, logp)
+            records.write(rows.index, t, token, logp)
             if max_allowed:
-                records.write_allowed(rows.which, t, gone)
-            going = records.end(rows.which, t, torch.isin(token[:, 0], stop))
+                records.write_allowed(rows.index, t, gone)
+            going = records.end(rows.index, t, torch.isin(token[:, 0], stop))
             n_going = int(going.sum())
             if t == T - 1 or n_going == 0:
                 break
@@ -549,7 +549,7 @@ class HFEngine:
                 rows.shrink(going)
                 token = token[going]
             logits = self._step(token, rows)
-            routed.append((rows.which, self.routed))
+            routed.append((rows.index, self.routed))
         responses = records.responses(stop_ids, max_allowed)
         if self.routing is not None:
             give_routed(responses, grouped(responses, seeds), prompts, routed)
@@ -578,7 +578,7 @@ class HFEngine:
         if self.exact:
             cache, padded = in_order(cache, position), False
         rows = Rows(
-            which=indices, position=position, mask=mask[prompt_of] if padded else None, cache=cache
+            index=indices, position=position, mask=mask[prompt_of] if padded else None, cache=cache
         )
         return logits[prompt_of], rows
 

@@ -67,7 +67,7 @@ def within(
 class Finding:
     """The remainder under one variant of a fault."""
 
-    where: str  # layer, temperature or prompt; "": the fault has one variant
+    variant: str  # layer, temperature or prompt; "": the fault has one variant
     left: np.ndarray  # (B, T) squared remainder of each token
     # (B, T) log-probability of each token in the distribution that the faulty engine samples from
     sampled: np.ndarray
@@ -464,7 +464,7 @@ def best_finding(fault, case: Case) -> Finding | None:
     one response, the FINAL best layers on all responses."""
     if fault in BY_LAYER:
         tried = sorted(fault(case.shortest()), key=lambda finding: finding.left.sum())
-        case = replace(case, only=frozenset(finding.where for finding in tried[:FINAL]))
+        case = replace(case, only=frozenset(finding.variant for finding in tried[:FINAL]))
     return min(fault(case), key=lambda finding: finding.left.sum(), default=None)
 
 
@@ -478,7 +478,7 @@ def suspects(case: Case) -> list[dict]:
         if best is not None:
             explained = 1 - best.left.sum() / before.sum()
             se = error(before.sum(1), best.left.sum(1), case.batch.group.numpy())
-            row = {"fault": name, "where": best.where, "explained": float(explained), "se": se}
+            row = {"fault": name, "where": best.variant, "explained": float(explained), "se": se}
             sampled = float(best.sampled[case.batch.exists.numpy()].mean())
             rows.append(row | {"sampled": sampled, "certain": best.certain})
     rows.sort(key=lambda row: -row["explained"])

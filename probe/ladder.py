@@ -197,11 +197,11 @@ class Scorer(HFEngine):
             else self._read_prompts(prompts, sizes)
         )
         for t in range(tokens.shape[1]):
-            token = tokens[rows.which, t, None]
-            out[rows.which, t] = self._logp(
-                logits, token, t, [responses[b] for b in rows.which.tolist()]
+            token = tokens[rows.index, t, None]
+            out[rows.index, t] = self._logp(
+                logits, token, t, [responses[b] for b in rows.index.tolist()]
             )
-            going = length[rows.which] > t + 1
+            going = length[rows.index] > t + 1
             n_going = int(going.sum())
             if n_going == 0:
                 break

@@ -614,8 +614,8 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --problems=many | --problems=many: must be a whole number
 --max_tokens=0 | --max_tokens=0: must be at least 1
 --max_tokens=1000 | --max_tokens=1000: the longest prompt of arith has 12 ... shorten the response, or drop long prompts
---which=actr | --which=actr: not one of policy, actor; did you mean actor?
---which=actor | --which=actor: ... is one model, not a run or a checkpoint; leave it out
+--role=actr | --role=actr: not one of policy, actor; did you mean actor?
+--role=actor | --role=actor: ... is one model, not a run or a checkpoint; leave it out
 --actor=ACTOR | --actor: no such flag
 --router_replay | --router_replay=True: an evaluation has no learner; use python -m probe
 --learner_quant=int8 | --learner_quant=int8: an evaluation has no learner; use python -m probe

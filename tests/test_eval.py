@@ -50,7 +50,7 @@ def test_standard_error():
 
 def test_the_command_on_a_folder_and_a_file(folders, tmp_path, capsys):
     out = tmp_path / "r.json"
-    flags = ["--which=actor", "--problems=20", "--samples=3", "--k=1,3", f"--out={out}"]
+    flags = ["--role=actor", "--problems=20", "--samples=3", "--k=1,3", f"--out={out}"]
     result = evaluation.main([f"--model={folders}", "--rollout=hf", "--max_tokens=8", *flags])
     assert json.loads(out.read_text()).items() >= result.items()
     assert result["mean@3"] == pytest.approx(result["pass@1"])
