@@ -34,6 +34,7 @@ from tasks import at_once, make_task, settings_of
 
 GIB = 2**30
 MOST_RANKS = 64  # the largest number of ranks that is tried
+MOST_MICRO = 1 << 15  # tokens of a micro-batch: larger ones use a GPU no better
 
 # ---------------------------------------------------------------------------------------------------------------------
 # States
@@ -396,6 +397,19 @@ def longest_row(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: fl
     return fits
 
 
+def largest_micro(cfg: Config, made: Plan, configs: dict, prompt: int, gpu_gib: float) -> int:
+    """The largest --micro_tokens, a power of two up to MOST_MICRO, with which the run fits; at least
+    the tokens of one row."""
+    width = made.micro[1]
+    tokens = 1 << (MOST_MICRO.bit_length() - 1)
+    while tokens > width:
+        other = plan_of(replace(cfg, micro_tokens=tokens), configs, prompt, made.ranks, gpu_gib)
+        if other.peak <= gpu_gib * GIB:
+            break
+        tokens //= 2
+    return max(tokens, width)
+
+
 def verdict(
     cfg: Config, configs: dict, prompt: int, made: Plan, gpu_gib: float
 ) -> tuple[bool, str]:
@@ -443,6 +457,9 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
             else "none fits"
         )
         print(f"no row is split over GPUs: {sentence}")
+        print(
+            f"the largest micro-batch that fits: --micro_tokens={largest_micro(cfg, made, configs, prompt, gpu_gib)}"
+        )
 
 
 def config_of(flag: str, name: str):

@@ -390,6 +390,16 @@ def test_the_longest_row_is_the_longest_that_fits(monkeypatch):
     assert plan.longest_row(cfg, configs, 200, 1, 80.0) == 0  # a prompt as long as the context
 
 
+def test_the_largest_micro_batch_is_a_power_of_two_that_fits(monkeypatch):
+    def planned(cfg, configs, prompt, ranks, gpu_gib):
+        return SimpleNamespace(peak=cfg.micro_tokens * plan.GIB // 1000)
+
+    monkeypatch.setattr(plan, "plan_of", planned)
+    made = SimpleNamespace(micro=(3, 700), ranks=2)
+    for gpu_gib, tokens in ((5.0, 4096), (4.096, 4096), (4.0, 2048), (100.0, 32768), (0.9, 700)):
+        assert plan.largest_micro(make_cfg(**BIG), made, {}, 37, gpu_gib) == tokens
+
+
 def test_the_command(tmp_path, capsys):
     """Of a folder there need be nothing but its config.json."""
     small().save_pretrained(tmp_path)
@@ -399,6 +409,7 @@ def test_the_command(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "one rank of 4" in said and "it fits --gpu_gib=80" in said
     assert "the longest that fits has 512 tokens, of which 32 are prompt" in said  # the model's context
+    assert "the largest micro-batch that fits: --micro_tokens=32768" in said
     assert float(re.search(r"weights, policy +([\d.]+)", said)[1]) == pytest.approx(4 * P_SMALL / plan.GIB, abs=0.005)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
