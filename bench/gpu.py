@@ -1,6 +1,6 @@
 """The GPU list: measurements that need a GPU. Each part runs in a process with a time limit.
 
-    python -m bench gpu                                # all parts in 25 minutes: results/gpu.md and gpu.json
+    python -m bench gpu                                # all parts in 30 minutes: results/gpu.md and gpu.json
     python -m bench gpu --parts=learner,linears        # some parts; other results stay on the page
     python -m bench gpu --device=cpu --scale=tiny      # the script itself, on a CPU: out/gpu
 
@@ -66,7 +66,7 @@ class GpuFlags:
     """tiny: two layers and a few tokens."""
     out: str = ""
     """Folder of gpu.md and gpu.json; by default results, and out/gpu for a trial."""
-    minutes: float = 25.0
+    minutes: float = 30.0
     """For all parts together; those that have not begun by then are skipped."""
     part: str = ""
     """One part in this process, its lines as JSON."""

@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib.metadata
 import importlib.util
+import json
 import math
 import os
 import re
@@ -36,9 +37,11 @@ from machinery.speed import operations, peak_of
 from model import Needs, OneModelRows, Scored
 from model.engines import HFEngine, VLLMEngine
 from model.head import ChunkedHead, Head, chunk_rows
+from results import against_trl
 from rollout import as_groups, uniforms
 from sampling import Sampling
 from sync import WeightCheck
+from tasks import arithmetic_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -686,7 +689,75 @@ def gap_row(s: Setting, what: str, engine, learner: Learner, goal: str = "") -> 
     )
 
 
-# name -> (the part, its time limit in seconds); all parts fit into 25 minutes
+# ---------------------------------------------------------------------------------------------------------------------
+# trl
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ours(s: Setting) -> Iterator[dict]:
+    """Whole steps (publish, roll out, grade, update) with vLLM: 0.6B, groups of 8."""
+    cfg = bench.resolved(**step_of(s), dtype="bfloat16", micro_tokens=s.pick(16_384, 256))
+    with tempfile.TemporaryDirectory() as folder:
+        s.model("0.6B").save_pretrained(folder)
+        share = dict(dtype="bfloat16", memory_gib=s.pick(0.3, 0.05))
+        engine = VLLMEngine(folder, max_len=cfg.max_tokens + 64, max_logprobs=1, **share)
+        step = against_trl.our_step(folder, engine, cfg, s.device)
+        times = [s.seconds(step) for _ in range(s.pick(5, 2))][1:]
+        engine.close()
+    yield repeats_row(f"our step, {cfg.train_batch} responses of {cfg.max_tokens}", times, "s")
+
+
+def trl(s: Setting) -> Iterator[dict]:
+    """Steps of TRL's GRPOTrainer with the same model, batch and lengths (on a GPU with vLLM in the
+    same process), and our steps in a separate process. PYTHONPATH=.trl, see
+    results/against_trl.py."""
+    if importlib.util.find_spec("trl") is None:
+        yield missing("TRL's step", "not installed")
+        return
+    flags, times = step_of(s), []
+    options = dict(
+        per_device_train_batch_size=s.pick(32, 16),
+        gradient_accumulation_steps=s.pick(8, 1),
+        max_completion_length=flags["max_tokens"],
+        use_cpu=not s.cuda,
+        bf16=s.cuda,
+        use_vllm=s.cuda,
+    )
+    options |= dict(vllm_mode="colocate", vllm_gpu_memory_utilization=0.3) if s.cuda else {}
+    n = s.pick(5, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        s.model("0.6B").save_pretrained(f"{folder}/model")
+        arithmetic_tokenizer().save_pretrained(f"{folder}/model")
+        clock = against_trl.trl_clock(times)
+        against_trl.grpo_trainer(f"{folder}/model", f"{folder}/out", n, clock, **options).train()
+    theirs = [seconds for _, seconds in times[1:]]
+    title = f"TRL's step, {flags['train_batch']} responses of {flags['max_tokens']}"
+    yield repeats_row(title, theirs, "s")
+    scale = "tiny" if s.tiny else "full"
+    command = [sys.executable, "-m", "bench.gpu", "--part=ours"]
+    done = subprocess.run(
+        [*command, f"--device={s.device}", f"--scale={scale}"], capture_output=True, text=True
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]
+    yield from lines
+    if lines:
+        ratio = lines[0]["value"] / float(np.mean(theirs))
+        yield row("our step over TRL's", ratio, "x", goal="<= 0.8", met=ratio <= 0.8)
+
+
+def step_of(s: Setting) -> dict:
+    """The flags of a step that both sides share."""
+    return dict(
+        objective="grpo",
+        train_batch=s.pick(256, 16),
+        rollout_batch=s.pick(256, 16),
+        group_size=8,
+        max_tokens=s.pick(256, 8),
+        lr=1e-6,
+    )
+
+
+# name -> (the part, its time limit in seconds); all parts fit into 30 minutes
 PARTS = {
     "tests": (tests, 280),
     "vllm": (vllm, 200),
@@ -698,4 +769,6 @@ PARTS = {
     "memory": (memory, 130),
     "rollouts": (rollouts, 100),
     "exact": (exact, 150),
+    "trl": (trl, 200),
+    "ours": (ours, 100),
 }

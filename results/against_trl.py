@@ -34,9 +34,9 @@ from sync import WeightCheck
 from tasks import Arithmetic, arithmetic_tokenizer
 
 
-def our_step(folder: str, engine, cfg: Config):
+def our_step(folder: str, engine, cfg: Config, device: str = "cpu"):
     """A callable that publishes, rolls out, grades and updates, like the loop of train.py."""
-    learner = Learner(load_model(folder), None, cfg, Comm())
+    learner = Learner(load_model(folder), None, cfg, Comm(device))
     source = LocalSource(
         engine,
         Arithmetic(),
@@ -55,18 +55,17 @@ def our_step(folder: str, engine, cfg: Config):
     return step
 
 
-def grpo_trainer(folder: str, out: str, steps: int, callback):
-    """TRL's trainer on arith: batch 256, groups of 8, 16 new tokens."""
+def grpo_trainer(folder: str, out: str, steps: int, callback, **options):
+    """TRL's trainer on arith: batch 256, groups of 8, 16 new tokens, unless `options` of GRPOConfig
+    differ."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from trl import GRPOConfig, GRPOTrainer
 
-    args = GRPOConfig(
-        output_dir=out,
+    usual = dict(
         per_device_train_batch_size=256,
         num_generations=8,
         max_completion_length=16,
-        max_steps=steps,
         learning_rate=1e-6,
         beta=0.0,
         temperature=1.0,
@@ -79,6 +78,7 @@ def grpo_trainer(folder: str, out: str, steps: int, callback):
         gradient_checkpointing=False,
         seed=0,
     )
+    args = GRPOConfig(output_dir=out, max_steps=steps, **{**usual, **options})
     task = Arithmetic()
     prompts = [task.problem("train", i).prompt for i in range(2000)]
 
@@ -95,8 +95,8 @@ def grpo_trainer(folder: str, out: str, steps: int, callback):
     )
 
 
-def trl_clock(ours, times: list):
-    """A trainer callback that times TRL's step, then one of our steps: appends (ours, TRL's) to `times`."""
+def trl_clock(times: list, ours=None):
+    """A trainer callback that times TRL's steps, each followed by one of ours if given: appends (ours or 0, TRL's)."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
@@ -106,7 +106,7 @@ def trl_clock(ours, times: list):
         def on_step_end(self, *args, **kwargs):
             spent = time.perf_counter() - self.start
             with attention.grouped(True):
-                times.append((seconds(ours), spent))
+                times.append((seconds(ours) if ours else 0.0, spent))
 
     return Clock()
 
@@ -122,7 +122,7 @@ def against_trl(root: str) -> dict:
     shaped(folder)
     cfg = resolved(objective="grpo", train_batch=256, rollout_batch=256, max_tokens=16, lr=1e-6)
     times = []
-    clock = trl_clock(our_step(folder, HFEngine(folder), cfg), times)
+    clock = trl_clock(times, our_step(folder, HFEngine(folder), cfg))
     try:
         trainer = grpo_trainer(folder, f"{root}/trl_out", 24, clock)
     except ImportError as e:
