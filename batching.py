@@ -298,7 +298,7 @@ def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int
     """(rows of each micro-batch, longest first; total number of tokens).
 
     A micro-batch has at most `budget` tokens, or one row. Padding counts: n rows cost n times the
-    longest prompt and response. With `share` the rows of a group are adjacent and their prompt is
+    longest prompt plus response. With `share` the rows of a group are adjacent and their prompt is
     processed once: n times the longest response, plus the longest prompt once per group."""
     prompt, response, group = (x.tolist() for x in (batch.prompt_len, batch.length, batch.group))
     width = response if share else [p + n for p, n in zip(prompt, response, strict=True)]

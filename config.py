@@ -3,7 +3,7 @@
 python train.py --config=configs/x.toml --key=value
 
 The type of a parameter `cfg` is the smallest group with all flags that the function reads: `def
-check(cfg: ObrsFlags)`. A flag with the default None is filled from `--objective` (presets.py), then
+needs_of_exact_kappa(cfg: ObrsFlags)`. A flag with the default None is filled from `--objective` (presets.py), then
 by machinery/settings.py. machinery/settings.py also reads command lines and TOML files and checks
 combinations of flags across files. Each file checks its own flags."""
 
@@ -67,7 +67,7 @@ class SizeFlags:
 
 @dataclass(frozen=True)
 class ObjectiveFlags:
-    """The objective: one correction times one surrogate (open: filled from --objective)"""
+    """The objective: one correction times one surrogate (flags without a value are filled from --objective)"""
 
     correction: str | None = None
     """Weight and keep-mask per token (corrections.CORRECTIONS)."""
@@ -105,12 +105,14 @@ class ObjectiveFlags:
     """Also drop tokens or responses by a statistic of r (corrections.REJECTIONS; default none);
     several statistics with their bounds: token:0.5:5,seq_max_k2:0:0.1."""
     reject_of: Literal["all", "negative"] | None = None
-    """Responses that --reject may drop: all (the default), or only those with a negative
+    """Tokens or responses that --reject may drop: all (the default), or only with a negative
     advantage."""
     rs_low: float | None = None
-    """Lower bound of the statistic of --reject and rejecting corrections; lower values drop."""
+    """Lower bound of the statistic of --reject and rejecting corrections; below it tokens
+    or responses are dropped."""
     rs_high: float | None = None
-    """Upper bound of the statistic of --reject and rejecting corrections; higher values drop."""
+    """Upper bound of the statistic of --reject and rejecting corrections; above it tokens
+    or responses are dropped."""
     log_ratio_clamp: float = 20.0
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
     mask_cut: bool = False
@@ -152,8 +154,8 @@ class ObrsFlags:
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None
-    """c2: cap of p_ref / p_tgt (target new); default slightly above 1 + eps_high, or 3 if the
-    surrogate clips no token ratio (Jackpot Table 8; without a cap, a drawn mask may not train)."""
+    """c2: cap of p_ref / p_tgt (target new); default 1.02 + clip_high for ppo and cispo with a
+    finite clip, else 3 (Jackpot Table 8). Without a cap, training may fail."""
     obrs_topk: int = 20
     """K: number of the engine's top log-probabilities from which Z is bounded."""
     obrs_mask: Literal["bernoulli", "expected"] = "bernoulli"
@@ -166,7 +168,8 @@ class ObrsFlags:
     """Z: exact (two models, target ref); bracket, bounded from the top-K; or approx, the paper's
     kappa Z_approx; auto: exact if possible, else bracket."""
     kappa: Literal["auto", "exact"] = "auto"
-    """Target new: auto: previous update's kappa; exact: this update's, by an extra forward pass."""
+    """For --obrs_target=new. auto: kappa of the previous update; exact: kappa of this update, from an
+    extra forward pass."""
 
 
 @dataclass(frozen=True)
@@ -424,9 +427,9 @@ class ReportFlags:
     """Updates between held-out evaluations; 0: only before and after the run; -1: never (use python
     eval.py --follow=RUN)."""
     eval_engine: Literal["own", "torch", "second"] = "own"
-    """Sampler of evaluations. own: the rollout engine, quantized if rollouts are, for the rollout
-    model, plain torch for the other model; second: as own, with a second engine for the policy if
-    there is an actor; torch: plain torch, unquantized weights."""
+    """Sampler of evaluations. own: the rollout engine for the model that samples, plain torch for the
+    other model; second: as own, but a policy with an actor gets a second engine; torch: plain torch
+    for both."""
     eval_problems: int = 512
     """Held-out problems, each with one response at temperature 1 (--eval_task can set both)."""
     eval_task: str = ""

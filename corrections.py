@@ -206,7 +206,7 @@ def retrace(log_r, mask, clamp=CLAMP):
 
 
 def retrace_seq(log_r, mask, clamp=CLAMP):
-    """weight prod_{s<=t} min(r_s, 1) min(R, 1): less than 1 if the token, an earlier token or the
+    """weight min(R, 1) prod_{s<=t} min(r_s, 1): less than 1 if the token, an earlier token or the
     whole response is less likely under ref than under inf.
 
     Ours. In results/worth.md, no nonnegative weight that ignores the advantage beats it by two
@@ -335,7 +335,7 @@ class Correction:
     parameter name (`call`)."""
 
     function: Callable
-    # granularity of the weights, "token" or "sequence"; metrics count weights outside the bounds
+    # "token" or "sequence" if the weight is r or R, capped or not: metrics compare r or R with C
     level: str = ""
     drops: bool = False  # the correction rejects tokens or responses
     counts_drops_as_zero: bool = False  # metrics count a dropped weight as 0

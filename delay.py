@@ -198,8 +198,8 @@ class DelaySource(LocalSource):
                 break
 
     def make(self, n_groups: int, learner_version: int, share: float = 1.0) -> None:
-        """Advance samplers by `share` of a batch's time; they make sampler_rate * n_groups * share
-        groups, round-robin. Then drop groups that are too old."""
+        """Advance samplers to the current time and let them make sampler_rate * n_groups * share
+        groups, each by the sampler with the fewest. Then drop groups that are too old."""
         now = self.now(learner_version)
         self.reload(now)
         self.made += self.cfg.sampler_rate * n_groups * share

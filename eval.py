@@ -232,8 +232,8 @@ class EvalFlags(ModelFlags):
     k: str | None = None
     """pass@k for these k, each at most --samples; default: 1 and --samples."""
     follow: str = ""
-    """A run folder: evaluate each checkpoint as --eval_task asked, as it comes, into the run's
-    metrics (eval.jsonl); ends with the run."""
+    """A run folder: evaluate each new checkpoint on the run's --eval_task, append the results to
+    RUN/eval.jsonl, and return when training has ended."""
     show_prompt: bool = False
     """Print the first prompts as the model sees them, and the tokens that end a response; sample
     nothing."""

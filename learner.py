@@ -335,7 +335,7 @@ class Learner:
 
     def _unscale(self) -> None:
         """Unscale the gradients. The loss scale halves after an overflow and doubles after 2,000
-        backward passes without one. Gradients and loss scale are the same on all ranks."""
+        updates without one. Gradients and loss scale are the same on all ranks."""
         if not self.scaler.is_enabled():
             return
         for optimizer in chain.from_iterable(self.optimizers.values()):
@@ -362,8 +362,8 @@ class Learner:
 
     def _step(self, loss: float, all_rejected: bool = False) -> dict[str, float]:
         """Clip, check, step. A non-finite loss or gradient skips the step on every rank; MAX_SKIPS
-        consecutive skips stop the run (`error`). A float16 overflow at a loss scale of 1 or more is
-        not counted.
+        consecutive skips stop the run (`error`). A float16 overflow at a loss scale of 1 or more
+        does not count towards MAX_SKIPS.
 
         all_rejected: if every token was rejected, skip the policy's optimizer step, because
         momentum would change the weights; the update is counted."""
@@ -581,7 +581,7 @@ class Learner:
             )
 
     def state_dict(self) -> dict:
-        """Counters and controls; `trained` returns weights and optimizer states."""
+        """Counters and the state of the loss scaler; `trained` returns weights and optimizer states."""
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
         return {
             **{name: getattr(self, name) for name in counters},

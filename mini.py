@@ -5,8 +5,8 @@
         --actor_lr=3e-6 --max_tokens=512 --rollout_batch=64 --train_batch=64 --micro_batch=4
 
 Read `jackpot` first: it is the whole algorithm (arXiv 2602.06107, Alg. 1). Optimal budgeted
-rejection sampling (OBRS) rejects tokens that are more likely under the actor than under the policy,
-and reweights the rest. PPO updates both models. Distillation keeps the actor close to the policy.
+rejection sampling (OBRS) keeps a token with probability min(1, p_policy / (lambda p_actor)), and
+reweights the kept ones. PPO updates both models. Distillation keeps the actor close to the policy.
 
 Without --model, two small models learn to add, after a warm start of supervised steps. --data is a
 JSONL file with `problem` (or `question`) and `answer`; a response is correct if its last number

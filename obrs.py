@@ -38,7 +38,7 @@ CLAMP = 20.0  # log-ratios are clamped to +-CLAMP before exp
 
 
 class Target(NamedTuple):
-    """Log-probabilities of the target that the learner has computed."""
+    """The learner's statistics of the target distribution."""
 
     logp: torch.Tensor  # (B, T)    of the sampled tokens
     support_logp: torch.Tensor | None  # (B, T, S) on the support S

@@ -54,7 +54,8 @@ def set_aside_if_poisoned(r: Response) -> bool:
 
 @contextmanager
 def given_back_if_it_fails(source):
-    """Restore the source's state before the last `next` after an exception: no group is skipped."""
+    """After an exception, restore the state that the source had before the last `next`, so that no
+    group is skipped."""
     try:
         yield
     except Exception:
@@ -234,7 +235,7 @@ class LocalSource:
         return values | {f"sync/{name}": x for name, x in known.items() if not math.isnan(x)}
 
     def give_back(self) -> None:
-        """Restore the state before the last `next`, if its groups will not be trained on."""
+        """Restore the state before the last `next`, for groups that are not trained on."""
         vars(self).update(self.before)
 
     def saved(self) -> None:

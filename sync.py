@@ -7,7 +7,7 @@ Bytes, at every sync. The checksum of an engine tensor must equal the sum of its
 checksums. At RL learning rates 99 % of the bytes of a bfloat16 model stay the same from one version
 to the next; the check detects a single changed byte. The checksum of a tensor is
 
-    sum over its 64-bit words w of  w ((K w) >> 29)    modulo 2^64,
+    sum over its words w of  w ((K w) >> 29)    modulo 2^64,    words of 64 bits, or fewer by its shape
 
 which does not depend on the order of the words or on zero words. So fused (q, k and v in one),
 sharded, transposed and padded tensors can be compared without restoring their layout. If a kernel
@@ -20,6 +20,9 @@ the engine's log-probabilities of fixed sequences, and of tokens that it samples
 a forward pass on the published tensors (model/streamed.py):
 
     rms(log p_engine - log p_published) <= 5 f,    f = rms(log p_nudged - log p_published)
+
+For sampled tokens the median of the absolute difference must be as small, and neither may exceed
+the spread of log p unless f is above half of it.
 
 The noise floor f is measured on the same model and sequences, with one more forward pass in which
 each module's output is perturbed by the engine's rounding error. On SmolLM2-135M, engine errors are

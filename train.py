@@ -8,9 +8,10 @@
 
 `objectives.loss` multiplies the weight and mask of a correction (corrections.py) by a surrogate.
 presets.py maps --objective=jackpot to --correction=obrs: `corrections.obrs_correction` calls
-`obrs.correction` for mask and weight. kappa (`obrs.kappa_from`) is computed in `objectives.prepare`
-for target ref, and in `objectives.update_controllers` for target new. All flags are in config.py;
---help prints the most common flags, --help=all prints all flags.
+`obrs.correction` for mask and weight. Two models use the exact Z; otherwise kappa scales it
+(`obrs.kappa_from`), computed in `objectives.prepare_obrs`, and for target new after each update in
+`objectives.update_controllers`. All flags are in config.py; --help prints the most common flags,
+--help=all prints all flags.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Session:
     """State of a run: models, source of rollouts, counters, log and checkpoints."""
 
     def __init__(self, cfg: Config, comm: Comm):
-        """Open the run. Raises UserError for wrong flags, files or models, before a model loads."""
+        """Open the run. UserError for wrong flags, files or models, mostly before a model loads."""
         self.comm = comm
         self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
         self.cfg = cfg = self.run.cfg  # with --epochs converted to --steps
