@@ -427,6 +427,7 @@ CORRECTED = {
     "TIS": dict(objective="tis", **W4A16),
     "Jackpot, expected mask": {**EXPECTED, **W4A16},
     "`retrace_seq`": dict(objective="retrace_seq", **W4A16),
+    "no correction, aligned": {**GRPO, **W4A16, "learner_quant": "aligned"},
 }
 real = Study(
     groups={

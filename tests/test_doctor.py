@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from machinery.flags import UserError
 from probe import doctor
@@ -156,6 +157,19 @@ NAMES = [  # sampler, trainer, tokens as these programs call them
 def test_columns_of_other_programs_are_known(tmp_path, names):
     result = main([f"--rollouts={dump(tmp_path, SAME, names)}"])
     assert result["causes"][0]["cause"] == "arithmetic of 16 bits"
+
+
+def test_a_dump_of_trl():
+    """One step of GRPOTrainer (TRL 1.16) with vLLM in float32: its tensors under its names, and the numbers it logs as
+    sampling_logp_difference and importance_sampling_ratio."""
+    path = ROOT / "tests" / "golden" / "trl.jsonl"
+    dump = doctor.read(str(path))
+    gaps, R = np.abs(dump.flat(dump.log_r)), np.exp(np.where(dump.on, dump.log_r, 0).sum(1))
+    assert (gaps.mean(), gaps.max()) == pytest.approx((0.00120791, 0.00465536), rel=1e-3)
+    assert (R.min(), R.mean(), R.max()) == pytest.approx((0.98904693, 1.00098777, 1.01188076), rel=1e-5)
+    result = main([f"--rollouts={path}"])
+    assert result["tokens"] == 256 and result["causes"][0]["cause"] == "arithmetic of 16 bits"
+    assert result["seq_ess"] == pytest.approx(R.sum() ** 2 / 16 / (R**2).sum())
 
 
 def test_masks_prompts_and_named_columns(tmp_path):
