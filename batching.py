@@ -275,8 +275,8 @@ def routed(pairs, S: int) -> torch.Tensor:
     missing = next((g for g, r in pairs if r.routed is None), None)
     if missing is not None:
         raise UserError(
-            f"--router_replay: group {missing.uid} does not say which experts its tokens went to (sampled by "
-            f"{missing.model} without it); sample with --rollout=hf, or leave the flag out"
+            f"--router_replay: group {missing.uid} has no expert choices (sampled by {missing.model} without them); "
+            "sample with --rollout=hf, or leave the flag out"
         )
     return pad([r.routed for _, r in pairs], S, fill=-1, dtype=np.int16)
 

@@ -484,7 +484,7 @@ def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
             low, high = [float(number) for number in numbers] or row.bounds.values()
         except ValueError:
             raise UserError(
-                f"--reject={cfg.reject}: {part} is no statistic with its bounds; write {name}:LOW:HIGH, such as "
+                f"--reject={cfg.reject}: {part} is not a statistic with two bounds; write {name}:LOW:HIGH, such as "
                 f"{name}:{row.bounds['rs_low']:g}:{row.bounds['rs_high']:g}"
             ) from None
         need(
@@ -619,9 +619,9 @@ def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
     if not by_response or share >= 0.25:
         return ""
     return (
-        f"--correction={cfg.correction}: the weights of whole responses have an effective sample size of {share:.2g} "
-        f"of 1 (KL {logged['rollout_corr/kl']:.2g} a token over {logged['response_length']:.0f} tokens): few responses "
-        "carry the update; weights of tokens (--objective=tis) and OBRS (--objective=jackpot) work at this distance"
+        f"--correction={cfg.correction}: the sequence weights have an effective sample size of {share:.2g} of 1 (KL "
+        f"{logged['rollout_corr/kl']:.2g} a token over {logged['response_length']:.0f} tokens): few responses "
+        "determine the update; use token weights (--objective=tis) or OBRS (--objective=jackpot)"
     )
 
 
@@ -635,7 +635,8 @@ def check(cfg: Config) -> None:
     check_obrs(cfg)
     need(
         cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
-        f"--correction={cfg.correction} carries p_new / p_inf itself: it needs --ratio_base=new, not {cfg.ratio_base}",
+        f"--correction={cfg.correction} already contains p_new / p_inf: it needs --ratio_base=new, not "
+        f"{cfg.ratio_base}",
     )
     check_target(cfg)
 
@@ -645,12 +646,12 @@ def check_target(cfg: LossFlags) -> None:
     of_new = cfg.correction_target == "new"
     need(
         not of_new or cfg.correction not in USES_Z,
-        f"--correction_target=new: --correction={cfg.correction} has a target of its own; use --obrs_target",
+        f"--correction_target=new: --correction={cfg.correction} has a separate target; use --obrs_target",
     )
     plain = CORRECTIONS[cfg.correction].plain or cfg.surrogate == "reinforce"
     need(
         not of_new or plain or cfg.ratio_base == "new",
-        f"--correction_target=new: weights p_new / p_inf stand in place of the ratio; use --surrogate=reinforce or "
+        "--correction_target=new: weights p_new / p_inf replace the ratio; use --surrogate=reinforce or "
         f"--ratio_base=new, not {cfg.ratio_base}",
     )
     within = (
@@ -660,7 +661,7 @@ def check_target(cfg: LossFlags) -> None:
     late = cfg.correction not in USES_Z and sees_new(cfg)  # check_obrs reports on OBRS
     need(
         not late or cfg.loss_denominator != "kept" or not can_drop(cfg),
-        f"--loss_denominator=kept: needs the drops before the update starts, but {within} is computed during it; "
+        f"--loss_denominator=kept: needs the keep-mask before the update starts, but {within} is computed during it; "
         "use proposed",
     )
     need(
@@ -675,14 +676,15 @@ def check_target(cfg: LossFlags) -> None:
     )
     need(
         not cfg.normalize_weights or not sees_new(cfg),
-        f"--normalize_weights must know all weights before the update, and {within} is known within it; leave it out",
+        f"--normalize_weights needs all weights before the update, but {within} is computed during it; "
+        "leave the flag out",
     )
 
 
 def check_caps(cfg: ObjectiveFlags) -> None:
     """Raise UserError if --is_cap or --is_floor does not fit the correction."""
     bounds = CORRECTIONS[cfg.correction].bounds
-    cap = f"--is_cap={cfg.is_cap}: a cap of weights, at least 0.01"
+    cap = f"--is_cap={cfg.is_cap}: a cap of weights; must be at least 0.01"
     need(cfg.is_cap is None or cfg.is_cap >= 0.01, cap)
     check_has_cap(cfg)
     has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
@@ -717,7 +719,7 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
     need(
         not (rejects and cfg.reject in REJECTIONS),
         f"--reject={cfg.reject}: --correction={cfg.correction} already rejects by --rs_low and --rs_high; give the "
-        f"statistic bounds of its own, --reject={cfg.reject}:LOW:HIGH, or use --reject=none",
+        f"statistic separate bounds, --reject={cfg.reject}:LOW:HIGH, or use --reject=none",
     )
     need(
         cfg.rs_low is None or cfg.rs_high is None or cfg.rs_low < cfg.rs_high,
@@ -725,8 +727,8 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
     )
     need(
         (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject in REJECTIONS,
-        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: these bounds apply to no statistic; name one with "
-        f"--reject={', '.join(REJECTIONS)} (in a list of several each has bounds of its own, token:0.5:5)",
+        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: no statistic uses these bounds; name a statistic with "
+        f"--reject={', '.join(REJECTIONS)} (in a list each statistic has separate bounds, token:0.5:5)",
     )
     need(
         cfg.reject_of == "all" or cfg.reject != "none",
@@ -738,28 +740,29 @@ def check_obrs(cfg: Config) -> None:
     """Check the flags of OBRS, and flags that need OBRS's statistics before the update."""
     z, new = cfg.correction in USES_Z, cfg.obrs_target == "new"
     need(cfg.obrs_c1 > 0, f"--obrs_c1={cfg.obrs_c1}: must be above 0")
-    need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so at least 1")
+    need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
     need(
         cfg.obrs_lambda > 0,
         f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)",
     )
     need(
         cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
-        f"--obrs_accept_rate={cfg.obrs_accept_rate}: a budget lies in (0, 1]; leave it out to use --obrs_lambda",
+        f"--obrs_accept_rate={cfg.obrs_accept_rate}: must be in (0, 1]; leave it out to use --obrs_lambda",
     )
     need(
         cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
-        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave one out",
+        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave "
+        "out one of the two flags",
     )
     need(
         cfg.correction != "jackpot_adjusted" or new,
-        "--correction=jackpot_adjusted: its target is the policy now; use --obrs_target=new",
+        "--correction=jackpot_adjusted: its target is the current policy; use --obrs_target=new",
     )
     need(
         cfg.obrs_z != "exact" or exact_z_known(cfg),
-        "--obrs_z=exact: the whole vocabulary is known only with an --actor, --obrs_target=ref, no --obrs_accept_rate, "
-        "and samplers that are the learner's actor (no --delay, --samplers=local, low bits aligned, "
-        "kept sets replayed, --kv_cache_dtype=auto); use bracket",
+        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, no "
+        "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, low bits "
+        "aligned, kept sets replayed, --kv_cache_dtype=auto); use bracket",
     )
     need(
         not (z and new and cfg.loss_denominator == "kept") or cfg.kappa == "exact",

@@ -246,8 +246,8 @@ class DelaySource(LocalSource):
             waits += 1
             if waits > MOST_WAITS:
                 raise UserError(
-                    f"the learner has waited for {n_groups} groups for {MOST_WAITS} updates' time: samplers are too "
-                    "slow for the bounds on age; raise --max_staleness or --window_seconds"
+                    f"the learner has waited for {n_groups} groups for the time of {MOST_WAITS} updates: samplers "
+                    "are too slow for the age bounds; raise --max_staleness or --window_seconds"
                 )
             self.waited += self.cfg.step_seconds
             # one update's time
@@ -313,8 +313,8 @@ class DelaySource(LocalSource):
         for version in sorted(needed):
             if not self.path(version).is_file():
                 raise UserError(
-                    f"--resume: {self.path(version)} is gone, and a delayed sampler still holds that version; "
-                    "start a new run in another --out"
+                    f"--resume: {self.path(version)} is missing, and a delayed sampler still uses this version; "
+                    "start a new run in a different --out"
                 )
 
 
@@ -350,8 +350,8 @@ def check(cfg: Config) -> None:
         )
     if cfg.delay != "none" and remote:
         raise UserError(
-            f"--delay={cfg.delay} simulates samplers inside this process, and --samplers={cfg.samplers} has real ones; "
-            "give --delay to each of those samplers instead"
+            f"--delay={cfg.delay} simulates samplers inside this process, and --samplers={cfg.samplers} has real "
+            "samplers; give --delay to each real sampler instead"
         )
 
 
@@ -371,16 +371,16 @@ def check_bounds(cfg: Config) -> None:
     unbounded = most is None and math.isinf(cfg.window_seconds)
     if cfg.delay != "none" and unbounded and cfg.sampler_rate > 1:
         raise UserError(
-            f"--sampler_rate={cfg.sampler_rate}: samplers produce more groups than training consumes; "
-            "bound them with --max_staleness or --window_seconds"
+            f"--sampler_rate={cfg.sampler_rate}: samplers produce more groups than training consumes; bound their "
+            "age with --max_staleness or --window_seconds"
         )
     if cfg.delay != "none" and not math.isinf(cfg.window_seconds):
         # number of steps within the window
         steps = 1 + int(cfg.window_seconds * (1 - 1e-9) / cfg.step_seconds)
         if cfg.sampler_rate * (1 + (steps - 1) * cfg.train_batch / cfg.rollout_batch) < 1:
             raise UserError(
-                f"--window_seconds={cfg.window_seconds}: at --sampler_rate={cfg.sampler_rate} groups would be dropped "
-                "before there are enough of them for an update, for ever; widen the window, or raise the rate"
+                f"--window_seconds={cfg.window_seconds}: at --sampler_rate={cfg.sampler_rate} groups are always "
+                "dropped before there are enough groups for an update; widen the window, or raise the rate"
             )
 
 
@@ -399,6 +399,6 @@ def check_remote(cfg: Config) -> None:
     )
     need(
         not zmq or cfg.keys != "none" or cfg.samplers.startswith(("tcp://127.0.0.1:", "ipc://")),
-        f"--samplers={cfg.samplers}: for other hosts --keys are needed (python -m remote.keys OUT "
-        "--samplers=N makes them), or listen on tcp://127.0.0.1:PORT",
+        f"--samplers={cfg.samplers}: samplers on other hosts need --keys (python -m remote.keys OUT --samplers=N "
+        "makes them), or listen on tcp://127.0.0.1:PORT",
     )

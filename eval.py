@@ -212,17 +212,17 @@ class ModelFlags(SampleFlags):
     """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id,
     or base:policy."""
     role: Literal["policy", "actor"] = "policy"
-    """Which model of a run or checkpoint."""
+    """Model of a run or checkpoint."""
     problems: int | None = None
-    """At most this many problems; default 512, for python -m probe 64."""
+    """Maximum number of problems; default 512 (python -m probe: 64)."""
     samples: int = 4
-    """n: responses to each problem."""
+    """n: number of responses to each problem."""
     seed: int = 0
     """Seed of sampling."""
     out: str = ""
-    """Also write the results to this JSON file. eval.py writes every response to X.responses.jsonl,
-    from which the same command continues after a kill; python -m probe draws its figure to
-    X.png."""
+    """Also write the results to this JSON file, X.json. eval.py also writes every response to
+    X.responses.jsonl, from which the same command continues after a kill. python -m probe also
+    draws X.png."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class EvalFlags(ModelFlags):
     """Print the first prompts as the model sees them, and the tokens that end a response; sample
     nothing."""
     grade_gold: str = ""
-    """Feed this file's own answers to the grader instead of evaluating a model."""
+    """Grade the gold answers of this file instead of evaluating a model."""
 
 
 @dataclass
@@ -281,7 +281,7 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     one_model = Path(cfg.model) not in Path(folder).parents
     need(
         cfg.role == "policy" or not one_model,
-        f"--role={cfg.role}: {cfg.model} is one model, not a run or a checkpoint; leave it out",
+        f"--role={cfg.role}: {cfg.model} is a single model, not a run or a checkpoint; leave the flag out",
     )
     models = [folder, sampler] if sampler else [folder]
     tokenizer = common_tokenizer(cfg, folder, sampler)
@@ -320,8 +320,9 @@ def check_context(one: EvalSet, longest: int, limit: int) -> None:
     """Raise UserError if prompts and responses of a set can exceed the model's context."""
     need(
         longest + one.max_tokens <= limit,
-        f"--max_tokens={one.max_tokens}: the longest prompt of {one.label} has {longest} tokens, together more than "
-        f"the model's context of {limit}; shorten the response, or drop long prompts with --max_prompt_tokens",
+        f"--max_tokens={one.max_tokens}: the longest prompt of {one.label} has {longest} tokens, and with the "
+        f"response it exceeds the model's context of {limit}; shorten the response, or drop long prompts with "
+        "--max_prompt_tokens",
     )
 
 
@@ -366,7 +367,7 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
     for folder in (root, root / which, newest / which):
         path = folder / "config.json"  # a run's config.json has no model_type
         if path.is_file() and "model_type" in read_json(
-            path, "copy it again, or name another folder"
+            path, "copy it again, or name a different folder"
         ):
             return checkpoint.text_folder(str(folder))
     flags.refuse_adapter(flag, str(newest / f"{which}_adapter"))
@@ -411,7 +412,7 @@ def ks_of(text: str | None, n: int) -> list[int]:
     ks = [int(k) if k.strip().isdecimal() else 0 for k in text.split(",")]
     need(
         1 <= min(ks) <= max(ks) <= n,
-        f"--k={text}: each k must lie between 1 and --samples={n}, as in 1,{n}",
+        f"--k={text}: each k must be between 1 and --samples={n}, as in 1,{n}",
     )
     return ks
 
@@ -479,7 +480,8 @@ class Responses:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         need(
             lines and lines[0] == head,
-            f"{path}: holds responses of another evaluation, or to other problems; name another --out, or remove it",
+            f"{path}: the file has responses of a different evaluation or to different problems; name a "
+            "different --out, or remove the file",
         )
         # a kill can leave a partial last line
         complete_lines = [line for line in lines if line.endswith("\n")]
@@ -487,7 +489,7 @@ class Responses:
             row = tasks.parsed(line, f"{path}, line {n}")
             responses.known[row["set"]][row["id"]] = row
         os.truncate(path, sum(len(line.encode()) for line in complete_lines))
-        print(f"{path}: {len(complete_lines) - 1} problems are there already")
+        print(f"{path}: {len(complete_lines) - 1} problems are already evaluated")
         return responses
 
     def writer(self, one: EvalSet, tokenizer, known: dict):
@@ -541,14 +543,14 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
     run, looked_at = Path(cfg.follow), set()
     need(
         holds_run(run),
-        f"--follow={run}: not the folder of a run, or not yet; name one that holds its config.json",
+        f"--follow={run}: not a run folder, or its config.json is not written yet; name a folder with a config.json",
     )
     others = "".join(f" --{flag}" for flag in ("model", "out", "show_prompt") if getattr(cfg, flag))
     need(
         not others,
-        f"--follow: it evaluates the run's own models into the run's own file; leave out{others}",
+        f"--follow: models and output file are those of the run; leave out{others}",
     )
-    saved = read_json(run / "config.json", "copy it again, or name another folder")["config"]
+    saved = read_json(run / "config.json", "copy it again, or name a different folder")["config"]
     given = {key: x for key, x in flags.read(EvalFlags, argv) if key != "follow"}
     run_flags = flags_of_run(saved, given.get("task")) + [
         f"--{key}={x}" for key, x in given.items()
@@ -570,7 +572,7 @@ def follow(cfg: EvalFlags, argv: list[str]) -> dict:
                     f.write(json.dumps({"step": steps_of(folder) - 1, **values}) + "\n")
         if not todo and not trains:
             n = len(rows(run / EVALUATED))
-            print(f"{run}: nothing trains there; checkpoints evaluated: {n}")
+            print(f"{run}: no process trains in this folder; checkpoints evaluated: {n}")
             return {"run": str(run), "evaluated": n}
         if not todo:
             time.sleep(POLL)
@@ -586,7 +588,7 @@ def flags_of_run(saved: dict, sets: str | None = None) -> list[str]:
     task = sets or saved["eval_task"] or saved["task"]
     need(
         sets or saved["eval_task"] or task == "arith",
-        "--follow: this run holds nothing out; name sets with --task",
+        "--follow: this run has no held-out set; name sets with --task",
     )
     names = {f.name for kind in (TaskFlags, PromptFlags, EngineFlags) for f in fields(kind)}
     names |= {"max_tokens", "seed", "stop", "lm_head_fp32"}
@@ -624,7 +626,7 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
             why = (
                 "its command failed"
                 if folder.is_dir()
-                else "it was deleted meanwhile: let the run --keep more"
+                else "it was deleted in the meantime; raise the run's --keep"
             )
             print(f"{folder.name}: the {name} is not evaluated: {why}", file=sys.stderr)
             return {}
@@ -672,11 +674,11 @@ def main(argv: list[str] | None = None) -> dict:
         is_default_task = cfg.task == EvalFlags.task
         need(
             is_default_task,
-            f"--task={cfg.task}: --grade_gold names the file itself; leave one of them out",
+            f"--task={cfg.task}: --grade_gold already names the file; leave out one of the two flags",
         )
         need(
             not cfg.model,
-            f"--model={cfg.model}: --grade_gold grades a file's own answers, no model's; leave it out",
+            f"--model={cfg.model}: --grade_gold grades a file's gold answers and evaluates no model; leave --model out",
         )
         tasks.check(cfg)
         result = grade_gold(cfg.grade_gold, cfg)

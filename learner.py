@@ -221,7 +221,7 @@ class Learner:
         wrong = optim.not_finite(self.models)
         need(
             not wrong,
-            f"the weight {wrong} is not finite: copy the model again, or give a whole checkpoint",
+            f"the weight {wrong} is not finite: copy the model again, or give a complete checkpoint",
         )
         if self.comm.on and not self.sharded:
             return nn.parallel.DistributedDataParallel(self.models, gradient_as_bucket_view=True)
@@ -389,7 +389,7 @@ class Learner:
         if not self.is_finite():
             raise UserError(
                 f"update {self.version} made weights infinite or NaN: lower --lr (now {self.cfg.lr}) or --actor_lr; "
-                f"the newest checkpoint in {self.cfg.out} is whole: start from its policy with --model"
+                f"the newest checkpoint in {self.cfg.out} is intact: start from its policy with --model"
             )
         counts = {"skipped_steps": self.skipped, "rejected_steps": self.rejected, "stepped": finite}
         if self.scaler.is_enabled():
@@ -400,8 +400,8 @@ class Learner:
         """The likely cause of non-finite updates, and the fix."""
         name = optim.not_finite(self.models)
         if name:
-            return f"the weight {name} is not finite; start from a whole checkpoint"
-        return "weights and rollouts are finite; lower --lr, or look at --is_cap and --grad_clip"
+            return f"the weight {name} is not finite; start from an intact checkpoint"
+        return "weights and rollouts are finite; lower --lr, or check --is_cap and --grad_clip"
 
     def is_finite(self) -> bool:
         """Whether all weights are finite, on every rank. Collective."""
@@ -494,8 +494,8 @@ class Learner:
             for key, x in published:
                 if key in expected and not sync.same_bytes(x, expected.pop(key)):
                     raise sync.SyncError(
-                        f"version {self.version}: the published {key} is not the learner's: old weights would be "
-                        f"sampled from; {sync.TURN_OFF}"
+                        f"version {self.version}: the published {key} differs from the learner's: the engine would "
+                        f"sample from old weights; {sync.TURN_OFF}"
                     )
                 yield key, x
             if expected:
@@ -575,9 +575,9 @@ class Learner:
             gap = float((logp - expected).abs().mean())
             need(
                 gap <= HEADS.get(str(expected.dtype).removeprefix("torch."), 1e-3),
-                f"--{name if name == 'actor' else 'model'}: models of the family {config.model_type} do more to their "
-                f"logits than model/head.py knows (log-probabilities differ by {gap:.3g} from the model's own); choose "
-                "another model, or add its operation to head.Head",
+                f"--{name if name == 'actor' else 'model'}: models of the family {config.model_type} apply an "
+                f"operation to their logits that model/head.py lacks (log-probabilities differ by {gap:.3g} from the "
+                "model's); choose a different model, or add the operation to head.Head",
             )
 
     def state_dict(self) -> dict:
@@ -671,13 +671,13 @@ def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
         if not aligned or cfg.kv_cache_dtype != "auto":
             return f"{gap}: the mismatch of --rollout_quant={cfg.rollout_quant} --kv_cache_dtype={cfg.kv_cache_dtype}"
         raise UserError(
-            f"the learner does not compute the policy that sampled: {gap}; does the model cap, scale or shift its "
-            "logits (config.json), or does the engine? --check_sync=False trains without this check"
+            f"learner and engine compute different policies: {gap}; check whether the model (config.json) or the "
+            "engine caps, scales or shifts the logits; --check_sync=False trains without this check"
         )
     if found.gap > AGREES and found.gap > found.plain / 2:
         return (
-            f"alignment buys little on this model: {gap}; a learner in full precision is {found.plain:.3g} away. "
-            "Rounded activations amplify the last bit from layer to layer"
+            f"alignment reduces the mismatch little on this model: {gap}; for a learner in full precision it is "
+            f"{found.plain:.3g}. Rounding of activations amplifies last-bit differences from layer to layer"
         )
     return ""
 

@@ -82,14 +82,14 @@ MISMATCH = [
         "rollout_corr/ratio_mean",
         tokens,
         lambda v: v.r,
-        "mean of r = p_ref / p_inf; 1 where both are one policy",
+        "mean of r = p_ref / p_inf; 1 if both are the same policy",
     ),
     Mean(
         "rollout_corr/kl",
         tokens,
         lambda v: -v.log_r,
-        "mean(log p_inf - log p_ref), nats a token: the k1 estimate of KL(inf || ref), samples from inf; negative by "
-        "chance alone",
+        "mean(log p_inf - log p_ref), nats a token: the k1 estimate of KL(inf || ref), samples from inf; negative "
+        "only by chance",
     ),
     Mean(
         "rollout_corr/k3_kl",
@@ -128,7 +128,7 @@ MISMATCH = [
         "rollout_corr/mismatch_above_half",
         responses,
         lambda v: v.gap.amax(1) > 0.5,
-        "share of responses with a token of |p_inf - p_ref| > 0.5 (TIS Figures 7 and 8)",
+        "share of responses with any token of |p_inf - p_ref| > 0.5 (TIS Figures 7 and 8)",
     ),
     Mean(
         "rollout_corr/ppl_ratio",
@@ -140,12 +140,13 @@ MISMATCH = [
         "rollout_corr/cut_fraction",
         tokens,
         lambda v: v.ref <= FLOOR,
-        "sampled tokens that the learner's own truncation cuts (--keep_sampling_mask=recompute): they stand at e^-69",
+        "share of sampled tokens that the learner's truncation cuts (--keep_sampling_mask=recompute); their "
+        "p_ref is e^-69",
         when=lambda v: v.cfg.keep_sampling_mask == "recompute" and Sampling.of(v.cfg).truncates,
     ),
 ]
 
-OF_LOG_R = "the value of log r = log p_ref - log p_inf that N % of the tokens do not reach"
+OF_LOG_R = "N-th percentile over tokens of log r = log p_ref - log p_inf"
 MISMATCH += [
     Quantile(f"rollout_corr/log_r/{100 * q:g}", tokens, lambda v: v.log_r, q, OF_LOG_R)
     for q in (0.01, 0.5, 0.99, 0.999)
@@ -154,7 +155,7 @@ MISMATCH += [
     Max("rollout_corr/largest_gap", tokens, lambda v: v.log_r.abs(), "largest |log r| of the step")
 ]
 
-OF_R = "of R = p_ref / p_inf before caps, where R weighs, whatever --correction_target"
+OF_R = "for a sequence weight of R = p_ref / p_inf before caps, with any --correction_target"
 WEIGHTS = [
     Mean("_w", tokens, lambda v: v.weight),
     Mean("_w2", tokens, lambda v: v.weight**2),
@@ -164,25 +165,27 @@ WEIGHTS = [
     Derived(
         "rollout_corr/rollout_is_mean",
         lambda m: m["_w"],
-        "weight applied to each token, after caps; 1 without correction; OBRS's expected mask is part of it, a draw is "
-        "not; with ratio_base inf or group times the unclipped ratio",
+        "weight of each token after caps; 1 without correction; includes OBRS's expected mask, not a drawn mask; for "
+        "--ratio_base=inf or group it includes the unclipped ratio",
     ),
-    Derived("rollout_corr/rollout_is_min", lambda m: -m["_neg_min"], f"its minimum; {OF_R}"),
+    Derived(
+        "rollout_corr/rollout_is_min", lambda m: -m["_neg_min"], f"minimum of this weight; {OF_R}"
+    ),
     Max(
         "rollout_corr/rollout_is_max",
         weighted,
         lambda v: v.R if v.by_response else v.weight,
-        f"its maximum; {OF_R}",
+        f"maximum of this weight; {OF_R}",
     ),
     Derived(
         "rollout_corr/rollout_is_std",
         lambda m: math.sqrt(max(0.0, m["_w2"] - m["_w"] ** 2)),
-        "its standard deviation",
+        "standard deviation of this weight",
     ),
     Derived(
         "rollout_corr/rollout_is_eff_sample_size",
         lambda m: m.ess("_wk", "_wk2"),
-        "(sum w)^2 / (n sum w^2) of weight x keep: 1 is 'all tokens count alike'",
+        "(sum w)^2 / (n sum w^2) of weight x keep; 1: all tokens count equally",
     ),
     Derived(
         "weight_var", lambda m: max(0.0, m["_wk2"] - m["_wk"] ** 2), "variance of weight x keep"
@@ -191,20 +194,20 @@ WEIGHTS = [
         "rollout_corr/rollout_is_ratio_fraction_high",
         weighted,
         lambda v: v.ratio > v.edges[1],
-        "share of tokens with r > C, or of responses with R > C where R weighs; C = --is_cap or --rs_high of that "
-        "weight, else 2 and 4",
+        "share of tokens with r > C, or of responses with R > C for a sequence weight; C = --is_cap or --rs_high if "
+        "the correction has them, else 2 (r) and 4 (R)",
     ),
     Mean(
         "rollout_corr/rollout_is_ratio_fraction_low",
         weighted,
         lambda v: v.ratio < v.edges[0],
-        "share below --rs_low of that weight, else below 1/C",
+        "the same share below --rs_low if the correction has it, else below 1/C",
     ),
     Derived(
         "rollout_corr/seq_eff_sample_size",
         lambda m: m.ess("_R", "_R2"),
-        "the effective sample size of R over responses; read it with seq_clamped_fraction: responses at the clamp "
-        "all weigh e^20 or e^-20, so a batch at the clamp shows a false 1",
+        "effective sample size of R over responses; misleading if seq_clamped_fraction is high: all responses at the "
+        "clamp have weight e^20 or e^-20, and equal weights give 1",
     ),
     Mean(
         "rollout_corr/seq_clamped_fraction",
@@ -215,12 +218,12 @@ WEIGHTS = [
     Derived(
         "rollout_corr/seq_false_ess",
         lambda m: float(m["rollout_corr/seq_clamped_fraction"] > 0.5),
-        "1 where more than half of the responses stand at the clamp: that ESS says nothing; said aloud once",
+        "1 if more than half of the responses are at the clamp, which makes this ESS meaningless; reported once",
     ),
     Derived(
         "rollout_corr/t_max",
         lambda m: m["_clamp"] / m["rollout_corr/kl"] if m["rollout_corr/kl"] > 0 else math.inf,
-        "clamp / KL: the response length at which sequence weights hit the clamp (Praxis, section 4)",
+        "clamp / KL: the response length at which sequence weights reach the clamp (Praxis, section 4)",
     ),
     Mean(
         "rollout_corr/low_weight_fraction",
@@ -244,13 +247,13 @@ WEIGHTS = [
         "rollout_corr/rollout_rs_seq_masked_fraction",
         responses,
         lambda v: ((v.keep == 0) & v.tokens).any(1),
-        "share of responses with a token rejected (verl's meaning)",
+        "share of responses with a rejected token (verl's definition)",
     ),
     Mean(
         "rollout_corr/all_rejected_fraction",
         responses,
         lambda v: (v.keep * v.tokens).sum(1) == 0,
-        "share of responses with no token left",
+        "share of responses with all tokens rejected",
     ),
 ]
 
@@ -268,7 +271,7 @@ REWARDS = [
     Derived(
         "no_reward",
         lambda m: float(m["_best"] == m["reward"] == 0),
-        "1 where every reward is 0; said aloud once",
+        "1 if every reward is 0; reported once",
     ),
     Mean(
         "spread",
@@ -277,23 +280,23 @@ REWARDS = [
         "share of responses in groups with different rewards",
     ),
     Mean("response_length", responses, lambda v: v.n, "sampled tokens"),
-    Mean("cut", responses, lambda v: v.batch.cut, "share of responses that --max_tokens has ended"),
+    Mean("cut", responses, lambda v: v.batch.cut, "share of responses truncated at --max_tokens"),
     Derived(
         "mostly_cut",
         lambda m: float(m["cut"] > 0.5),
-        "1 where that is more than half; said aloud once",
+        "1 if more than half of the responses are truncated; reported once",
     ),
     Mean(
         "empty",
         responses,
         lambda v: (v.n == 1) & ~v.batch.cut,
-        "share that is an end and nothing else",
+        "share of responses that are only an end token",
     ),
     Mean(
         "entropy_of_cut",
         lambda v: v.tokens & v.batch.cut[:, None],
         lambda v: v.new.entropy,
-        "of the policy in responses that were cut, nats",
+        "entropy of the policy in truncated responses, nats",
     ),
     Mean("advantage_abs", responses, lambda v: v.adv[:, 0].abs(), "mean |A| over responses"),
     Mean(
@@ -307,7 +310,7 @@ REWARDS = [
         "router/agreement",
         tokens,
         lambda v: v.new.routed_alike,
-        "share of tokens and layers in which the learner's own router chose the engine's experts (--router_replay)",
+        "share of tokens and layers in which the learner's router chooses the engine's experts (--router_replay)",
         when=lambda v: v.new.routed_alike is not None,
     ),
     Mean(
@@ -320,19 +323,19 @@ REWARDS = [
         "staleness/mean_seconds",
         responses,
         lambda v: v.batch.staleness[:, 1],
-        "the same in seconds",
+        "age of the sampling weights, in seconds",
     ),
     Max(
         "staleness/max_updates",
         responses,
         lambda v: v.batch.staleness[:, 0],
-        "the oldest, in updates",
+        "largest age of the sampling weights, in updates",
     ),
     Max(
         "staleness/max_seconds",
         responses,
         lambda v: v.batch.staleness[:, 1],
-        "the oldest, in seconds",
+        "largest age of the sampling weights, in seconds",
     ),
 ]
 
@@ -342,40 +345,48 @@ def knows_start(v) -> bool:
 
 
 RATIO_OUT = (
-    "share with p_new / p_ref outside [1/2, 2], of tokens with p_ref <= N and above the next smaller N "
-    "(QaRL 5b)"
+    "share of tokens with p_new / p_ref outside [1/2, 2], among tokens with p_ref <= N and above the next smaller N "
+    "(QaRL Fig. 5b)"
 )
 UPDATE = [
-    Mean("clip_fraction", tokens, lambda v: v.clipped, "tokens with a clipped surrogate"),
+    Mean("clip_fraction", tokens, lambda v: v.clipped, "share of tokens with a clipped surrogate"),
     Mean(
-        "clip_fraction_high", tokens, lambda v: v.clipped & (v.adv > 0), "those of them with A > 0"
+        "clip_fraction_high",
+        tokens,
+        lambda v: v.clipped & (v.adv > 0),
+        "share of tokens with a clipped surrogate and A > 0",
     ),
-    Mean("clip_fraction_low", tokens, lambda v: v.clipped & (v.adv < 0), "those with A < 0"),
+    Mean(
+        "clip_fraction_low",
+        tokens,
+        lambda v: v.clipped & (v.adv < 0),
+        "share of tokens with a clipped surrogate and A < 0",
+    ),
     Mean(
         "ppo_kl",
         tokens,
         lambda v: v.ref - v.new.logp,
         "mean(log p_ref - log p_new), k1. It estimates KL(ref || new) under samples of ref, but these are samples of "
-        "inf: where the two differ it goes negative and means nothing (TIS text)",
+        "inf: if ref and inf differ, it can be negative and means nothing (TIS text)",
     ),
     Mean(
         "ppo_kl_weighted",
         tokens,
         lambda v: v.r.clamp_max(v.C) * (v.ref - v.new.logp),
-        "the same weighted by min(r, C): the estimate under ref",
+        "ppo_kl with each token weighted by min(r, C): the estimate under ref",
     ),
     Mean(
         "ppo_k3_kl",
         tokens,
         lambda v: k3(v.new.logp - v.ref, v.clamp),
-        "mean(p_new / p_ref - 1 - log(p_new / p_ref)): never negative, and biased just as well: a sign is no proof",
+        "mean(p_new / p_ref - 1 - log(p_new / p_ref)): never negative, but equally biased",
     ),
     Mean(
         "start_kl",
         tokens,
         lambda v: v.new.logp - v.batch.logp_start,
-        "mean(log p_new - log p_start), k1: the drift from the model that the run started from, with --kl_coef; it "
-        "estimates KL(new || start) as far as the samples are the policy's",
+        "mean(log p_new - log p_start), k1: drift from the run's start model, with --kl_coef; it estimates KL(new || "
+        "start) if the samples are from the policy",
         knows_start,
     ),
     Mean(
@@ -402,13 +413,13 @@ UPDATE = [
         "error/low_prob_neg",
         tokens_where(lambda v: v.adv < 0),
         lambda v: v.ref < math.log(1e-3),
-        "the same of tokens with A < 0",
+        "the same share of tokens with A < 0",
     ),
     Mean(
         "error/repetition",
         lambda v: v.responses & (v.batch.length >= 4),
         lambda v: repetition(v.batch.tokens, v.batch.exists),
-        "share of a response's 4-grams that it has said before, mean over responses",
+        "share of a response's 4-grams that are repetitions, mean over responses",
     ),
     *(
         Mean(f"error/ratio_out/{p:g}", rare(low, p), moved, RATIO_OUT)
@@ -434,8 +445,8 @@ def logged(key):
 OBRS = [
     Mean("obrs/accept_rate", tokens, meaning="acceptance", **logged("accept")),
     Mean("obrs/z", tokens, meaning="Z as used", **logged("z")),
-    Mean("obrs/z_low", tokens, meaning="its lower bound, where Z is bracketed", **logged("z_low")),
-    Mean("obrs/z_high", tokens, meaning="its upper bound", **logged("z_high")),
+    Mean("obrs/z_low", tokens, meaning="lower bound of Z, if Z is bracketed", **logged("z_low")),
+    Mean("obrs/z_high", tokens, meaning="upper bound of Z, if Z is bracketed", **logged("z_high")),
     Mean(
         "obrs/z_approx",
         tokens,
@@ -460,7 +471,7 @@ OBRS = [
     Derived(
         "obrs/z_low_over_z",
         lambda m: m["obrs/z_low"] / max(m["obrs/z_exact"], 1e-30),
-        "Z_low / Z, where the exact one is known",
+        "Z_low / Z, if the exact Z is known",
         when=lambda m: bracketed(m) and "obrs/z_exact" in m,
     ),
     Derived(
@@ -469,13 +480,23 @@ OBRS = [
         "Z_high - Z_low",
         bracketed,
     ),
-    Derived("z_sum", lambda m: m.sum(summed(m)), "kappa is made of it ...", summed),
-    Derived("accept_sum", lambda m: m.sum("obrs/accept_rate"), "... and of this", summed),
+    Derived(
+        "z_sum",
+        lambda m: m.sum(summed(m)),
+        "sum from which kappa is computed: of Z_low or Z_approx",
+        summed,
+    ),
+    Derived(
+        "accept_sum",
+        lambda m: m.sum("obrs/accept_rate"),
+        "sum from which kappa is computed: of the acceptance",
+        summed,
+    ),
     Mean(
         "obrs/kl_before",
         tokens,
         lambda v: v.batch.kl_ref,
-        "KL(p_tgt || p_inf) over the vocabulary, where the learner knows both",
+        "KL(p_tgt || p_inf) over the vocabulary, if the learner knows both",
         when=lambda v: (
             v.has_z
             and v.cfg.obrs_target == "ref"
@@ -487,7 +508,7 @@ OBRS = [
         "obrs/kl_after",
         tokens,
         lambda v: v.batch.kl_after_ref,
-        "KL(p_tgt || distribution of the accepted tokens), likewise",
+        "KL(p_tgt || distribution of the accepted tokens) over the vocabulary, if the learner knows both",
         when=lambda v: v.sees_both,
     ),
     Mean(
@@ -523,11 +544,17 @@ ACTOR = [
         "actor/distill_loss",
         tokens,
         lambda v: v.new.distill_loss,
-        "the distillation loss that flags chose",
+        "distillation loss, as chosen by the flags",
         has_actor,
     ),
-    Mean("actor/loss", tokens, lambda v: v.logs["actor_loss"], "the actor's own loss", has_actor),
-    Mean("actor/entropy", tokens, lambda v: v.new.actor_entropy, "of the actor, nats", has_actor),
+    Mean("actor/loss", tokens, lambda v: v.logs["actor_loss"], "loss of the actor", has_actor),
+    Mean(
+        "actor/entropy",
+        tokens,
+        lambda v: v.new.actor_entropy,
+        "entropy of the actor, nats",
+        has_actor,
+    ),
     Mean(
         "actor/engine_gap",
         tokens,
@@ -545,7 +572,7 @@ ACTOR = [
     Derived(
         "distill_lambda",
         lambda m: m["_distill"],
-        "weight of the distillation, as the closed loop has it",
+        "weight of the distillation, as set by the closed loop",
         when=lambda m: "actor/loss" in m,
     ),
 ]
@@ -568,24 +595,27 @@ ELSEWHERE = {
     "loss": "the reduced loss",
     "grad_norm": "of the policy, before clipping; actor/grad_norm",
     "lr": "as applied; actor/lr",
-    "stepped": "0 where a non-finite loss or gradient skipped the update",
+    "stepped": "0 if a non-finite loss or gradient skipped the update",
     "loss_scale": "of float16's backward (--dtype=float16), after the update",
     "skipped_steps": "updates skipped for that reason so far",
-    "rejected_steps": "updates of which every token was rejected so far; said aloud once",
+    "rejected_steps": "updates so far in which every token was rejected; reported once",
     "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
-    "sync/changed": "share of the engine's tensors with other bytes than at the sync before (sync.py)",
+    "sync/changed": "share of the engine's tensors that changed since the previous sync (sync.py)",
     "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: explained by rounding",
     "sync/MiB": "size of the published tensors",
     "grade/timeouts": "answers that could not be graded within 5 seconds (they earn 0)",
     "grade/failures": "answers on which a reward function raised an exception (they earn 0 for it)",
-    "grade/unboxed": "share of responses without a \\boxed{}, or with one that is cut short",
-    "grade/exact": "share of responses whose last number is the gold answer, where this is a plain number",
-    "grade/inexact": "share of them that `math` accepts though their last number is another; a warning above 0.2",
+    "grade/unboxed": "share of responses without a complete \\boxed{}",
+    "grade/exact": (
+        "share of responses with the gold answer as last number, among problems with a plain number as gold "
+        "answer"
+    ),
+    "grade/inexact": "share of the same responses that `math` accepts with a different last number; warning above 0.2",
     "poisoned": "responses left out of the loss: the engine gave a log-probability that is not finite or above 0",
-    "reward/NAME": "mean of each part of --reward, weights aside, where there are several (tasks/rewards.py)",
+    "reward/NAME": "mean of each part of --reward, unweighted, if there are several (tasks/rewards.py)",
     "dynamic_sampling/dropped": "groups with equal rewards, replaced by other prompts",
     "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",
-    "remote/trained": "the account of remote groups, a column for each fate (remote/source.py); remote/*",
+    "remote/trained": "counts of remote groups, a column for each outcome (remote/source.py); remote/*",
     "rollout_s": "seconds by stage: rollout_s, grade_s, ref_s, update_s, sync_s, eval_s, save_s",
     "time_s": "when the line was written, seconds since the epoch",
     "speed/rollout_tokens": "tokens per second of one rank; speed/update_tokens, peak, memory_GiB (machinery/speed.py)",

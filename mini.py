@@ -394,6 +394,8 @@ if __name__ == "__main__":
         flag, _, value = argument.partition("=")
         name = flag.removeprefix("--").upper()
         if name not in globals() or not value:
-            sys.exit(f"error: {argument}: write --name=value, with a name from the settings above")
+            sys.exit(
+                f"error: {argument}: write --name=value, with a name from the settings in mini.py"
+            )
         globals()[name] = type(globals()[name])(value)
     main()

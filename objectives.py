@@ -564,7 +564,9 @@ def check(cfg: Config) -> None:
     """Raise UserError, one sentence, if flags of the objective contradict each other."""
     for axis, known in (("correction", corrections.CORRECTIONS), ("surrogate", SURROGATES)):
         value = getattr(cfg, axis)
-        named = f"--{axis}={value}: a name of --objective, and not of one of its axes; write --objective={value}"
+        named = (
+            f"--{axis}={value}: a value of --objective, not of --{axis}; write --objective={value}"
+        )
         need(value in known or value not in OBJECTIVES, named)
     choice("surrogate", cfg.surrogate, list(SURROGATES))
     need(
@@ -609,7 +611,8 @@ def check_regularisers(cfg: Config) -> None:
     cuts = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(
         cfg.kl_coef == 0 or not cuts,
-        "--keep_sampling_mask=recompute with --kl_coef: the KL between two cut distributions is infinite; use replay",
+        "--keep_sampling_mask=recompute with --kl_coef: the KL between two truncated distributions is "
+        "infinite; use replay",
     )
 
 

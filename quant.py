@@ -451,8 +451,7 @@ def in_full_precision(model):
 def check_groups(name: str, columns: int, fmt: Format) -> None:
     need(
         not fmt.group or columns % fmt.group == 0,
-        f"--quant_group={fmt.group}: {name} has rows of {columns}, which are not made of whole groups; choose a "
-        "divisor",
+        f"--quant_group={fmt.group}: {name} has rows of {columns}, not a multiple of the group; choose a divisor",
     )
 
 
@@ -467,8 +466,8 @@ def refuse_experts(model, flag: str) -> None:
     ]
     need(
         not others,
-        f"{flag}: {others[0] if others else ''} holds the weights of several experts in a way that is not known here; "
-        "train this model without the flag",
+        f"{flag}: {others[0] if others else ''} holds the weights of several experts in an unknown layout; train "
+        "this model without the flag",
     )
 
 
@@ -603,8 +602,8 @@ def check(cfg: PrecisionFlags) -> None:
     """Raise UserError, one sentence, if flags of the formats contradict each other."""
     need(
         cfg.learner_quant != "aligned" or cfg.rollout_quant != "none",
-        "--learner_quant=aligned: the rollouts are not quantized, there is nothing to align with; name a "
-        "--rollout_quant, or the learner's own format in --learner_quant",
+        "--learner_quant=aligned: the rollouts are not quantized, so there is no format to align with; name a "
+        "--rollout_quant, or name the learner's format in --learner_quant",
     )
     need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
 
@@ -615,7 +614,7 @@ def check_routing(cfg: RolloutFlags) -> None:
         not cfg.router_replay
         or cfg.rollout == "hf"
         or torch.cuda.is_available(),  # vLLM's implementation is in Triton
-        "--router_replay: on a CPU vLLM cannot say which experts it chose; use --rollout=hf",
+        "--router_replay: on a CPU vLLM does not report its expert choices; use --rollout=hf",
     )
     need(
         not cfg.router_replay or cfg.rollout_tp == 1,
@@ -633,7 +632,7 @@ def check_products(cfg: RolloutFlags) -> None:
     )
     need(
         not low or cfg.rollout_dtype != "float32",
-        f"--rollout_quant={cfg.rollout_quant}: on a GPU vLLM's products in it are of 16 bits; add "
+        f"--rollout_quant={cfg.rollout_quant}: on a GPU vLLM multiplies in 16 bits with this format; add "
         "--rollout_dtype=bfloat16",
     )
 
@@ -652,7 +651,7 @@ def check_model(cfg: RolloutFlags, folder: str) -> None:
     vllm_kernel = cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda
     need(
         not vllm_kernel or cfg.quant_group in (32, 64, 128),
-        f"--quant_group={cfg.quant_group}: vLLM's int4 kernels know groups of 32, 64 and 128",
+        f"--quant_group={cfg.quant_group}: vLLM's int4 kernels support only groups of 32, 64 and 128",
     )
     for name in sorted(formats):
         with torch.device("meta"):
@@ -660,7 +659,8 @@ def check_model(cfg: RolloutFlags, folder: str) -> None:
     no_kernel = cfg.rollout_quant in ("int8", "fp8") and cfg.rollout == "vllm" and not cuda
     need(
         not no_kernel or not has_experts(folder),
-        f"--rollout_quant={cfg.rollout_quant}: on a CPU vLLM multiplies no experts in it; use w4a16, or --rollout=hf",
+        f"--rollout_quant={cfg.rollout_quant}: on a CPU vLLM does not support experts in this format; use "
+        "w4a16, or --rollout=hf",
     )
 
 

@@ -128,8 +128,8 @@ def allowed_sets(
 
 def set_too_large(max_allowed: int) -> str:
     return (
-        f"truncated sampling allows more than {max_allowed} tokens: bound it with --top_k; with "
-        "--top_k rounded logits tie, and --lm_head_fp32=True has fewer ties"
+        f"truncated sampling allows more than {max_allowed} tokens: bound the number with --top_k; if --top_k is "
+        "set, the cause is ties of rounded logits, and --lm_head_fp32=True has fewer ties"
     )
 
 
@@ -154,15 +154,13 @@ def pick(logp, u):
 def check(cfg: SamplingFlags) -> None:
     """Raise UserError, one sentence, if sampling flags are invalid."""
     need(cfg.temperature >= COLDEST, f"--temperature={cfg.temperature}: must be at least {COLDEST}")
-    need(
-        0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: a probability mass in (0, 1]; 1 keeps all tokens"
-    )
-    need(cfg.top_k >= -1, f"--top_k={cfg.top_k}: must be a number of tokens; 0 or -1 keeps all")
-    need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: a share in [0, 1); 0 keeps all tokens")
+    need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: must be in (0, 1]; 1 keeps all tokens")
+    need(cfg.top_k >= -1, f"--top_k={cfg.top_k}: must be at least -1; 0 or -1 keeps all tokens")
+    need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: must be in [0, 1); 0 keeps all tokens")
     replays = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "replay"
     need(
         not replays or cfg.logprobs_mode == "processed",
-        "--logprobs_mode=raw: raw log-probabilities do not show which tokens were cut, so there are no kept sets "
+        "--logprobs_mode=raw: raw log-probabilities do not show which tokens were removed, so there are no kept sets "
         "to replay; use processed, or --keep_sampling_mask=off",
     )
 
@@ -172,5 +170,6 @@ def check_with_actor(cfg: Config) -> None:
     cut_by_itself = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(
         not (cut_by_itself and cfg.actor != "none"),
-        "--keep_sampling_mask=recompute with an --actor: the KL between two cut distributions is infinite; use replay",
+        "--keep_sampling_mask=recompute with an --actor: the KL between two truncated distributions is "
+        "infinite; use replay",
     )

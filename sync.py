@@ -239,7 +239,7 @@ class WeightCheck:
             state = (
                 f"still holds the bytes of version {self.version}"
                 if old
-                else "holds other bytes than were published"
+                else "holds bytes that differ from the published bytes"
             )
             raise SyncError(
                 f"version {version}: the engine {state} in {names[0]}{suffix}; {TURN_OFF}"
@@ -294,8 +294,8 @@ class WeightCheck:
         ]
         if unread:
             print(
-                f"weight sync: the bytes of {len(unread)} tensors, such as {unread[0]}, cannot be read back from this "
-                "engine; loading them was checked once, by the log-probabilities of other weights",
+                f"weight sync: the bytes of {len(unread)} tensors, such as {unread[0]}, cannot be read back from "
+                "this engine; their loading was checked once, by the log-probabilities of different weights",
                 file=sys.stderr,
             )
 
@@ -321,7 +321,7 @@ class WeightCheck:
             )
         except KeyError as e:
             raise SyncError(
-                f"{e.args[0]} was not published; publish the whole state dict"
+                f"{e.args[0]} was not published; publish the complete state dict"
             ) from None
         published, behind, nudged, _ = np.split(logp, 4)
         if trial and not (np.isfinite(engine_logp).all() and np.isfinite(logp).all()):
@@ -337,8 +337,8 @@ class WeightCheck:
         if not max(error, decoded) <= limit:
             place = "of prompts" if not error <= limit else "of sampled tokens"
             hint = (
-                "of other weights, loaded on trial: it computes with copies that its loader does not replace, or "
-                "another function"
+                "of different weights, loaded as a test: it computes with copies that its loader does not replace, "
+                "or computes a different function"
                 if trial
                 else "of the published weights: a tensor is transposed, exchanged, wrongly scaled or missing in it"
             )

@@ -79,25 +79,26 @@ class WorthFlags:
     """The measurement (worth.py)"""
 
     rows: str = ROWS
-    """Objectives to weigh, separated by semicolons, each with flags of its own behind it."""
+    """Objectives to measure, separated by semicolons, each followed by its flags."""
     batches: int = 24
-    """Batches (--train_batch responses each) of the sampler."""
+    """Number of batches (--train_batch responses each) of the sampler."""
     reference: int = 48
-    """On-policy batches, for g."""
+    """Number of on-policy batches, for the gradient g."""
     directions: int = 32
-    """Random directions, for bias and noise."""
+    """Number of random directions, for bias and noise."""
     noise_batches: int = 4
     """Number of the sampler's batches that are also measured along the random directions."""
     lengths: str = ""
-    """Lengths that divide the responses, with commas: each part is weighed, too, and takes as long
-    as the whole."""
+    """Lengths at which responses are divided into parts, separated by commas: each part is also
+    measured, and takes as long as all responses together."""
     share: float = 1.0
-    """Share of the parameters' entries that is looked at, drawn at random: 13 copies of these are
-    kept in float32."""
+    """Share of the parameters' entries that is measured, drawn at random: 13 copies of these
+    entries are kept in float32."""
     stale: str = ""
     """An older checkpoint that samples instead of the policy."""
     cost: bool = False
-    """Time sampling by both, and say whether the sampler pays."""
+    """Also measure the time of sampling by sampler and policy, and report whether the sampler is
+    worth its cost."""
     json: str = "out/worth.json"
     """Output file; the figure gets the same name with .png."""
 
@@ -120,10 +121,13 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     pairs = [*((k, v) for k, v in defaults.items() if k not in given), *pairs]
     shared = [f"--{k}={v}" for k, v in pairs if k not in names]
     for name in ("objective", "correction"):
-        need(name not in given, f"--{name}: name the objectives to weigh with --rows")
+        need(name not in given, f"--{name}: name the objectives to measure with --rows")
     of_all = [f"--{k}={v}" for k, v in pairs if k in OF_ROWS - {"advantage", "reduction"}]
     if of_all and flags.from_environment("RANK", 0) == 0:
-        print(f"note: every row with {' '.join(of_all)}, under its own name", file=sys.stderr)
+        print(
+            f"note: every row uses {' '.join(of_all)}, and its name does not show it",
+            file=sys.stderr,
+        )
     check(worth_flags)
     rows = {}
     for row in filter(None, map(str.strip, worth_flags.rows.split(";"))):
@@ -132,23 +136,26 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
             name = flag.partition("=")[0]
             need(
                 name in OF_ROWS or name not in config.FIELDS,
-                f"--rows: {flag} of {row!r} is no flag of an objective; all rows share it: give it "
-                "separately from --rows",
+                f"--rows: {flag} of {row!r} is not a flag of an objective; all rows share it: give it outside --rows",
             )
         rows[row] = settings.parse(
             [*shared, f"--objective={objective}", *(f"--{flag}" for flag in flags_of_row)]
         )
-    need(rows, "--rows: names no objective")
+    need(rows, "--rows: no objective is named")
     for row, cfg in rows.items():
         check_row(row, cfg)
     lead = next(iter(rows.values()))
     seen = worth_flags.noise_batches * lead.train_batch // lead.group_size
     need(
         seen >= FOLDS,
-        f"--noise_batches={worth_flags.noise_batches}: {seen} groups of responses; at least {FOLDS}, for an error",
+        f"--noise_batches={worth_flags.noise_batches}: {seen} groups of responses; an error estimate needs "
+        f"at least {FOLDS}",
     )
     kept = {topk_of(cfg) for cfg in rows.values()} - {0}
-    need(len(kept) <= 1, "--rows: rows with several --obrs_topk; weigh them one after the other")
+    need(
+        len(kept) <= 1,
+        "--rows: the rows have different --obrs_topk; measure these rows in separate runs",
+    )
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
     of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows]
     plain = settings.parse([*of_g, "--objective=none"])
@@ -172,7 +179,7 @@ def engine_dtype(pairs: list[tuple[str, str]]) -> str:
     dtype = given.get("rollout_dtype", default)
     need(
         dtype is not None,
-        f"--model={model}: the engine of a model of your own has no default precision; name it, for instance "
+        f"--model={model}: the engine of a custom model has no default precision; set it, for instance "
         f"--rollout_dtype={config.PROPOSED['dtype']}",
     )
     return dtype
@@ -183,15 +190,16 @@ def check(own: WorthFlags) -> None:
         value = getattr(own, name)
         need(
             value > 0 and value % FOLDS == 0,
-            f"--{name}={value}: a multiple of {FOLDS}, for the error of its result",
+            f"--{name}={value}: must be a multiple of {FOLDS} above 0, for an error estimate",
         )
-    need(own.batches >= 3, f"--batches={own.batches}: at least 3, for an error of each two")
+    need(own.batches >= 3, f"--batches={own.batches}: must be at least 3, for an error estimate")
     need(
         1 <= own.noise_batches <= own.batches,
-        f"--noise_batches={own.noise_batches}: 1 to --batches={own.batches}",
+        f"--noise_batches={own.noise_batches}: must be between 1 and --batches={own.batches}",
     )
     need(
-        0 < own.share <= 1, f"--share={own.share}: a share of the parameters, above 0 and at most 1"
+        0 < own.share <= 1,
+        f"--share={own.share}: a share of the parameters; must be above 0 and at most 1",
     )
     need(
         not own.stale or own.stale.startswith("base:") or names_model(own.stale),
@@ -204,21 +212,19 @@ def check(own: WorthFlags) -> None:
 def check_row(row: str, cfg: config.Config) -> None:
     need(
         not cfg.router_replay,
-        "--router_replay: g and slopes are of the learner's own routing; leave it out",
+        "--router_replay: g and the slopes are computed with the learner's routing; leave it out",
     )
-    need(
-        cfg.samplers == "local", "--samplers: weights that sample late are named with --stale here"
-    )
-    need(cfg.delay == "none", "--delay: weights that sample late are named with --stale here")
+    need(cfg.samplers == "local", "--samplers: set stale sampler weights with --stale here")
+    need(cfg.delay == "none", "--delay: set stale sampler weights with --stale here")
     need(
         cfg.learner_quant == "none",
-        f"--learner_quant={cfg.learner_quant}: a gradient through rounded weights is a straight-through one, which "
-        "shifted weights do not show; use none",
+        f"--learner_quant={cfg.learner_quant}: the gradient through rounded weights is a straight-through estimate, "
+        "which shifted weights cannot measure; use none",
     )
     need(
         cfg.obrs_target == "ref"
         and (cfg.correction not in objectives.USES_Z or cfg.obrs_z != "approx"),
-        f"--rows: {row} asks for the policy's own top-K (--obrs_target=new or --obrs_z=approx), unknown here",
+        f"--rows: {row} needs the policy's top-K (--obrs_target=new or --obrs_z=approx), which is unknown here",
     )
 
 
@@ -230,7 +236,7 @@ def parts(own: WorthFlags) -> list[tuple[int, int]]:
         edges = [-1]
     need(
         edges == sorted(set(edges)) and min(edges, default=1) > 0,
-        f"--lengths={own.lengths}: rising, such as 16,64",
+        f"--lengths={own.lengths}: must be rising lengths above 0, such as 16,64",
     )
     bounds = [0, *edges, EVERYTHING[1]]
     return [EVERYTHING, *zip(bounds, bounds[1:], strict=False)] if edges else [EVERYTHING]
@@ -393,7 +399,7 @@ class Measurement:
         sizes = [each_run.vocabulary for each_run in (run, late)]
         need(
             sizes[0] == sizes[1],
-            f"--stale={own.stale}: a vocabulary of {sizes[1]}; the policy's has {sizes[0]}",
+            f"--stale={own.stale}: its vocabulary has {sizes[1]} tokens, and the policy's has {sizes[0]}",
         )
         # a sleeping engine can drop its weights, and here they are not published again
         self.sampler = open_source(lead, late, self.comm, sleeps=False)
@@ -434,8 +440,8 @@ class Measurement:
         estimates = {part: r for part, r in estimates.items() if r.is_found()}
         need(
             EVERYTHING in estimates,
-            f"--reference={self.own.reference}: the on-policy gradient does not stand out of its noise; take more "
-            "batches, or a task that the policy solves at times",
+            f"--reference={self.own.reference}: the on-policy gradient is not distinguishable from its noise; use "
+            "more batches, or a task that the policy sometimes solves",
         )
         return estimates
 
@@ -571,13 +577,13 @@ def verdict(x: dict, about: dict) -> list[str]:
     tokens = [1000 * about[f"{name}/seconds"] / about[f"{name}/length"] for name in names]
     factor, error = x["worth"] / about["price"], x["worth_se"] / about["price"]
     sentences = {
-        "yes": "this sampler pays",
-        "no": "this sampler does not pay",
-        "open": "open: within two errors of its price",
+        "yes": "this sampler is worth its cost",
+        "no": "this sampler is not worth its cost",
+        "open": "undecided: the worth is within two errors of the cost",
     }
     return [
-        f"a token takes {tokens[0]:.3g} ms of the sampler's and {tokens[1]:.3g} ms of the policy's",
-        f"on-policy responses a second: {x['worth'] / ours:.3g} by the sampler, {1 / theirs:.3g} by the policy",
+        f"a token takes {tokens[0]:.3g} ms with the sampler and {tokens[1]:.3g} ms with the policy",
+        f"on-policy responses per second: {x['worth'] / ours:.3g} from the sampler, {1 / theirs:.3g} from the policy",
         f"{sentences[pays(x['worth'], x['worth_se'], about['price'])]}, by a factor of {factor:.2f} +- {error:.2f}",
     ]
 
@@ -632,8 +638,8 @@ def more_batches(x: dict, about: dict) -> list[str]:
     factor = (error / PRECISE) ** 2
     batches, reference = (math.ceil(factor * about[name]) for name in ("batches", "reference"))
     return [
-        f"the best row's error is {error:.0%} of its worth; for {PRECISE:.0%} it takes about --batches={batches:,} "
-        f"--reference={reference:,}, {factor:.1f} times as long"
+        f"the best row's error is {error:.0%} of its worth; an error of {PRECISE:.0%} takes about "
+        f"--batches={batches:,} --reference={reference:,}, {factor:.1f} times as long"
     ]
 
 
@@ -644,7 +650,7 @@ def table(results: dict) -> str:
         f"sampler: {about['sampler/length']:.1f} tokens, reward {about['sampler/reward']:.3f}, "
         f"KL(inf || ref) {about['kl']:.4f} a token; on-policy: {about['on_policy/length']:.1f} tokens, reward "
         f"{about['on_policy/reward']:.3f}; {about['seconds']:.0f} s",
-        "|g|^2 by halves of the on-policy batches: {:.2f} and {:.2f} of that of all".format(
+        "|g|^2 by halves of the on-policy batches: {:.2f} and {:.2f} of that over all batches".format(
             *about["halves"]
         ),
     ]
@@ -657,9 +663,9 @@ def table(results: dict) -> str:
     best = max(results["rows"], key=lambda name: results["rows"][name]["worth"])
     lines += more_batches(results["rows"][best], about)
     if "price" in about:
-        among = f"{best}, chosen as the best of {len(results['rows'])} rows by these same numbers"
+        among = f"{best}, chosen as the best of {len(results['rows'])} rows by the same numbers"
         lines.append(
-            f"a response of the sampler costs {about['price']:.2f} of an on-policy one; under {among}:"
+            f"a response of the sampler costs {about['price']:.2f} of an on-policy response; under {among}:"
         )
         lines += verdict(results["rows"][best], about)
     return "\n".join(lines)

@@ -73,18 +73,18 @@ ROWS = [
 --clip_high=-1 | --clip_low=0.2 --clip_high=-1.0: must not be negative
 --temperature=1e-3 | --temperature=0.001: must be at least 0.01
 --temperature=inf | --temperature=inf: must be finite
---top_p=0 | --top_p=0.0: a probability mass in (0, 1]; 1 keeps all tokens
---top_p=1.1 | --top_p=1.1: a probability mass in (0, 1]; 1 keeps all tokens
---top_k=-2 | --top_k=-2: must be a number of tokens; 0 or -1 keeps all
+--top_p=0 | --top_p=0.0: must be in (0, 1]; 1 keeps all tokens
+--top_p=1.1 | --top_p=1.1: must be in (0, 1]; 1 keeps all tokens
+--top_k=-2 | --top_k=-2: must be at least -1; 0 or -1 keeps all tokens
 --top_k=257 | --top_k=257: larger than the vocabulary ... 256 tokens; 0 keeps all
---min_p=1 | --min_p=1.0: a share in [0, 1); 0 keeps all tokens
+--min_p=1 | --min_p=1.0: must be in [0, 1); 0 keeps all tokens
 --lora_rnk=8 | --lora_rnk: no such flag; did you mean --lora_rank?
 --critic_warmup=8 | --critic_warmup: no such flag; see --help
 --nonsense.verl=8 | --nonsense.verl: no such flag; see --help
 --objective=jackpt | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
 --correction=tiss | --correction=tiss: not one of none, is, tis, tis_adjusted, icepop, ... did you mean tis?
---correction=jackpot | --correction=jackpot: a name of --objective, and not of one of its axes; ... --objective=jackpot
---surrogate=grpo | --surrogate=grpo: a name of --objective, and not of one of its axes; write --objective=grpo
+--correction=jackpot | --correction=jackpot: a value of --objective, not of --correction; ... --objective=jackpot
+--surrogate=grpo | --surrogate=grpo: a value of --objective, not of --surrogate; write --objective=grpo
 --surrogate=pppo | --surrogate=pppo: not one of reinforce, ppo, gspo, tbpo, sapo, gmpo, ... cispo; did you mean ppo?
 --advantage=grp | --advantage=grp: not one of grpo, grpo_no_std, rloo, maxrl; did you mean grpo?
 --reduction=mean | --reduction=mean: not one of token-mean, seq-mean-token-mean, ... did you mean token-mean?
@@ -100,26 +100,26 @@ ROWS = [
 --parallel=tp | --parallel=tp: not one of ddp, fsdp
 --keep_sampling_mask=replayed | --keep_sampling_mask=replayed: not one of off, recompute, ... did you mean replay?
 --objective=is --reject=token,gee:0:1 | --reject=gee: not one of token, sequence, geo, ... did you mean geo?
---objective=is --reject=token,geo:1 | --reject=token,geo:1: geo:1 is no statistic with its bounds; write geo:LOW:HIGH
---objective=is --reject=token,geo:a:b | --reject=token,geo:a:b: geo:a:b is no statistic ... such as geo:0.9:1.1
+--objective=is --reject=token,geo:1 | --reject=token,geo:1: geo:1 is not a statistic with two bounds; write geo:LOW:HIGH
+--objective=is --reject=token,geo:a:b | --reject=token,geo:a:b: geo:a:b is not a statistic ... such as geo:0.9:1.1
 --objective=is --reject=geo:2:1 | --reject=geo:2:1: the bounds of geo:2:1 are crossed; the first must be below
---objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: these ... each has bounds of its own
+--objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: ... each statistic has separate bounds
 --objective=jackpot --ref_from=loglinear | --ref_from=loglinear: an actor, OBRS, ... need p_ref itself; use pass
 --objective=tis --ref_from=loglinear --actor=base:actor | --ref_from=loglinear: an actor, ... use pass
 --objective=tis --ref_from=loglinear --actor=none --normalize_weights=True | --normalize_w ... --ref_from=loglinear
---objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf stand in ... not ref
---objective=jackpot --correction_target=new | --correction_target=new: --correction=obrs has a target ... --obrs_target
+--objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf replace ... not ref
+--objective=jackpot --correction_target=new | --correction_target=new: ... has a separate target; use --obrs_target
 --objective=opsm --loss_denominator=kept | --loss_denominator=kept: ... --correction_target=new is computed
---objective=vespo --normalize_weights | --normalize_weights must know all ... --correction_target=new is known within it
---objective=tis_adjusted --normalize_weights | --normalize_weights ... --correction=tis_adjusted is known within it
+--objective=vespo --normalize_weights | --normalize_weights needs all ... --correction_target=new is computed during it
+--objective=tis_adjusted --normalize_weights | --normalize_weights ... --correction=tis_adjusted is computed during it
 --obrs_lambda=0 | --obrs_lambda=0.0: lambda must be above 0 (1 is the usual value)
 --obrs_lambda=-1 | --obrs_lambda=-1.0: lambda must be above 0 (1 is the usual value)
 --obrs_lambda=inf | --obrs_lambda=inf: must be finite
 --obrs_c1=0 | --obrs_c1=0.0: must be above 0
---obrs_c2=0.5 | --obrs_c2=0.5: caps p_ref / p_tgt, so at least 1
+--obrs_c2=0.5 | --obrs_c2=0.5: caps p_ref / p_tgt, so it must be at least 1
 --obrs_topk=257 | --obrs_topk=257: K must lie between 1 and the vocabulary of 256 tokens
---obrs_accept_rate=1.5 | --obrs_accept_rate=1.5: a budget lies in (0, 1]; leave it out to use --obrs_lambda
---obrs_accept_rate=0 | --obrs_accept_rate=0.0: a budget lies in (0, 1]; leave it out to use --obrs_lambda
+--obrs_accept_rate=1.5 | --obrs_accept_rate=1.5: must be in (0, 1]; leave it out to use --obrs_lambda
+--obrs_accept_rate=0 | --obrs_accept_rate=0.0: must be in (0, 1]; leave it out to use --obrs_lambda
 --model=base:policy@1.5 | --model=base:policy@1.5: the accuracy after @ must be a share between 0 and 1
 --actor=base:actor@x | --actor=base:actor@x: the accuracy after @ must be a share
 --weight_decay=-1 | --weight_decay=-1.0: must not be negative
@@ -139,7 +139,7 @@ ROWS = [
 --distill_lambda=inf | --distill_lambda=inf: must be finite
 --distill_kl_target=-0.1 | --distill_kl_target=-0.1: must not be negative
 --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
---obrs_lambda=1.4 --obrs_accept_rate=0.9 | --obrs_lambda=1.4: --obrs_accept_rate=0.9 chooses lambda; leave one out
+--obrs_lambda=1.4 --obrs_accept_rate=0.9 | --obrs_lambda=1.4: --obrs_accept_rate=0.9 ... leave out one of the two flags
 --distill_lambda=200 --distill_kl_target=0.1 | --distill_lambda=200.0: --distill_kl_target starts from it
 --objective=icepop --normalize_weights --loss_denominator=kept | --loss_denominator=kept: --normalize_weights already
 --is_cap=nan | --is_cap=nan: must be a number
@@ -178,8 +178,8 @@ stray | stray: flags are written --key=value
     *rows(
         "train.py --rollout=hf",
         r"""
---objective=tis --is_cap=0 | --is_cap=0.0: a cap of weights, at least 0.01
---objective=tis --is_cap=1e-3 | --is_cap=0.001: a cap of weights, at least 0.01
+--objective=tis --is_cap=0 | --is_cap=0.0: a cap of weights; must be at least 0.01
+--objective=tis --is_cap=1e-3 | --is_cap=0.001: a cap of weights; must be at least 0.01
 --lr=1.5 | --lr=1.5: must be at most 1; 1e-6 is usual
 --lr=1e30 | --lr=1e+30: must be 0, or between 1e-12 and 1e12
 --objective=jackpot --is_cap=3 | --is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1
@@ -203,9 +203,9 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --exact --dtype=bfloat16 | --exact: --rollout_dtype=float32 and --dtype=bfloat16 ... the same, float32 or bfloat16
 --exact --rollout_quant=int8 | --exact: --rollout_quant=int8 and --learner_quant=none ... align the learner with
 --exact --rollout=vllm | --exact: vLLM and remote samplers take their sums ... use --rollout=hf
---learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the learner's
+--learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or name the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... --reject=geo:LOW:HIGH, or use --reject=none
---objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: these bounds ... name one with --reject=token,
+--objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: no statistic ... name a statistic with --reject=token,
 --objective=tis --reject=geo --rs_low=1.2 | --rs_low=1.2 --rs_high=1.1: the bounds ... rs_low must be below rs_high
 --rs_low=3 --rs_high=2 | --rs_low=3.0 --rs_high=2.0: the bounds are crossed; rs_low must be below rs_high
 --objective=tis --is_floor=2 | --is_floor=2.0: a lower bound of a capped weight, below ... --correction=tis has one
@@ -214,12 +214,12 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --objective=grpo --is_floor=0.5 | --is_floor=0.5: a lower bound of a capped weight, ... --correction=none has none
 --objective=ppo_is --correction=tis | --ratio_base=inf already corrects for the mismatch: use --correction=none
 --objective=grpo --ratio_base=group | --ratio_base=group divides the ... urrogate=gspo or tbpo, not ppo
---correction=tis_adjusted | --correction=tis_adjusted carries p_new / p_inf ... eeds --ratio_base=new, not ref
+--correction=tis_adjusted | --correction=tis_adjusted already contains p_new / p_inf ... eeds --ratio_base=new, not ref
 --correction=jackpot_adjusted --ratio_base=new | --correction=jackpot_adjusted: its ... use --obrs_target=new
---obrs_z=exact --actor=none | --obrs_z=exact: the whole vocabulary is known only with an --actor, ... use bracket
---obrs_z=exact --delay=constant | --obrs_z=exact: the whole vocabulary is known only with an ... use bracket
+--obrs_z=exact --actor=none | --obrs_z=exact: p_inf over the whole vocabulary is known only with an ... use bracket
+--obrs_z=exact --delay=constant | --obrs_z=exact: p_inf over the whole vocabulary is known only with an ... use bracket
 --loss_denominator=kept --obrs_target=new | --loss_denominator=kept with ... the update: add --kappa=exact
---objective=tis_adjusted --loss_denominator=kept --reject=seq_min | --loss_denominator=kept: needs the drops before
+--objective=tis_adjusted --loss_denominator=kept --reject=seq_min | --loss_denominator=kept: needs the keep-mask before
 --obrs_accept_rate=0.9 --obrs_target=new | --obrs_accept_rate with ... the update: add --kappa=exact
 --delay=lognormal --delay_min=50 --delay_max=20 | --delay_min=50.0 ... ve 0 and not above the longest
 --delay=weibull --delay_min=20 --delay_max=20 | --delay=weibull: two quantiles need ... use --delay=constant
@@ -228,15 +228,15 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --delay=constant --window_seconds=0 | --window_seconds=0.0: must be above 0
 --delay=constant --max_staleness=-1 | --max_staleness=-1: a number of updates, 0 or more; leave it out for no bound
 --delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
---delay=weibull --sampler_rate=2 | --sampler_rate=2.0: samplers ... bound them with --max_staleness or --window_seconds
+--delay=weibull --sampler_rate=2 | --sampler_rate=2.0: samplers ... bound their age with --max_staleness or
 --delay=constant --sampler_rate=0.5 --window_seconds=0.9 --step_seconds=1 | --window_seconds=0.9: at ... dropped before
 --delay=constant --samplers=x | --delay=constant simulates samplers ... give --delay to each
 --max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
---rollout=vllm --router_replay | --router_replay: on a CPU vLLM cannot say which experts it chose; use --rollout=hf
+--rollout=vllm --router_replay | --router_replay: on a CPU vLLM does not report its expert choices; use --rollout=hf
 --samplers=files | --samplers=files: write tcp://HOST:PORT, or name a shared folder
 --samplers= | --samplers is empty: write local, tcp://HOST:PORT or a folder
 --samplers=http://127.0.0.1:5555 | --samplers=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
---samplers=tcp://*:5555 | --samplers=tcp://*:5555: for other hosts --keys ... listen on tcp://127.0.0.1:PORT
+--samplers=tcp://*:5555 | --samplers=tcp://*:5555: samplers on other hosts need --keys ... listen on tcp://127.0.0.1:PORT
 --task=fine.jsonl | --model=base:policy knows only --task=arith; give a model's folder for fine.jsonl
 --actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give a model
 --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
@@ -313,10 +313,10 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=. | --task=.: a folder; give `arith` or the path of a JSONL, JSON or Parquet file
 --task=arthi | --task=arthi: no such file; give `arith` or the path of a JSONL, JSON or Parquet file
 --task=https://host/x.jsonl | --task=https://host/x.jsonl: no such file; give `arith` or the path of a JSONL,
---task=empty.jsonl | empty.jsonl: no problems in the file; each row needs `problem` ... and `answer`
---task=blank.jsonl | blank.jsonl: no problems in the file; each row needs `problem` ... and `answer`
+--task=empty.jsonl | empty.jsonl: no problems in the file; a row needs `problem` ... and `answer`
+--task=blank.jsonl | blank.jsonl: no problems in the file; a row needs `problem` ... and `answer`
 --task=cut.jsonl | cut.jsonl, line 2: not valid JSON (Unterminated ... fix or remove that line, one object a line
---task=list.jsonl | list.jsonl, line 2: not a JSON object; each row needs `problem` ... and `answer`
+--task=list.jsonl | list.jsonl, line 2: not a JSON object; a row needs `problem` ... and `answer`
 --task=array.jsonl | array.jsonl, line 1: not valid JSON (Expecting ... fix or remove that line, one object a line
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --task=no_problem.jsonl | no_problem.jsonl, line 3: no `problem` or `question` text; add one
@@ -333,8 +333,8 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=hashes_answer.jsonl | hashes_answer.jsonl, line 1: the `answer` is empty; add one, or remove that line
 --task=surrogate.jsonl | surrogate.jsonl, line 1: half a character (a lone surrogate), ... fix or remove that line
 --task=surrogate_answer.jsonl | surrogate_answer.jsonl, line 2: half a character (a ... fix or remove that line
---task=null.jsonl | null.jsonl, line 2: not a JSON object; each row needs `problem` ... and `answer`
---task=text.jsonl | text.jsonl, line 1: not a JSON object; each row needs `problem` ... and `answer`
+--task=null.jsonl | null.jsonl, line 2: not a JSON object; a row needs `problem` ... and `answer`
+--task=text.jsonl | text.jsonl, line 1: not a JSON object; a row needs `problem` ... and `answer`
 --task=no_comma.jsonl | no_comma.jsonl, line 1: not valid JSON ... fix or remove that line, one object a line
 --task=python_quotes.jsonl | python_quotes.jsonl, line 1: not valid ... fix or remove that line, one object a line
 --task=brackets.jsonl | brackets.jsonl, line 1: not valid JSON ... fix or remove that line, one object a line
@@ -517,9 +517,9 @@ policy | policy: flags are written --key=value
     *rows(
         "mini.py",
         r"""
---stps=3 | --stps=3: write --name=value, with a name from the settings above
-out/mini | out/mini: write --name=value, with a name from the settings above
---steps | --steps: write --name=value, with a name from the settings above
+--stps=3 | --stps=3: write --name=value, with a name from the settings in mini.py
+out/mini | out/mini: write --name=value, with a name from the settings in mini.py
+--steps | --steps: write --name=value, with a name from the settings in mini.py
         """,
     ),
     *rows(
@@ -561,9 +561,9 @@ LOADS=1 --model=wider --rollout=hf --max_tokens=8 | wider: its weights do not fi
 --model=base:policy --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give the folder of
 --model=base:policy --rollout=hf --max_tokens=900 | --max_tokens=900: with ... ver the model's context of 512
 --grade_gold=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
---grade_gold=fine.jsonl --task=fine.jsonl | --task=fine.jsonl: --grade_gold names the file itself; leave one
+--grade_gold=fine.jsonl --task=fine.jsonl | --task=fine.jsonl: --grade_gold already names the file; leave out one
 --model=POLICY --rollout=hf | --model=POLICY: these flags have no default for a custom model; ... --max_tokens=4096
---grade_gold=fine.jsonl --model=POLICY | --grade_gold grades a file's own answers, no model's; leave it out
+--grade_gold=fine.jsonl --model=POLICY | --grade_gold grades a file's gold answers ... leave --model out
 --grade_gold=/no/such.jsonl | --grade_gold=/no/such.jsonl: no such file; give the path of a JSONL, JSON or
 --grade_gold=. | --grade_gold=.: a folder; give the path of a JSONL, JSON or Parquet file
 WITHOUT=math_verify --grade_gold=fine.jsonl | --reward=math, for fine.jsonl: math-verify is not installed; pip
@@ -573,24 +573,24 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
     *rows(
         "worth.py --rollout=hf --model=POLICY --actor=none --task=arith --max_tokens=8 --rollout_dtype=float32",
         r"""
---objective=tis | --objective: name the objectives to weigh with --rows
---correction=tis | --correction: name the objectives to weigh with --rows
---rows= | --rows: names no objective
+--objective=tis | --objective: name the objectives to measure with --rows
+--correction=tis | --correction: name the objectives to measure with --rows
+--rows= | --rows: no objective is named
 --rows=tsi | --objective=tsi: not one of ... did you mean tis?
 --rows='tis is_kap=3' | --is_kap: no such flag; did you mean --is_cap?
 --rows='tis; jackpot is_cap=3' | --is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1
---rows='jackpot obrs_target=new' | --rows: jackpot obrs_target=new asks for ... unknown here
---rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: rows with several --obrs_topk; weigh them one after the other
---batches=1 | --batches=1: at least 3, for an error of each two
---noise_batches=25 | --noise_batches=25: 1 to --batches=24
---noise_batches=1 --group_size=128 | --noise_batches=1: 2 groups of responses; at least 4, for an error
---reference=5 | --reference=5: a multiple of 4, for the error of its result
---directions=0 | --directions=0: a multiple of 4, for the error of its result
---share=0 | --share=0.0: a share of the parameters, above 0 and at most 1
---lengths=9,9 | --lengths=9,9: rising, such as 16,64
---lengths=long | --lengths=long: rising, such as 16,64
---delay=lognormal | --delay: weights that sample late are named with --stale here
---rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: a gradient ... use none
+--rows='jackpot obrs_target=new' | --rows: jackpot obrs_target=new needs ... unknown here
+--rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: the rows have different --obrs_topk; measure ... separate runs
+--batches=1 | --batches=1: must be at least 3, for an error estimate
+--noise_batches=25 | --noise_batches=25: must be between 1 and --batches=24
+--noise_batches=1 --group_size=128 | --noise_batches=1: 2 groups of responses; an error estimate needs at least 4
+--reference=5 | --reference=5: must be a multiple of 4 above 0, for an error estimate
+--directions=0 | --directions=0: must be a multiple of 4 above 0, for an error estimate
+--share=0 | --share=0.0: a share of the parameters; must be above 0 and at most 1
+--lengths=9,9 | --lengths=9,9: must be rising lengths above 0, such as 16,64
+--lengths=long | --lengths=long: must be rising lengths above 0, such as 16,64
+--delay=lognormal | --delay: set stale sampler weights with --stale here
+--rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: the gradient ... use none
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
 --stale=small_vocabulary | small_vocabulary: its tokenizer has 256 ... a vocab_size of 100; give the model the
 --stale=no_weights | no_weights: no weights there ... copy the folder again, or delete
@@ -602,20 +602,20 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
     *rows(
         "eval.py --rollout=hf --model=POLICY --max_tokens=8",
         r"""
---k= | --k=: each k must lie between 1 and --samples=4, as in 1,4
---k=x | --k=x: each k must lie between 1 and --samples=4, as in 1,4
---k=1,,4 | --k=1,,4: each k must lie between 1 and --samples=4, as in 1,4
---k=1.5 | --k=1.5: each k must lie between 1 and --samples=4, as in 1,4
---k=0 | --k=0: each k must lie between 1 and --samples=4, as in 1,4
---k=1,9 | --k=1,9: each k must lie between 1 and --samples=4, as in 1,4
---k=1;2 | --k=1;2: each k must lie between 1 and --samples=4, as in 1,4
+--k= | --k=: each k must be between 1 and --samples=4, as in 1,4
+--k=x | --k=x: each k must be between 1 and --samples=4, as in 1,4
+--k=1,,4 | --k=1,,4: each k must be between 1 and --samples=4, as in 1,4
+--k=1.5 | --k=1.5: each k must be between 1 and --samples=4, as in 1,4
+--k=0 | --k=0: each k must be between 1 and --samples=4, as in 1,4
+--k=1,9 | --k=1,9: each k must be between 1 and --samples=4, as in 1,4
+--k=1;2 | --k=1;2: each k must be between 1 and --samples=4, as in 1,4
 --samples=0 | --samples=0: must be at least 1
 --problems=0 | --problems=0: must be at least 1
 --problems=many | --problems=many: must be a whole number
 --max_tokens=0 | --max_tokens=0: must be at least 1
 --max_tokens=1000 | --max_tokens=1000: the longest prompt of arith has 12 ... shorten the response, or drop long prompts
 --role=actr | --role=actr: not one of policy, actor; did you mean actor?
---role=actor | --role=actor: ... is one model, not a run or a checkpoint; leave it out
+--role=actor | --role=actor: ... is a single model, not a run or a checkpoint; leave the flag out
 --actor=ACTOR | --actor: no such flag
 --router_replay | --router_replay=True: an evaluation has no learner; use python -m probe
 --learner_quant=int8 | --learner_quant=int8: an evaluation has no learner; use python -m probe
@@ -628,7 +628,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --out=read_only/x.json | --out=read_only/x.json: ... cannot be written; name another place
 --out=/proc/x.json | --out=/proc/x.json: /proc cannot be written; name another place
 --temperature=1e-3 | --temperature=0.001: must be at least 0.01
---top_p=2 | --top_p=2.0: a probability mass in (0, 1]; 1 keeps all tokens
+--top_p=2 | --top_p=2.0: must be in (0, 1]; 1 keeps all tokens
 --top_k=300 | --top_k=300: larger than the vocabulary ... 256 tokens; 0 keeps all
 --stop=zzz | --stop=zzz: not one token of the model's ... give tokens, such as <|im_end|>, separated by commas
 --task=/no/such.jsonl | --task=/no/such.jsonl: no such file; give `arith` or the path of a JSONL, JSON or Parquet file
@@ -655,7 +655,7 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --synced_from=/no/such | --synced_from=/no/such: no model there; ... give a run folder, a checkpoint
 --synced_from=ACTOR | --synced_from=ACTOR: another shape than the model that samples; give older weights
 --explain --router_replay | --explain: it switches ... leave out --router_replay
---learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or the
+--learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or name the
 --actor=ACTOR --rollout_quant=int8 --learner_quant=aligned | --learner_quant, --router_replay: ... leave out
 --actor=ACTOR --router_replay | --learner_quant, --router_replay: of the policy that samples ... leave out --actor
 --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean float32?

@@ -105,7 +105,7 @@ def test_an_actor_that_has_moved_says_nothing_of_the_policy_that_sampled(flags, 
     new = replace(cfg, obrs_target="new", obrs_z="bracket")
     assert needs_of_ref_pass(new, True, 1.0).topk == (0 if z == "bracket" else 20)
     if z == "bracket":
-        with pytest.raises(ValueError, match="samplers that are the learner's actor"):
+        with pytest.raises(ValueError, match="samplers identical to the learner's actor"):
             resolve(Config(rollout="hf", obrs_z="exact", **flags))
 
 

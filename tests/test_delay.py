@@ -276,7 +276,7 @@ def test_state_survives_in_the_middle(folders, tmp_path):
     assert whole.dropped["window"] > 0
     for p in (tmp_path / "b").iterdir():
         p.unlink()
-    gone = "--resume: .*safetensors is gone, and a delayed sampler still holds that version"
+    gone = "--resume: .*safetensors is missing, and a delayed sampler still uses this version"
     with pytest.raises(ValueError, match=gone):
         delayed(folders, tmp_path / "b", **changes).load_state_dict(state)
 

@@ -241,7 +241,7 @@ def test_a_sampler_computes_in_the_learners_precision_unless_told(learners, own,
 def test_a_sampler_on_a_gpu_asks_for_products_that_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     run = {**RUN, "config": {**RUN["config"], "rollout_quant": "int8", "rollout_dtype": "float32"}}
-    with pytest.raises(UserError, match="of 16 bits; add --rollout_dtype=bfloat16"):
+    with pytest.raises(UserError, match="in 16 bits with this format; add --rollout_dtype=bfloat16"):
         sampler.configure(run, sampler.SamplerFlags(rollout="vllm"))
     assert sampler.configure(run, sampler.SamplerFlags(rollout="vllm", rollout_dtype="bfloat16"))
 

@@ -116,7 +116,7 @@ def test_several_sets_each_with_its_own_way(folders, tmp_path, monkeypatch, caps
     assert seen[2:] == [(1, 3, 1.0, 8, 50), (2, 5, 0.5, 4, 50)]
     assert evaluation.main([*common, "--k=1"])["sets"]["a"]["mean@3"] == result["sets"]["a"]["mean@3"]
     assert len(seen) == 4  # nothing was sampled
-    another = "r.responses.jsonl: holds responses of another evaluation, or to other problems; name another --out"
+    another = "the file has responses of a different evaluation or to different problems; name a different --out"
     with pytest.raises(ValueError, match=another):
         evaluation.main([*common, "--temperature=0.7"])
     file.write_text("".join([*lines[:2], lines[2][:40] + "\n", *lines[3:]]))
@@ -137,9 +137,9 @@ def test_responses_of_a_model_that_was_overwritten_are_not_gone_on_with(folders,
     evaluation.main(common)
     capsys.readouterr()
     evaluation.main(common)
-    assert "2 problems are there already" in capsys.readouterr().out
+    assert "2 problems are already evaluated" in capsys.readouterr().out
     shutil.copy2(folders / "untied" / "model.safetensors", model / "model.safetensors")
-    with pytest.raises(UserError, match="r.responses.jsonl: holds responses of another evaluation"):
+    with pytest.raises(UserError, match="r.responses.jsonl: the file has responses of a different evaluation"):
         evaluation.main(common)
 
 
@@ -643,7 +643,7 @@ def test_the_context_is_that_of_the_longest_prompt_and_response_of_one_set(folde
     made = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**made, "max_position_embeddings": max(alone) - 1}))
     probe = [*common, "--dtype=float32", f"--task={tmp_path / 'a.jsonl'}", "--max_tokens=30"]
-    with pytest.raises(UserError, match="together more than the model's context of"):
+    with pytest.raises(UserError, match="it exceeds the model's context of"):
         probe_command.main([*probe, f"--actor={short}"])
 
 
@@ -666,7 +666,7 @@ def test_a_follower_says_when_nothing_trains_there(tmp_path, capsys):
     cfg = asdict(config.Config(eval_task="a.jsonl"))
     (tmp_path / "config.json").write_text(json.dumps({"config": cfg, "objective": "x", "command": "x"}))
     evaluation.main([f"--follow={tmp_path}"])
-    assert capsys.readouterr().out == f"{tmp_path}: nothing trains there; checkpoints evaluated: 0\n"
+    assert capsys.readouterr().out == f"{tmp_path}: no process trains in this folder; checkpoints evaluated: 0\n"
 
 
 def test_a_follower_rounds_the_model_that_samples_alone(tmp_path, monkeypatch):

@@ -270,9 +270,9 @@ def test_the_probe_of_low_bits(folders, tmp_path):
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (["--learner_quant=aligned"], "the rollouts are not quantized, there is nothing to align with"),
+        (["--learner_quant=aligned"], "the rollouts are not quantized, so there is no format to align with"),
         (["--samples=1"], "--samples=1: the report compares responses"),
-        (["--top_p=0"], r"--top_p=0.0: a probability mass in \(0, 1\]"),
+        (["--top_p=0"], r"--top_p=0.0: must be in \(0, 1\]"),
         (["--actor=/no/such"], "--actor=/no/such: no model there"),
         (["--temperature=0"], "--temperature=0.0: must be at least 0.01"),
         (["--logprobs_mode=raw", "--top_k=4"], "no kept sets to replay"),

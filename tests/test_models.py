@@ -126,10 +126,12 @@ def test_a_family_that_does_more_to_its_logits_is_refused(tmp_path):
     ids = np.arange(40).reshape(2, 20)
     other = model("falcon_h1", lm_head_multiplier=0.5, **MAMBA)
     for policy, actor, flag in ((other, None, "--model"), (model("qwen3"), other, "--actor")):
-        with pytest.raises(UserError, match=f"{flag}: models of the family falcon_h1 do more to their logits"):
+        with pytest.raises(
+            UserError, match=f"{flag}: models of the family falcon_h1 apply an operation to their logits"
+        ):
             learner_of(policy, actor).check_heads(ids)
     learner_of(model("falcon_h1", lm_head_multiplier=1.0, **MAMBA)).check_heads(ids)
-    with pytest.raises(UserError, match="--model: models of the family falcon_h1 do more to their logits"):
+    with pytest.raises(UserError, match="--model: models of the family falcon_h1 apply an operation to their logits"):
         train.train(make_cfg(objective="tis", **folder_and_task(other, tmp_path)))
     assert not (tmp_path / "run" / "config.json").exists()
 

@@ -151,7 +151,7 @@ def test_vllm_without_a_kernel_for_experts_is_refused(tmp_path):
     cfg = dataclasses.replace(make_cfg(rollout_quant="int8"), rollout="vllm")
     if not torch.cuda.is_available():
         with pytest.raises(
-            UserError, match="--rollout_quant=int8: on a CPU vLLM multiplies no experts in it; use w4a16"
+            UserError, match="--rollout_quant=int8: on a CPU vLLM does not support experts in this format; use w4a16"
         ):
             quant.check_model(cfg, folder)
     quant.check_model(dataclasses.replace(cfg, rollout="hf"), folder)
@@ -407,12 +407,12 @@ def test_what_cannot_be_replayed_is_refused(monkeypatch):
     with pytest.raises(UserError, match="--router_replay: a model of the family qwen3 has no experts; leave it out"):
         replaying(model("qwen3"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="--router_replay: on a CPU vLLM cannot say which experts it chose"):
+    with pytest.raises(UserError, match="--router_replay: on a CPU vLLM does not report its expert choices"):
         make_cfg(router_replay=True, rollout="vllm")
     with pytest.raises(UserError, match="--router_replay: vLLM reports expert choices only on the first rank"):
         quant.check_routing(SimpleNamespace(router_replay=True, rollout="hf", rollout_tp=2))
     theirs = {"packed": False, "config": dataclasses.asdict(make_cfg(router_replay=True))}
-    with pytest.raises(UserError, match="--router_replay: on a CPU vLLM cannot say"):
+    with pytest.raises(UserError, match="--router_replay: on a CPU vLLM does not report"):
         sampler.configure(theirs, sampler.SamplerFlags(rollout="vllm"))
     assert sampler.configure(theirs, sampler.SamplerFlags(rollout="hf")).router_replay
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -421,7 +421,7 @@ def test_what_cannot_be_replayed_is_refused(monkeypatch):
     monkeypatch.undo()
     groups = sampled(moe())
     groups[0].responses[1].routed = None
-    with pytest.raises(UserError, match="--router_replay: group .* does not say which experts its tokens went to"):
+    with pytest.raises(UserError, match="--router_replay: group .* has no expert choices"):
         batching.collate(groups, replaying(moe()).cfg)
 
 

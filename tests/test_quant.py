@@ -31,7 +31,7 @@ from rollout import Sampling, as_groups
 from sync import SyncError, WeightCheck
 
 FORMATS = ["int8", "fp8", "w4a16", "w3a16", "w2a16"]
-NOT_WHOLE = ".*q_proj has rows of 32, which are not made of whole groups"
+NOT_WHOLE = ".*q_proj has rows of 32, not a multiple of the group"
 
 
 def error_bound(x, fmt, s):
@@ -169,13 +169,15 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     with pytest.raises(ValueError, match="--rollout_quant=fp8: needs compute capability 8.9; use int8"):
         check(rollout_quant="fp8")
-    with pytest.raises(ValueError, match="--quant_group=16: vLLM's int4 kernels know groups of 32, 64 and 128"):
+    with pytest.raises(ValueError, match="--quant_group=16: vLLM's int4 kernels support only groups of 32, 64 and 128"):
         check(rollout_quant="w4a16", quant_group=16, rollout="vllm", rollout_dtype="bfloat16")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check(rollout_quant="fp8")
     for fmt in ("int8", "fp8", "w4a16"):
         how = dict(rollout_quant=fmt, quant_group=32)
-        with pytest.raises(ValueError, match=f"--rollout_quant={fmt}: on a GPU .* of 16 bits; add --rollout_dtype=bf"):
+        with pytest.raises(
+            ValueError, match=f"--rollout_quant={fmt}: on a GPU .* in 16 bits with this format; add --rollout_dtype=bf"
+        ):
             check(rollout="vllm", rollout_dtype="float32", **how)
         check(rollout="vllm", rollout_dtype="bfloat16", **how)
         check(rollout="hf", rollout_dtype="float32", **how)

@@ -194,7 +194,7 @@ def test_defaults_and_contradictions():
     for given, words in (
         (dict(kl_coef=-0.1), "--kl_coef=-0.1: must not be negative"),
         (dict(entropy_coef=-1.0), "--entropy_coef=-1.0: must not be negative"),
-        (dict(kl_coef=0.1, top_p=0.9, keep_sampling_mask="recompute"), "--kl_coef: the KL between two cut"),
+        (dict(kl_coef=0.1, top_p=0.9, keep_sampling_mask="recompute"), "--kl_coef: the KL between two truncated"),
     ):
         with pytest.raises(flags.UserError, match=words):
             make_cfg(**given)

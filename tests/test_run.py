@@ -392,7 +392,7 @@ def test_what_is_published_is_held_to_the_learners_own(folders, tmp_path, quants
         for p in learner.models.policy.parameters():
             p.mul_(1 + 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
     assert len(list(learner.verified("policy", packed, published()))) == len(old)
-    with pytest.raises(SyncError, match="is not the learner's"):
+    with pytest.raises(SyncError, match="differs from the learner's"):
         list(learner.verified("policy", packed, old))
 
 

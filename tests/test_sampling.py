@@ -121,7 +121,7 @@ def test_allowed_sets_are_recorded_where_they_are_asked_for_and_sampling_truncat
 
 
 def test_an_allowed_set_that_does_not_fit_is_refused(engine):
-    with pytest.raises(ValueError, match="more than 4 tokens: bound it with --top_k"):
+    with pytest.raises(ValueError, match="more than 4 tokens: bound the number with --top_k"):
         sampled(engine, Sampling(top_p=0.95), max_allowed=4)
 
 
@@ -307,7 +307,7 @@ def test_what_lies_behind_an_end_has_no_allowed_tokens():
     records._give_allowed(responses, 2)
     assert [r.allowed_ids.tolist() for r in responses] == [[0, 1], [0, 0, 1, 0, 1]]
     responses[0].tokens = np.zeros(2)
-    with pytest.raises(UserError, match="allows more than 2 tokens: bound it"):
+    with pytest.raises(UserError, match="allows more than 2 tokens: bound the number"):
         records._give_allowed(responses, 2)
 
 

@@ -134,7 +134,7 @@ def test_a_loader_that_replaces_nothing_is_found_at_the_start(name, fmt):
     """Before any version differs: other weights are loaded first."""
     rig = Rig(fmt)
     rig.spoil(FAULTS[name])
-    with pytest.raises(SyncError, match="of other weights, loaded on trial"):
+    with pytest.raises(SyncError, match="of different weights, loaded as a test"):
         rig.sync()
 
 
@@ -211,7 +211,7 @@ def test_tensors_that_cannot_be_read_back_are_named(monkeypatch, capsys):
 def test_a_tensor_that_is_not_published_is_an_error(folders):
     partial = {k: v for k, v in tiny_model(7).state_dict().items() if k != "lm_head.weight"}
     check = WeightCheck(tiny_model(7).config, IDS)
-    with pytest.raises(SyncError, match="lm_head.weight was not published; publish the whole state dict"):
+    with pytest.raises(SyncError, match="lm_head.weight was not published; publish the complete state dict"):
         check.load(HFEngine(str(folders / "actor")), 1, partial.items())
     learner = Learner(tiny_model(7), None, make_cfg(), Comm())
     assert "lm_head.weight" in dict(learner.named_tensors("policy"))
@@ -285,7 +285,7 @@ def test_a_publication_that_stands_still_is_found(how, size):
             p.mul_(1 + size)
     learner.version += 1
     assert len(list(learner.verified("policy", True, learner.published("policy", True)))) == len(old)
-    with pytest.raises(SyncError, match="is not the learner's: old weights would be sampled from"):
+    with pytest.raises(SyncError, match="differs from the learner's: the engine would sample from old weights"):
         list(learner.verified("policy", True, old))
     with pytest.raises(SyncError, match="was not published"):
         list(learner.verified("policy", True, []))
@@ -310,7 +310,7 @@ def test_a_stale_cache_of_quantized_weights_is_found():
     for p in learner.models.parameters():
         p.data.mul_(1.01)
         p.data = p.data
-    with pytest.raises(SyncError, match="is not the learner's"):
+    with pytest.raises(SyncError, match="differs from the learner's"):
         list(learner.verified("policy", True, learner.published("policy", True)))
 
 

@@ -279,11 +279,11 @@ def test_an_engine_that_is_another_function_is_found_at_the_first_update(solvers
         return synced
 
     monkeypatch.setattr(HFEngine, "_forward", scaled)
-    with pytest.raises(SyncError, match="of sampled tokens are .* another function"):
+    with pytest.raises(SyncError, match="of sampled tokens are .* a different function"):
         train_here(flags(solvers, tmp_path / "sync", steps=2))
     scale[0] = 1.0
     monkeypatch.setattr(WeightCheck, "load", loaded)
-    with pytest.raises(UserError, match="the learner does not compute the policy that sampled.*--check_sync=False"):
+    with pytest.raises(UserError, match="learner and engine compute different policies.*--check_sync=False"):
         train_here(flags(solvers, tmp_path / "run", steps=2))
     train_here(flags(solvers, tmp_path / "other", steps=2, check_sync=False))
 
@@ -962,10 +962,10 @@ def test_the_report_ends_with_the_last_evaluation_of_each_model_and_times_every_
 
 
 def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
-    with pytest.raises(UserError, match="--follow=.*none: not the folder of a run, or not yet"):
+    with pytest.raises(UserError, match="--follow=.*none: not a run folder, or its config.json is not written yet"):
         evaluation.main([f"--follow={tmp_path / 'none'}"])
     saved = {"task": "hf:x", "eval_task": "", "eval_problems": 3}
-    with pytest.raises(UserError, match="--follow: this run holds nothing out; name sets with --task"):
+    with pytest.raises(UserError, match="--follow: this run has no held-out set; name sets with --task"):
         evaluation.flags_of_run(saved)
     assert "--task=b.jsonl" in evaluation.flags_of_run(saved, "b.jsonl")
     own = evaluation.flags_of_run({**saved, "eval_task": "a.jsonl", "reward": "gsm8k", "max_prompt_tokens": 9})

@@ -316,7 +316,7 @@ def test_truncated_sampling_whose_sets_are_replayed_is_the_policy(tmp_path, solv
 
 
 def test_a_policy_that_is_never_right_has_no_gradient(tmp_path, folders):
-    with pytest.raises(UserError, match="does not stand out of its noise"):
+    with pytest.raises(UserError, match="is not distinguishable from its noise"):
         weigh(tmp_path, folders, *BRIEF, "--rows=none")
 
 
@@ -516,20 +516,23 @@ def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
             ["--stale=base:policy", "--actor=base:actor"],
             "--stale=base:policy: the actor samples here; add --actor=none",
         ),
-        (["--objective=tis"], "--objective: name the objectives to weigh with --rows"),
-        (["--rows= ; "], "--rows: names no objective"),
+        (["--objective=tis"], "--objective: name the objectives to measure with --rows"),
+        (["--rows= ; "], "--rows: no objective is named"),
         (["--rows=tsi"], "tsi"),
         (["--rows=tis is_kap=3"], "is_cap"),
         (["--batches=2"], "--batches=2: at least 3"),
-        (["--rows=tis; tis temperature=0.5"], "--rows: temperature=0.5 of 'tis temperature=0.5' is no flag of an obj"),
-        (["--noise_batches=25"], "--noise_batches=25: 1 to --batches=24"),
+        (
+            ["--rows=tis; tis temperature=0.5"],
+            "--rows: temperature=0.5 of 'tis temperature=0.5' is not a flag of an obj",
+        ),
+        (["--noise_batches=25"], "--noise_batches=25: must be between 1 and --batches=24"),
         (["--reference=5"], "--reference=5: a multiple of 4"),
         (["--directions=0"], "--directions=0: a multiple of 4"),
         (["--share=0"], "--share=0.0: a share"),
         (["--lengths=9,9"], "--lengths=9,9: rising"),
         (["--lengths=x"], "--lengths=x: rising"),
-        (["--delay=lognormal"], "named with --stale"),
-        (["--rollout_quant=int8", "--learner_quant=aligned"], "--learner_quant=aligned: a gradient through rounded"),
+        (["--delay=lognormal"], "weights with --stale"),
+        (["--rollout_quant=int8", "--learner_quant=aligned"], "--learner_quant=aligned: the gradient through rounded"),
         (["--rows=jackpot obrs_target=new"], "top-K"),
         (["--json=/dev/null/x.json"], "--json=/dev/null/x.json"),
     ],
@@ -573,7 +576,7 @@ def test_the_engine_samples_as_the_runs_does(solvers, tmp_path):
     ):
         _, rows, plain = worth.parse(flags)
         assert [(cfg.rollout_dtype, cfg.dtype) for cfg in (rows["tis"], plain)] == 2 * [wanted]
-    with pytest.raises(UserError, match="no default precision; name it, for instance --rollout_dtype=bfloat16"):
+    with pytest.raises(UserError, match="no default precision; set it, for instance --rollout_dtype=bfloat16"):
         worth.parse([*own, "--task=arith", "--max_tokens=8"])
     (tmp_path / "run.toml").write_text('dtype = "float32"\nmax_tokens = 8\ntask = "arith"\nentropy_coef = 0.01\n')
     _, _, plain = worth.parse([*own, f"--config={tmp_path / 'run.toml'}"])
@@ -584,15 +587,17 @@ def test_a_verdict():
     about = {"price": 0.4, "sampler/seconds": 0.02, "on_policy/seconds": 0.05}
     about |= {"sampler/length": 20, "on_policy/length": 25}
     assert worth.verdict({"worth": 0.8, "worth_se": 0.1}, about) == [
-        "a token takes 1 ms of the sampler's and 2 ms of the policy's",
-        "on-policy responses a second: 40 by the sampler, 20 by the policy",
-        "this sampler pays, by a factor of 2.00 +- 0.25",
+        "a token takes 1 ms with the sampler and 2 ms with the policy",
+        "on-policy responses per second: 40 from the sampler, 20 from the policy",
+        "this sampler is worth its cost, by a factor of 2.00 +- 0.25",
     ]
     assert [worth.pays(w, 0.1, 0.6) for w in (0.9, 0.75, 0.45, 0.3)] == ["yes", "open", "open", "no"]
     assert worth.verdict({"worth": 0.2, "worth_se": 0.01}, about)[-1].startswith(
-        "this sampler does not pay, by a factor of 0.50"
+        "this sampler is not worth its cost, by a factor of 0.50"
     )
-    assert worth.verdict({"worth": 0.5, "worth_se": 0.1}, about)[-1].startswith("open: within two errors of its price")
+    assert worth.verdict({"worth": 0.5, "worth_se": 0.1}, about)[-1].startswith(
+        "undecided: the worth is within two errors of the cost"
+    )
 
 
 def test_the_number_of_batches_for_a_precise_worth_by_hand():
