@@ -51,10 +51,10 @@ def need(ok, sentence: str) -> None:
 
 
 # errno of a file error -> the fix; a message is the file's name, the system's message and the fix
-RIGHTS = "name another place, or ask for the right to use this one"
-ROOM = "make room there, or name a place on another disk"
-DISK = "look at the disk, or name a place on another one"
-PLACE = "name another place"
+RIGHTS = "name a different path, or get permission for this path"
+ROOM = "free disk space there, or name a path on a different disk"
+DISK = "check the disk, or name a path on a different disk"
+PLACE = "name a different path"
 ABOUT_FILES = {
     errno.EACCES: RIGHTS,
     errno.EDQUOT: ROOM,
@@ -62,8 +62,8 @@ ABOUT_FILES = {
     errno.EFBIG: ROOM,
     errno.EIO: DISK,
     errno.EISDIR: "name a file",
-    errno.ENAMETOOLONG: "name a shorter one",
-    errno.ENOENT: "name a path that is there",
+    errno.ENAMETOOLONG: "name a shorter path",
+    errno.ENOENT: "name an existing path",
     errno.ENOSPC: ROOM,
     errno.ENOTDIR: PLACE,
     errno.ENOTEMPTY: PLACE,
@@ -144,7 +144,7 @@ def check_output(flag: str, path: str) -> None:
     """Raise UserError if no file can be written at the path of a flag. Called before any work."""
     file = Path(path)
     need(path.strip(), f"--{flag} is empty: name the file to write")
-    need(not file.is_dir(), f"--{flag}={path}: a folder; name a file in it")
+    need(not file.is_dir(), f"--{flag}={path}: a folder; name a file in this folder")
     there = next(folder for folder in file.absolute().parents if folder.exists())
     need(there.is_dir(), f"--{flag}={path}: {there} is a file, not a folder; {PLACE}")
     taken = file if file.exists() else there
@@ -168,7 +168,8 @@ def check_result(flag: str, path: str) -> None:
     except (ValueError, TypeError, RecursionError):
         replaceable = False
     need(
-        replaceable, f"--{flag}={path}: there is a file that is no earlier result; name another one"
+        replaceable,
+        f"--{flag}={path}: this file exists and is not an earlier result; name a different file",
     )
 
 

@@ -63,7 +63,7 @@ def draw(runs: list[str], out: str) -> str:
     Raises UserError if there are more runs than colours, or if a folder is not a run."""
     if len(runs) > len(COLOURS):
         raise UserError(
-            f"{len(runs)} runs: at most {len(COLOURS)} lines can be told apart; draw fewer in one picture"
+            f"{len(runs)} runs: at most {len(COLOURS)} lines can be distinguished; draw fewer runs in one picture"
         )
     rows = {str(run): numbers_of(run) for run in runs}
     import matplotlib
@@ -113,7 +113,7 @@ def numbers_of(run: str) -> list[dict]:
             file = Path(run) / "metrics.jsonl"
             need(
                 is_number,
-                f"{file}: {key} is no number at step {row['step']}; fix or remove that line",
+                f"{file}: {key} is not a number at step {row['step']}; fix or remove that line",
             )
     return rows
 
@@ -195,7 +195,10 @@ def rounded_line(cfg: dict) -> list[str]:
         return []
     name = "policy" if cfg["actor"] == "none" else "actor"
     return [
-        f"   (held out: the {name} in {cfg['rollout_quant']}, as it samples; --eval_engine=torch: as saved)"
+        (
+            f"   (held out: the {name} in {cfg['rollout_quant']}, as in rollouts; --eval_engine=torch evaluates "
+            "it as saved)"
+        )
     ]
 
 
@@ -227,7 +230,7 @@ def time_lines(rows: list[dict]) -> list[str]:
         if spent:
             rate = f"speed/{stage[:-2]}_tokens"
             tokens = sum(row[rate] * row[stage] for row in rows if rate in row)
-            per_second = f"{tokens / spent:11,.0f} tokens/s of a rank" if tokens else ""
+            per_second = f"{tokens / spent:11,.0f} tokens/s per rank" if tokens else ""
             lines.append(f"   {stage[:-2]:10s}{spent:9.1f}{per_second}")
     return [*lines, f"   {'total':10s}{total:9.1f}"]
 
@@ -282,12 +285,12 @@ def print_samples(run: str, last: int) -> None:
     samples = rows(path)
     need(
         samples,
-        f"{path}: no responses in it; wait for the run's first update, or give another run's folder",
+        f"{path}: no responses in it; wait for the run's first update, or give the folder of a different run",
     )
     for row in samples[-last:]:
         need(
             is_response(row),
-            f"{path}: the line of step {row['step']} is not that of a response; fix or remove it",
+            f"{path}: the line of step {row['step']} is not a response; fix or remove it",
         )
         header = f"reward {row['reward']:g}, {row['finish_reason']}, gap {row['gap']:.3g} nats"
         print(f"update {row['step'] + 1}: {header}\n{row['prompt']}")
@@ -331,7 +334,7 @@ def main(argv: list[str]) -> None:
     if flags.samples:
         need(
             not runs,
-            f"--samples={flags.samples}: prints, and draws no runs; leave out {' '.join(runs)}",
+            f"--samples={flags.samples}: prints responses and draws no runs; leave out {' '.join(runs)}",
         )
         print_samples(flags.samples, flags.last)
         return
@@ -339,7 +342,7 @@ def main(argv: list[str]) -> None:
         raise UserError("name at least one run folder: python -m machinery.plot out/demo")
     check_output("out", flags.out)
     known = Path(flags.out).suffix in (".png", ".pdf", ".svg")
-    need(known, f"--out={flags.out}: a picture's name ends in .png, .pdf or .svg; name it so")
+    need(known, f"--out={flags.out}: the name of a picture must end in .png, .pdf or .svg")
     print(draw(runs, flags.out))
 
 

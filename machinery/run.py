@@ -161,8 +161,9 @@ def open_run(cfg: config.Config, comm) -> Run:
     for flag, tokens, prompt in needed:
         need(
             prompt + tokens <= limit,
-            f"--{flag}={getattr(cfg, flag)}: the longest prompt has {prompt} tokens, with {tokens} of a response more "
-            f"than the model's context of {limit}; shorten the response, or drop long prompts with --max_prompt_tokens",
+            f"--{flag}={getattr(cfg, flag)}: the longest prompt has {prompt} tokens, and with {tokens} tokens of a "
+            f"response it exceeds the model's context of {limit}; shorten the response, or drop long prompts with "
+            "--max_prompt_tokens",
         )
     for each_task in [task, *(held.task for held in held_out)]:
         for sentence in warnings_of(each_task, tokenizer) if comm.rank == 0 else []:
@@ -280,7 +281,7 @@ def locked(cfg: RunFlags, comm):
         seen = comm.rank == 0 or (lock.exists() and lock.read_text() == str(mark))
         need(
             not comm.any(not seen),
-            f"--out={cfg.out}: some node does not see this folder; name one on a file system that all nodes share",
+            f"--out={cfg.out}: a node does not see this folder; name a folder on a file system that all nodes share",
         )
         yield
 
@@ -297,11 +298,11 @@ def claim_folder(cfg: RunFlags, mark: int):
         lock = lock_folder(folder)
     except OSError as e:
         raise UserError(
-            f"--out={cfg.out}: cannot be written ({e.strerror}); name another folder"
+            f"--out={cfg.out}: cannot be written ({e.strerror}); name a different folder"
         ) from None
     need(
         lock,
-        f"--out={cfg.out}: another process works in this folder; wait for its end, or name another one",
+        f"--out={cfg.out}: another process uses this folder; wait until it ends, or name a different folder",
     )
     try:
         (folder / LOCK).write_text(str(mark))
@@ -354,23 +355,25 @@ def check_folder(cfg: RunFlags) -> None:
     folder = Path(cfg.out)
     need(
         folder.is_dir() or not folder.exists(),
-        f"--out={cfg.out}: a file, not a folder; name another one",
+        f"--out={cfg.out}: a file, not a folder; name a folder",
     )
     encodable = cfg.out.encode("utf-8", "surrogateescape").decode("utf-8", "replace") == cfg.out
     need(
         encodable,
-        f"--out={ascii(cfg.out)}: not a name in UTF-8, or a locale without UTF-8 (set LC_ALL=C.UTF-8); name another "
+        f"--out={ascii(cfg.out)}: the name is not UTF-8, or the locale is not (set LC_ALL=C.UTF-8); name a different "
         "folder",
     )
     for part in ("checkpoints", "versions"):
         in_the_way = (folder / part).exists() and not (folder / part).is_dir()
         need(
             not in_the_way,
-            f"{folder / part}: a file where checkpoints go; move it, or name another --out",
+            f"{folder / part}: a file in the place of the folder of checkpoints; move it, or name a different --out",
         )
     ours = holds_run(folder)
     foreign = (folder / "config.json").exists() and not ours
-    need(not foreign, f"--out={cfg.out}: its config.json is not one of a run; name another folder")
+    need(
+        not foreign, f"--out={cfg.out}: its config.json is not from a run; name a different folder"
+    )
     if cfg.overwrite:
         held = [
             (Path.cwd(), "the working folder"),
@@ -390,12 +393,13 @@ def check_folder(cfg: RunFlags) -> None:
         empty = not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
         need(
             ours or empty,
-            f"--overwrite: --out={cfg.out} holds files and no run; name another folder",
+            f"--overwrite: --out={cfg.out} holds files but no run; name a different folder",
         )
     elif not cfg.resume:
         need(
             not (folder / "metrics.jsonl").exists() and not checkpoint.folders(folder),
-            f"--out={cfg.out} already holds a run: add --resume to go on, --overwrite to delete it, or name another",
+            f"--out={cfg.out} already holds a run: add --resume to continue it, --overwrite to delete it, "
+            "or name a different folder",
         )
 
 
@@ -506,7 +510,7 @@ def check_vocabulary(cfg: Config, vocabulary: int) -> None:
     """Check the flags that are bounded by the vocabulary size."""
     need(
         cfg.correction not in corrections.USES_Z or 1 <= cfg.obrs_topk <= vocabulary,
-        f"--obrs_topk={cfg.obrs_topk}: K must lie between 1 and the vocabulary of {vocabulary} tokens",
+        f"--obrs_topk={cfg.obrs_topk}: K must be between 1 and the vocabulary of {vocabulary} tokens",
     )
     need(
         cfg.top_k <= vocabulary,
@@ -533,28 +537,29 @@ ABOVE = {"grade/inexact": 0.2}  # thresholds of WARNINGS that are not 0
 WARNINGS = {
     "grade/inexact": (
         "a fifth of the responses are graded right though their last number is not the gold answer: the policy may "
-        "learn the grader and not the task; read them (python -m machinery.plot --samples=RUN), or compare numbers "
-        "alone (--reward=gsm8k)"
+        "exploit the grader instead of learning the task; read responses (python -m machinery.plot --samples=RUN), "
+        "or compare only numbers (--reward=gsm8k)"
     ),
     "rollout_corr/seq_false_ess": (
-        "more than half of the responses stand at the clamp of --log_ratio_clamp: their weights are equal because they "
-        "are cut, and an effective sample size near 1 is false; sequence weights correct nothing at this length "
-        "(rollout_corr/t_max)"
+        "more than half of the responses are at the clamp of --log_ratio_clamp: their weights are equal because they "
+        "are clamped, and an effective sample size near 1 is misleading; sequence weights correct nothing at this "
+        "length (rollout_corr/t_max)"
     ),
     "poisoned": (
-        "the engine gave a log-probability that is not finite or above 0: such responses are left out of the loss; try "
-        "--rollout_dtype=float32 or another --rollout_quant if it goes on (the metric `poisoned` counts them)"
+        "the engine gave a log-probability that is not finite or above 0: such responses are left out of the loss; "
+        "try --rollout_dtype=float32 or a different --rollout_quant if this repeats (the metric `poisoned` counts "
+        "them)"
     ),
     "no_reward": (
-        "every reward of an update is 0, and nothing is learned from it: look at responses (python -m machinery.plot "
-        "--samples=RUN), at --max_tokens, and at --reward and the prompt where right answers are not found"
+        "every reward of an update is 0, so nothing is learned from it: read responses (python -m machinery.plot "
+        "--samples=RUN), check --max_tokens, and check --reward and the prompt if right answers are not recognised"
     ),
     "mostly_cut": (
-        "more than half of the responses of an update were cut at --max_tokens, and cut ones earn little or nothing: "
-        "raise it, or read them (python -m machinery.plot --samples=RUN)"
+        "more than half of the responses of an update were cut at --max_tokens, and cut responses earn little or "
+        "nothing: raise --max_tokens, or read responses (python -m machinery.plot --samples=RUN)"
     ),
     "rejected_steps": (
-        "every token of an update was rejected: the policy did not move; widen --rs_low and --rs_high, or look at "
+        "every token of an update was rejected: the policy did not change; widen --rs_low and --rs_high, or check "
         "rollout_corr/kl (rejected_steps counts such updates)"
     ),
 }
@@ -686,6 +691,6 @@ def read_metrics(run: Path | str) -> list[dict]:
     lines = [row | later.get(row["step"], {}) for row in rows(path)]
     need(
         lines,
-        f"{path}: no line of metrics in it; wait for the run's first update, or give the folder of another one",
+        f"{path}: no line of metrics in it; wait for the run's first update, or give the folder of a different run",
     )
     return lines

@@ -140,7 +140,7 @@ class Session:
         need(
             poisoned < self.cfg.rollout_batch / 2,
             f"of the first {self.cfg.rollout_batch} responses {poisoned:.0f} have log-probabilities from the engine "
-            "that are not finite or above 0; use --rollout_dtype=float32, or another --rollout_quant",
+            "that are not finite or above 0; use --rollout_dtype=float32, or a different --rollout_quant",
         )
         warning = check_agreement(self.cfg, self.learner.agreement(batch))
         if warning and self.comm.rank == 0:
@@ -273,7 +273,7 @@ def due(every: int, step: int) -> bool:
 
 
 def how_to_resume(cfg: RunFlags) -> str:
-    return f"go on with --resume --out={cfg.out}"
+    return f"continue with --resume --out={cfg.out}"
 
 
 def progress(logged: dict) -> dict[str, str]:

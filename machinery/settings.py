@@ -56,7 +56,7 @@ def parse(
             given[key] = flags.convert(Config, key, value)
     need(
         not (given.get("epochs") and "steps" in given),
-        "--epochs with --steps: both say how long; leave one out",
+        "--epochs with --steps: both set the length of the run; leave out one of the two flags",
     )
     if "steps" in given:  # --steps replaces epochs of a file, and --epochs replaces steps of a file
         given["epochs"] = 0.0
@@ -72,7 +72,7 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     """The saved configuration of the run in --out. The flags given now must agree with it."""
     need(
         not cfg.overwrite,
-        "--resume with --overwrite: one continues the run, the other deletes it; leave one of them out",
+        "--resume with --overwrite: --resume continues the run, --overwrite deletes it; leave out one of the two flags",
     )
     path = Path(cfg.out) / "config.json"
     need(
@@ -94,7 +94,7 @@ def resumed(cfg: Config, given: set[str]) -> Config:
             f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}" for k in changed
         )
         raise UserError(
-            f"--resume with a changed configuration: {was}; give the old value, or start a new run in another --out"
+            f"--resume with a changed configuration: {was}; give the old value, or start a new run in a different --out"
         )
     return Config(
         **{
@@ -114,7 +114,7 @@ def digest_of_flags(config: dict) -> str:
 
 def saved_flags(path: Path) -> dict:
     """The flags in a run's config.json. Raises UserError if it is damaged, edited or foreign."""
-    fix = "copy it from a backup, or start a new run with --overwrite or in another --out"
+    fix = "copy it from a backup, or start a new run with --overwrite or in a different --out"
     made = flags.read_json(path, fix)
     saved = made.get("config")
     need(
@@ -123,7 +123,7 @@ def saved_flags(path: Path) -> dict:
     )
     need(
         made.get("config_digest") in (None, digest_of_flags(saved)),
-        f"--resume: the flags in {path} were edited since the run wrote them; give changes on the command line, or "
+        f"--resume: the flags in {path} were edited after the run wrote them; give changes on the command line, or "
         f"{fix}",
     )
     return {
@@ -229,7 +229,8 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     alone = cfg.eval_engine == "second" and cfg.actor == "none"
     need(
         not alone,
-        "--eval_engine=second: the policy samples for itself, and its engine evaluates; leave the flag out",
+        "--eval_engine=second: there is no actor, so the rollout engine already evaluates the policy; leave "
+        "the flag out",
     )
     return cfg
 
@@ -265,7 +266,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         )
     need(
         cfg.eval_every >= -1,
-        f"--eval_every={cfg.eval_every}: a number of updates, 0 for before and after, or -1",
+        f"--eval_every={cfg.eval_every}: must be a number of updates, 0 (only before and after the run) or -1 (never)",
     )
     schedule = ("warmup_steps", "save_every", "epochs", "dynamic_sampling")
     for name in (*schedule, "weight_decay", "distill_kl_target"):
@@ -277,7 +278,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     )
     need(
         cfg.group_size >= 2,
-        f"--group_size={cfg.group_size}: an advantage needs at least 2 responses a prompt",
+        f"--group_size={cfg.group_size}: an advantage needs at least 2 responses to each prompt",
     )
     need(
         cfg.train_batch % (cfg.group_size * n_ranks) == 0,
@@ -303,8 +304,8 @@ def check_models(cfg: Config) -> None:
             flags.refuse_adapter(flag, value)
             need(
                 flags.names_model(value),
-                f"--{flag}={value}: no Hugging Face model folder (no config.json there); give one as save_pretrained "
-                "writes it, or base:policy",
+                f"--{flag}={value}: no Hugging Face model folder (no config.json there); give a folder as "
+                "save_pretrained writes it, or base:policy",
             )
 
 
@@ -322,12 +323,15 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
         "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
     )
     if torch.cuda.is_available():
-        need(cfg.rollout_memory <= 1, f"{memory}: on a GPU a share of its memory, at most 1")
+        need(
+            cfg.rollout_memory <= 1,
+            f"{memory}: must be at most 1, since on a GPU it is a share of the memory",
+        )
     else:
         host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
         need(
             cfg.rollout_memory < host_gib,
-            f"{memory}: GiB on a CPU, and this host has {host_gib:.0f}; name fewer",
+            f"{memory}: on a CPU it is a number of GiB, and this host has {host_gib:.0f}; lower it",
         )
 
 
@@ -359,7 +363,7 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
     unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
     need(
         not unequal,
-        f"{flag}: with --delay and --dynamic_sampling its ranks need unequal weights; leave one out",
+        f"{flag}: with --delay and --dynamic_sampling its ranks need different weights; leave out one of the flags",
     )
 
 

@@ -72,8 +72,8 @@ def check(cfg: Config, task) -> None:
     short."""
     if cfg.model.startswith("base:") and task.max_prompt() + cfg.max_tokens > CONTEXT:
         raise UserError(
-            f"--max_tokens={cfg.max_tokens}: with prompts of up to {task.max_prompt()} tokens that is over "
-            f"the model's context of {CONTEXT}"
+            f"--max_tokens={cfg.max_tokens}: with prompts of up to {task.max_prompt()} tokens it exceeds the model's "
+            f"context of {CONTEXT}"
         )
 
 
@@ -142,8 +142,8 @@ def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIP
                 break
     else:
         raise UserError(
-            f"the warm start reached {reached:.2f} in {MOST_STEPS} steps, not {target}: "
-            f"lower it (base:{name}@0.2) or make the task easier (--arith)"
+            f"the warm start reached {reached:.2f} in {MOST_STEPS} steps, not {target}: lower the accuracy "
+            f"(base:{name}@0.2) or make the task easier (--arith)"
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

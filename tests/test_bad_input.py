@@ -117,7 +117,7 @@ ROWS = [
 --obrs_lambda=inf | --obrs_lambda=inf: must be finite
 --obrs_c1=0 | --obrs_c1=0.0: must be above 0
 --obrs_c2=0.5 | --obrs_c2=0.5: caps p_ref / p_tgt, so it must be at least 1
---obrs_topk=257 | --obrs_topk=257: K must lie between 1 and the vocabulary of 256 tokens
+--obrs_topk=257 | --obrs_topk=257: K must be between 1 and the vocabulary of 256 tokens
 --obrs_accept_rate=1.5 | --obrs_accept_rate=1.5: must be in (0, 1]; leave it out to use --obrs_lambda
 --obrs_accept_rate=0 | --obrs_accept_rate=0.0: must be in (0, 1]; leave it out to use --obrs_lambda
 --model=base:policy@1.5 | --model=base:policy@1.5: the accuracy after @ must be a share between 0 and 1
@@ -134,7 +134,7 @@ ROWS = [
 --keep=0 | --keep=0: must be at least 1
 --micro_tokens=0 | --micro_tokens=0: must be at least 1
 --max_tokens=0 | --max_tokens=0: must be at least 1
---max_tokens=2000 | --max_tokens=2000: with prompts of up to 12 tokens that is over the model's context of 512
+--max_tokens=2000 | --max_tokens=2000: with prompts of up to 12 tokens it exceeds the model's context of 512
 --distill_lambda=-1 | --distill_lambda=-1.0: must not be negative
 --distill_lambda=inf | --distill_lambda=inf: must be finite
 --distill_kl_target=-0.1 | --distill_kl_target=-0.1: must not be negative
@@ -158,7 +158,7 @@ ROWS = [
 --lora_rank=4 --learner_quant=int8 | --lora_rank=4: --learner_quant=int8 computes on low-bit ... leave one of the two
 --quant_group=0 | --quant_group=0: must be at least 1
 --rollout_memory=-2 | --rollout_memory=-2.0: must not be negative
---rollout=vllm --rollout_memory=1e6 | --rollout_memory=1000000.0: GiB on a CPU, ... name fewer
+--rollout=vllm --rollout_memory=1e6 | --rollout_memory=1000000.0: ... a number of GiB, ... lower it
 --arith=min_ops=6 | --arith: min_ops=6: must be between 1 and max_ops=5
 --arith=explain=-1 | --arith=explain=-1: explain=-1: must be a whole number, 0 or more
 --arith=total=500,operand=40 | --arith: total=500: must be below 200 and no less than operand=40
@@ -197,7 +197,7 @@ stray | stray: flags are written --key=value
 --train_batch=100 | --train_batch=100: not divisible by --group_size=8 times 1 ... each rank trains on whole groups
 --rollout_batch=300 | --rollout_batch=300: not a multiple of --train_batch=256
 WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... each rank trains on whole groups
---group_size=1 --train_batch=4 --rollout_batch=4 | --group_size=1: an advantage needs at least 2 responses a prompt
+--group_size=1 --train_batch=4 --rollout_batch=4 | --group_size=1: ... needs at least 2 responses to each prompt
 --logprobs_mode=raw --top_k=5 | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
 --keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor: the KL ... use replay
 --exact --dtype=bfloat16 | --exact: --rollout_dtype=float32 and --dtype=bfloat16 ... the same, float32 or bfloat16
@@ -240,7 +240,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --task=fine.jsonl | --model=base:policy knows only --task=arith; give a model's folder for fine.jsonl
 --actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give a model
 --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
---resume --overwrite --out=run | --resume with --overwrite: one continues the run, the other deletes it; leave
+--resume --overwrite --out=run | --resume with --overwrite: --resume continues the run, --overwrite deletes it; leave
         """,
     ),
     # train.py: what is absent
@@ -250,14 +250,14 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
 WITHOUT=wandb --wandb=x | --wandb=x: wandb is not installed; pip install wandb, or leave the flag out
 WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 | --reward=math, for ... pip
---model=/no/such | --model=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
+--model=/no/such | --model=/no/such: no Hugging Face ... give a folder as save_pretrained writes it, or base:policy
 --model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: these ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06
 --model=POLICY --lr=1e-5 | --model=POLICY: ... --task=hf:openai/gsm8k@main/train --max_tokens=4096 --dtype=bfloat16
---model= | --model=: no Hugging Face model folder (no ... give one as save_pretrained writes it, or base:policy
---model=none | --model=none: no Hugging Face model folder ... give one as save_pretrained writes it, or base:policy
+--model= | --model=: no Hugging Face model folder (no ... give a folder as save_pretrained writes it, or base:policy
+--model=none | --model=none: no Hugging Face model folder ... give a folder as save_pretrained writes it, or base:policy
 HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --max_tokens=8 | --model=Qwen ... no such
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
---actor=/no/such | --actor=/no/such: no Hugging Face ... give one as save_pretrained writes it, or base:policy
+--actor=/no/such | --actor=/no/such: no Hugging Face ... give a folder as save_pretrained writes it, or base:policy
 --actor=base: | --actor=base:: not one of base:policy, base:actor; did you mean base:actor?
 --config=/no/such.toml | --config=/no/such.toml: no such file; name a TOML file of flags, such as configs/demo.toml
 --config= | --config=: no such file; name a TOML file of flags, such as configs/demo.toml
@@ -301,7 +301,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --config=list_choice.toml | list_choice.toml: --rollout=['vllm']: not one of vllm, hf; did you mean vllm?
 --config=objective.toml | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
 --config=bound.toml | --temperature=0.0: must be at least 0.01
---config=unreadable.toml | unreadable.toml: Permission denied; ... name another place, or ask for
+--config=unreadable.toml | unreadable.toml: Permission denied; ... name a different path, or get permission
 --config=/proc/self/mem | /proc/self/mem: Input/output error; look at the disk, or name a place on another one
         """,
     ),
@@ -345,7 +345,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=latin1.jsonl | latin1.jsonl: not a text file in UTF-8 (byte 54); convert it
 --task=packed.jsonl.gz | packed.jsonl.gz: not a whole gzip file of text ... copy it again
 --task=fine.jsonl.zst | --task=fine.jsonl.zst: no such file; ... or hf:NAME/SPLIT
---task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name another place, or ask for
+--task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name a different path, or get permission
 --task=/proc/self/mem | /proc/self/mem: Input/output error; look at the disk, or name a place on another one
 --eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL, JSON or Parquet file
 --eval_task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
@@ -380,7 +380,7 @@ HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such f
 --task=fine.jsonl --eval_every=5 | --eval_every=5: nothing is held out; name files or data sets with --eval_task
 --reward=math | --reward=math: --task=arith has its own; leave it out, or name a file with --task
 --epochs=2 | --epochs=2.0: arith is endless; give --steps
---epochs=2 --steps=5 | --epochs with --steps: both say how long; leave one out
+--epochs=2 --steps=5 | --epochs with --steps: both set the length of the run; leave out one of the two flags
 --epochs=2 --dynamic_sampling=3 | --epochs with --dynamic_sampling: how many groups an update draws is not known; give
 --dynamic_sampling=-1 | --dynamic_sampling=-1: must not be negative
 --stop=nosuch | --stop=nosuch: not one token of the ... give tokens, such as <|im_end|>, separated by commas
@@ -394,23 +394,23 @@ HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such f
     *rows(
         f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN}",
         r"""
---model=no_config | --model=no_config: no Hugging Face model folder ... give one as save_pretrained writes it, or
+--model=no_config | --model=no_config: no Hugging Face model folder ... give a folder as save_pretrained writes it, or
 --model=only_config | only_config: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this model
---model=config_cut | config_cut/config.json: not valid JSON (Unterminated ... give a whole folder of a causal
---model=config_list | config_list/config.json: not a JSON object; ... give a whole folder of a causal
---model=config_number | config_number/config.json: not a JSON object; ... give a whole folder of a
---model=config_empty | config_empty/config.json: not valid JSON (Expecting value: line ... give a whole folder of a
+--model=config_cut | config_cut/config.json: not valid JSON (Unterminated ... give a complete folder of a causal
+--model=config_list | config_list/config.json: not a JSON object; ... give a complete folder of a causal
+--model=config_number | config_number/config.json: not a JSON object; ... give a complete folder of a
+--model=config_empty | config_empty/config.json: not valid JSON (Expecting value: line ... give a complete folder of a
 --model=config_utf16 | config_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
---model=config_untyped | config_untyped: its config.json cannot be read (Unrecognized ... give a whole folder of a
---model=new_type | new_type: its config.json cannot be read (The checkpoint you ... give a whole folder of a causal
---model=text_vocabulary | text_vocabulary: its config.json cannot be read (Validation ... give a whole folder of a
---model=negative_vocabulary | negative_vocabulary: its config.json gives no vocab_size ... give a whole folder of a
+--model=config_untyped | config_untyped: its config.json cannot be read (Unrecognized ... give a complete folder of a
+--model=new_type | new_type: its config.json cannot be read (The checkpoint you ... give a complete folder of a causal
+--model=text_vocabulary | text_vocabulary: its config.json cannot be read (Validation ... give a complete folder of a
+--model=negative_vocabulary | negative_vocabulary: its config.json gives no vocab_size ... give a complete folder of a
 --actor=small_vocabulary --actor_lr=1 | small_vocabulary: its tokenizer has ... a vocab_size of 100; give the model the
---model=text_context | text_context: its config.json cannot be read (Validation error ... give a whole folder of a
+--model=text_context | text_context: its config.json cannot be read (Validation error ... give a complete folder of a
 --model=short_context | --max_tokens=8: the longest prompt has 12 ... shorten the response, or drop long prompts
---model=text_width | text_width: its config.json cannot be read (Validation ... give a whole folder of a causal
---model=layers_of_two_numbers | layers_of_two_numbers: its config.json cannot be read ... give a whole folder of a
---model=new_dtype | new_dtype: its config.json cannot be read (module 'torch' ... give a whole folder of a causal
+--model=text_width | text_width: its config.json cannot be read (Validation ... give a complete folder of a causal
+--model=layers_of_two_numbers | layers_of_two_numbers: its config.json cannot be read ... give a complete folder of a
+--model=new_dtype | new_dtype: its config.json cannot be read (module 'torch' ... give a complete folder of a causal
 --model=no_tokenizer | no_tokenizer: its tokenizer has no ... copy tokenizer.json and tokenizer_config.json of this
 --model=tokenizer_cut | tokenizer_cut: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this
 --model=tokenizer_utf16 | tokenizer_utf16: its tokenizer ... copy tokenizer.json and tokenizer_config.json of this
@@ -428,31 +428,31 @@ HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such f
 --model=weights_unreadable | weights_unreadable/model.safetensors: its weights ... copy the folder again, or delete
 --model=index_cut | index_cut/model.safetensors.index.json: not valid JSON ... copy the folder again, or delete it
 --model=index_empty | index_empty/model.safetensors.index.json: lists no ... copy the folder again, or delete it
---model=shard_missing | shard_missing: model.safetensors, and an index of other files ... delete the older of the two
+--model=shard_missing | shard_missing: model.safetensors, and an index ... delete the older of the two
 --actor=no_weights --actor_lr=1 | no_weights: no weights there ... copy the folder again, or delete it
-LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a whole checkpoint of that shape
-LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give a whole checkpoint of that shape
---model=t5_type | t5_type: its config.json cannot be read ... give a whole checkpoint of a causal language model
---model=new_activation | new_activation: its config.json cannot be ... give a whole checkpoint of a causal language
---model=gptq | gptq: its weights are quantized already, and a learner would train their codes; give the folder in 16
+LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a complete checkpoint of that shape
+LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give a complete checkpoint of that shape
+--model=t5_type | t5_type: its config.json cannot be read ... give a complete checkpoint of a causal language model
+--model=new_activation | new_activation: its config.json cannot be ... give a complete checkpoint of a causal language
+--model=gptq | gptq: its weights are already quantized, and a learner would train their codes; give the folder in 16
         """,
     ),
     # train.py: run folders
     *rows(
         f"train.py --rollout=hf --model=POLICY --actor=none --objective=grpo {OWN}",
         r"""
---out=file | --out=file: a file, not a folder; name another one
---out=file/run | --out=file/run: cannot be written (Not a directory); name another folder
---out=read_only/run | --out=read_only/run: cannot be written (Permission denied); name another folder
---out=read_only | --out=read_only: cannot be written (Permission denied); name another folder
---out=locked | --out=locked: another process works in this folder; wait for its end, or name another one
---out=/proc/run | --out=/proc/run: cannot be written (No such file or directory); name another folder
---out=run | --out=run already holds a run: add --resume to go on, --overwrite to delete it, or name another
---out=run_of_a_model | --out=run_of_a_model: its config.json is not one of a run; name another folder
---out=run_of_a_model --overwrite | --out=run_of_a_model: its config.json is not one of a run; name another folder
---out=config_damaged | --out=config_damaged: its config.json is not one of a run; name another folder
---out=config_damaged --overwrite | --out=config_damaged: its config.json is not one of a run; name another folder
---out=notes --overwrite | --overwrite: --out=notes holds files and no run; name another folder
+--out=file | --out=file: a file, not a folder; name a folder
+--out=file/run | --out=file/run: cannot be written (Not a directory); name a different folder
+--out=read_only/run | --out=read_only/run: cannot be written (Permission denied); name a different folder
+--out=read_only | --out=read_only: cannot be written (Permission denied); name a different folder
+--out=locked | --out=locked: another process uses this folder; wait until it ends, or name a different folder
+--out=/proc/run | --out=/proc/run: cannot be written (No such file or directory); name a different folder
+--out=run | --out=run already holds a run: add ... --overwrite to delete it, or name a different folder
+--out=run_of_a_model | --out=run_of_a_model: its config.json is not from a run; name a different folder
+--out=run_of_a_model --overwrite | --out=run_of_a_model: its config.json is not from a run; name a different folder
+--out=config_damaged | --out=config_damaged: its config.json is not from a run; name a different folder
+--out=config_damaged --overwrite | --out=config_damaged: its config.json is not from a run; name a different folder
+--out=notes --overwrite | --overwrite: --out=notes holds files but no run; name a different folder
 --out=. --overwrite | --overwrite: --out=. holds the working folder; name the folder of one run
 --out=.. --overwrite | --overwrite: --out=.. holds the working folder; name the folder of one run
 --out=run --overwrite --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a ... add one
@@ -465,7 +465,7 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --out=/no/such/run | --resume: /no/such/run holds no run; start without --resume, or name its folder with --out
 --out=file | --resume: file holds no run; start without --resume, or name its folder with --out
 --out=notes | --resume: notes holds no run; start without --resume, or name its folder with --out
---out=run --lr=0.5 | --resume with a changed configuration: ... give the old value, or start a new run in another --out
+--out=run --lr=0.5 | --resume with a changed configuration: ... or start a new run in a different --out
 --out=run --objective=tis | --resume with a changed configuration: --objective was ... give the old value, or start
 --out=run_cut | run_cut/config.json: not valid JSON ... copy it from a backup, or start
 --out=run_of_lists | run_of_lists/config.json: not a JSON object; ... copy it from a backup, or start
@@ -474,7 +474,7 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --out=run_of_text | run_of_text/config.json: steps = 'many' is not of type int
 --out=run_of_old_choices | run_of_old_choices/config.json: --rollout=sglang: not one of vllm, hf
 --out=run_in_utf16 | run_in_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
---out=run_spoilt | run_spoilt: all checkpoints are damaged; ... start a new run with --overwrite, or in another
+--out=run_spoilt | run_spoilt: all checkpoints are damaged; ... start a new run with --overwrite, or in a different
         """,
     ),
     # train.py: samplers on other machines
@@ -500,8 +500,8 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --keys=keys_learner --samplers=tcp://:5555 | --samplers=tcp://:5555: no host; write tcp://HOST:PORT
 --samplers=ipc:///no/such/socket | --samplers=ipc:///no/such/socket: No such file or ... name a free address of this
 --samplers=ipc:// | --samplers=ipc://: not an address; write tcp://HOST:PORT
---samplers=file | file/models: Not a directory; name another place
---samplers=read_only/shared | read_only/shared: Permission denied; ... name another place, or ask
+--samplers=file | file/models: Not a directory; name a different path
+--samplers=read_only/shared | read_only/shared: Permission denied; ... name a different path, or get
         """,
     ),
     # machinery/warmstart.py, mini.py, metrics.py, objectives.py
@@ -551,13 +551,13 @@ tis | tis: python objectives.py takes no arguments
 --model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it again, or name another folder
 --model=config_utf16 --rollout=hf | config_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
 --model=config_untyped --rollout=hf --max_tokens=8 | --model=config_untyped: no model there; ... give a run folder, a
---model=new_type --rollout=hf --max_tokens=8 | new_type: its config.json cannot be read (The ... give a whole
---model=text_context --rollout=hf --max_tokens=8 | text_context: its config.json cannot be read ... give a whole
+--model=new_type --rollout=hf --max_tokens=8 | new_type: its config.json cannot be read (The ... give a complete
+--model=text_context --rollout=hf --max_tokens=8 | text_context: its config.json cannot be read ... give a complete
 --model=no_tokenizer --rollout=hf --max_tokens=8 | no_tokenizer: its ... copy tokenizer.json
 --model=tokenizer_cut --rollout=hf --max_tokens=8 | tokenizer_cut: its ... copy tokenizer.json
 --model=no_weights --rollout=hf --max_tokens=8 | no_weights: no weights there ... copy the folder again, or delete
 --model=weights_html --rollout=hf --max_tokens=8 | weights_html/model.safetensors: its weights ... copy the folder
-LOADS=1 --model=wider --rollout=hf --max_tokens=8 | wider: its weights do not fit its ... give a whole
+LOADS=1 --model=wider --rollout=hf --max_tokens=8 | wider: its weights do not fit its ... give a complete
 --model=base:policy --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give the folder of
 --model=base:policy --rollout=hf --max_tokens=900 | --max_tokens=900: with ... ver the model's context of 512
 --grade_gold=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
@@ -594,8 +594,8 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
 --stale=small_vocabulary | small_vocabulary: its tokenizer has 256 ... a vocab_size of 100; give the model the
 --stale=no_weights | no_weights: no weights there ... copy the folder again, or delete
---json=. | --json=.: a folder; name a file in it
---json=/dev/null/x.json | --json=/dev/null/x.json: /dev/null is a file, not a folder; name another place
+--json=. | --json=.: a folder; name a file in this folder
+--json=/dev/null/x.json | --json=/dev/null/x.json: /dev/null is a file, not a folder; name a different path
 --btaches=3 | --btaches: no such flag; did you mean --batches?
         """,
     ),
@@ -623,17 +623,17 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
 --quant_group=0 | --quant_group=0: must be at least 1
 --rollout_memory=-1 | --rollout_memory=-1.0: must not be negative
---out=. | --out=.: a folder; name a file in it
---out=file/x.json | --out=file/x.json: ... is a file, not a folder; name another place
---out=read_only/x.json | --out=read_only/x.json: ... cannot be written; name another place
---out=/proc/x.json | --out=/proc/x.json: /proc cannot be written; name another place
+--out=. | --out=.: a folder; name a file in this folder
+--out=file/x.json | --out=file/x.json: ... is a file, not a folder; name a different path
+--out=read_only/x.json | --out=read_only/x.json: ... cannot be written; name a different path
+--out=/proc/x.json | --out=/proc/x.json: /proc cannot be written; name a different path
 --temperature=1e-3 | --temperature=0.001: must be at least 0.01
 --top_p=2 | --top_p=2.0: must be in (0, 1]; 1 keeps all tokens
 --top_k=300 | --top_k=300: larger than the vocabulary ... 256 tokens; 0 keeps all
 --stop=zzz | --stop=zzz: not one token of the model's ... give tokens, such as <|im_end|>, separated by commas
 --task=/no/such.jsonl | --task=/no/such.jsonl: no such file; give `arith` or the path of a JSONL, JSON or Parquet file
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
---task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name another place, or ask for
+--task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name a different path, or get permission
 --arith=explain=-1 | --arith=explain=-1: explain=-1: must be a whole number, 0 or more
 --steps=3 | --steps: no such flag; see --help
 --objective=tis | --objective: no such flag; see --help
@@ -684,15 +684,15 @@ metrics_text | metrics_text/metrics.jsonl: reward is no number at step 1; fix or
 metrics_list | metrics_list/metrics.jsonl: entropy is no number at step 1; fix or remove that line
 metrics_truth | metrics_truth/metrics.jsonl: grad_norm is no number at step 7; fix or remove that line
 metrics_folder | metrics_folder/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
-metrics_unreadable | metrics_unreadable/metrics.jsonl: Permission denied; ... name another place, or ask for the
-run run run run run run run run | 8 runs: at most 7 lines can be told apart; draw fewer in one picture
-run --out=x.xyz | --out=x.xyz: a picture's name ends in .png, .pdf or .svg; name it so
-run --out=x | --out=x: a picture's name ends in .png, .pdf or .svg; name it so
+metrics_unreadable | metrics_unreadable/metrics.jsonl: Permission denied; ... name a different path, or get permission
+run run run run run run run run | 8 runs: at most 7 lines can be distinguished; draw fewer runs in one picture
+run --out=x.xyz | --out=x.xyz: the name of a picture must end in .png, .pdf or .svg
+run --out=x | --out=x: the name of a picture must end in .png, .pdf or .svg
 run --out= | --out is empty: name the file to write
-run --out=notes | --out=notes: a folder; name a file in it
-run --out=file/x.png | --out=file/x.png: ... is a file, not a folder; name another place
-run --out=read_only/x.png | --out=read_only/x.png: ... cannot be written; name another place
-run --out=/proc/x.png | --out=/proc/x.png: /proc cannot be written; name another place
+run --out=notes | --out=notes: a folder; name a file in this folder
+run --out=file/x.png | --out=file/x.png: ... is a file, not a folder; name a different path
+run --out=read_only/x.png | --out=read_only/x.png: ... cannot be written; name a different path
+run --out=/proc/x.png | --out=/proc/x.png: /proc cannot be written; name a different path
 run --ouput=x.png | --ouput: no such flag; did you mean --out?
 run --smooth=3 | --smooth: no such flag; see --help
 --out=x.png run | run: flags are written --key=value
@@ -725,7 +725,7 @@ gpu --device=cpu --parts= | --parts is empty: name some of tests, vllm, linears,
 gpu --device=cpu --part=haed | --part=haed: no such part; there are tests, vllm, linears, head,
 gpu --device=cpu --minutes=0 | --minutes=0: must be above 0
 gpu --device=tpu | --device=tpu: not one of cuda, cpu
-gpu --device=cpu --out=file/x | --out=file/x/gpu.json: ... is a file, not a folder; name another place
+gpu --device=cpu --out=file/x | --out=file/x/gpu.json: ... is a file, not a folder; name a different path
         """,
     ),
     *rows(
@@ -757,12 +757,12 @@ k --sampler=2 | --sampler: no such flag; did you mean --samplers?
 --samplers=2 | name one new folder: python -m remote.keys keys --samplers=4
 --samplers=2 k | k: flags are written --key=value
 file | file is a file; name a new folder
-file/k | file/k/learner: Not a directory; name another place
+file/k | file/k/learner: Not a directory; name a different path
 notes | notes is not empty: keys are not overwritten; name a new folder
 keys_learner | keys_learner is not empty: keys are not overwritten; name a new folder
 /proc/k | /proc/k: No such file or directory; name a path that is there
-read_only | read_only/learner: Permission denied; name another place, or ask for the right to use this one
-read_only/k | read_only/k: Permission denied; name another place, or ask for the right to use this one
+read_only | read_only/learner: Permission denied; name a different path, or get permission for this path
+read_only/k | read_only/k: Permission denied; name a different path, or get permission for this path
         """,
     ),
     # a sampler

@@ -235,7 +235,7 @@ def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_stands(run, tmp_pat
     with full_disk(nbytes), pytest.raises(UserError) as error:
         checkpoint.save(run, 2, learner, source, [make_groups()], {})
     assert "step_000002: the checkpoint could not be written (" in str(error.value)
-    assert "make room there and go on from the checkpoint before with --resume" in str(error.value)
+    assert "free disk space there, and continue from the previous checkpoint with --resume" in str(error.value)
     assert checkpoint.newest(tmp_path) == first
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
     assert checkpoint.load(first, learner, source)[0] == 1
@@ -253,7 +253,9 @@ def test_what_finds_no_room_is_saved_elsewhere(run, tmp_path, monkeypatch):
     with pytest.raises(UserError) as error:
         checkpoint.save(run, 7, learner, source, [make_groups()], CONTROLLERS)
     saved = spare / f"{str(tmp_path)[1:].replace('/', '-')}-step_000007"
-    assert f"it is whole in {saved}: make room, move it to {tmp_path}/checkpoints/step_000007" in str(error.value)
+    assert f"it is complete in {saved}: free disk space, move it to {tmp_path}/checkpoints/step_000007" in str(
+        error.value
+    )
     (tmp_path / "checkpoints").unlink()
     (tmp_path / "checkpoints").mkdir()
     saved.rename(tmp_path / "checkpoints" / "step_000007")
@@ -280,8 +282,8 @@ def emptied(folder):
 
 
 DAMAGES = {
-    cut_short: "rank0.pt has other bytes than were written",
-    one_bit: "policy/model.safetensors has other bytes than were written",
+    cut_short: "rank0.pt has changed since it was written",
+    one_bit: "policy/model.safetensors has changed since it was written",
     lambda folder: (folder / "learner.pt").unlink(): "learner.pt is missing",
     lambda folder: (folder / "digests.json").unlink(): "digests.json is missing",
     lambda folder: (folder / "digests.json").write_text("[]"): "digests.json cannot be read",
@@ -421,7 +423,7 @@ def test_files_of_tensors_refuse_what_was_not_announced(tmp_path):
     ):
         files.write("b", given["b"].float())
     with (
-        pytest.raises(ValueError, match="5 tensors did not come, c among them"),
+        pytest.raises(ValueError, match="5 tensors are missing, c among them"),
         tensors.TensorFiles(tmp_path, models.layout_of(given)),
     ):
         pass

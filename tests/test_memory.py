@@ -232,7 +232,9 @@ def test_errors_of_a_folder_are_one_sentence(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     for wrong in ({**tensors, name: tensors[name][:-1]}, {n: x for n, x in tensors.items() if n != name}):
         save_file({n: x.contiguous() for n, x in wrong.items()}, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(UserError, match=f"its weights do not fit its config.json .first: .*{name}.*; give a whole"):
+        with pytest.raises(
+            UserError, match=f"its weights do not fit its config.json .first: .*{name}.*; give a complete"
+        ):
             alone(str(folder))
 
 
@@ -425,7 +427,7 @@ def test_two_sets_of_weights_are_refused(tmp_path):
     new.save_pretrained(tmp_path / "new")
     shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path)
     for read in (checkpoint.check_weights, memory.unread):
-        with pytest.raises(UserError, match=r"model\.safetensors, and an index of other files"):
+        with pytest.raises(UserError, match=r"model\.safetensors, and an index of different files"):
             read(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-1.bin"}}')

@@ -183,7 +183,7 @@ def test_a_cap_of_attention_scores_is_kept(tmp_path):
         ("mixtral", {"num_local_experts": 4}, "hf", ""),
         ("qwen3_moe", FAMILIES["qwen3_moe"], "vllm", ""),
         ("gpt2", {}, "hf", "family gpt2: its layers are not found"),
-        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "hf", "its weights are quantized already"),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "hf", "its weights are already quantized"),
     ],
 )
 def test_models_that_would_be_trained_or_published_wrongly_are_refused(family, changes, rollout, sentence, tmp_path):
@@ -335,7 +335,7 @@ def test_an_id_of_the_hub(tmp_path, hub):
     folder = folder_of("some/one", tmp_path)
     assert Path(folder) == fetched
     assert checkpoint.load_model(folder).config.model_type == "qwen3"
-    with pytest.raises(UserError, match="--model=some/other: no such folder here, and the hub does not give it"):
+    with pytest.raises(UserError, match="--model=some/other: no such folder here, and the hub cannot provide it"):
         folder_of("some/other", tmp_path)
 
 
@@ -364,7 +364,7 @@ def test_a_composite_family_without_a_text_model_is_refused(tmp_path):
     config = AutoConfig.for_model("qwen2_5_vl", text_config={**COMMON, "vocab_size": IDS})
     config.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    with pytest.raises(UserError, match="its text model cannot be read .*; give a model of text alone: .* qwen2_5_vl"):
+    with pytest.raises(UserError, match="its text model cannot be read .*; give a text-only model: .* qwen2_5_vl"):
         folder_of(str(folder), tmp_path)
     assert not (tmp_path / "base").exists()
 

@@ -183,7 +183,7 @@ def test_a_learner_that_waits_stops_at_a_signal_and_gives_up_with_a_sentence(sol
     time.sleep(1)
     learner.send_signal(signal.SIGTERM)
     code, text, err = finish(learner)
-    assert code == 143 and "stopped after update 0, saved: go on with --resume" in text, err[-3000:]
+    assert code == 143 and "stopped after update 0, saved: continue with --resume" in text, err[-3000:]
     code, text, err = finish(start(["--resume", f"--out={tmp_path / 'run'}", "--give_up=2"]))
     assert code == 1 and "error: no group to train on for 2 s" in err and "Traceback" not in err
     learner = start(["--resume", f"--out={tmp_path / 'run'}", "--give_up=90"])

@@ -182,7 +182,7 @@ def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypa
     started(folders, tmp_path)  # nothing was logged yet: it may start again
     log = tmp_path / "run" / "metrics.jsonl"
     log.write_text('{"step": 0}\n')
-    with pytest.raises(UserError, match="already holds a run: add --resume to go on, --overwrite to delete it"):
+    with pytest.raises(UserError, match="already holds a run: add --resume to continue it, --overwrite to delete it"):
         started(folders, tmp_path)
 
     for name in ("step_000003", "step_000012", "step_000020"):
@@ -232,7 +232,7 @@ def test_overwrite_that_is_killed_on_the_way_can_be_done_again(folders, tmp_path
 
 def test_checkpoints_without_metrics_are_a_run_too(folders, tmp_path):
     (tmp_path / "run" / "checkpoints" / "step_000003").mkdir(parents=True)
-    with pytest.raises(UserError, match="already holds a run: add --resume to go on"):
+    with pytest.raises(UserError, match="already holds a run: add --resume to continue it"):
         started(folders, tmp_path)
 
 
@@ -269,10 +269,10 @@ NOT_FOR_A_RUN = {
     "--out is empty: name the folder of this run": lambda root: {"out": " ", "overwrite": True},
     "a file, not a folder": lambda root: {"out": str(holding(root / "a", file="x") / "file")},
     "cannot be written .Not a directory": lambda root: {"out": str(holding(root / "b", file="x") / "file" / "run")},
-    "its config.json is not one of a run": lambda root: {
+    "its config.json is not from a run": lambda root: {
         "out": str(holding(root / "c", **{"config.json": '{"model_type": "qwen3"}'}))
     },
-    "holds files and no run; name another folder": lambda root: {
+    "holds files but no run; name a different folder": lambda root: {
         "out": str(holding(root / "d", notes="x")),
         "overwrite": True,
     },
@@ -296,7 +296,7 @@ def test_folders_that_are_not_a_runs_are_left_alone(folders, tmp_path, monkeypat
 
 def test_one_process_for_each_run_folder(folders, tmp_path):
     cfg = make_cfg(**flags(folders, tmp_path))
-    with locked(cfg, Comm()), pytest.raises(UserError, match="another process works in this folder"):
+    with locked(cfg, Comm()), pytest.raises(UserError, match="another process uses this folder"):
         started(folders, tmp_path, resume=True)
     started(folders, tmp_path)
 
@@ -305,8 +305,8 @@ def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_pa
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"problem": "1 + " * 100, "answer": "1"}) + "\n")
     too_long = (
-        r"--max_tokens=8: the longest prompt has 2\d\d tokens, with 8 of a response more than the model's context of "
-        "128; shorten the response, or drop long prompts with --max_prompt_tokens"
+        r"--max_tokens=8: the longest prompt has 2\d\d tokens, and with 8 tokens of a response it exceeds the model's "
+        "context of 128; shorten the response, or drop long prompts with --max_prompt_tokens"
     )
     with pytest.raises(ValueError, match=too_long):
         opened(folders, tmp_path, task=str(file))
@@ -324,7 +324,7 @@ def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_pa
 def test_the_shorter_context_of_two_models_counts(folders, tmp_path):
     """Prompts of 4 tokens and responses of 8, and an actor that reads ten."""
     short = edited(folders / "actor", tmp_path / "short", max_position_embeddings=10)
-    with pytest.raises(UserError, match="more than the model's context of 10"):
+    with pytest.raises(UserError, match="exceeds the model's context of 10"):
         opened(folders, tmp_path, actor=short)
 
 
@@ -339,7 +339,7 @@ def test_a_held_out_file_is_checked_too(folders, tmp_path):
 def test_bounds_of_an_embedded_model_are_checked_before_it_is_made(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(run.warmstart, "base_model", None)
     for bad, words in (
-        ({"objective": "jackpot", "obrs_topk": 300}, "--obrs_topk=300: K must lie between 1 and the vocabulary of 256"),
+        ({"objective": "jackpot", "obrs_topk": 300}, "--obrs_topk=300: K must be between 1 and the vocabulary of 256"),
         ({"top_k": 300}, "--top_k=300: larger than the vocabulary of 256 tokens"),
         ({"max_tokens": 5000}, "--max_tokens=5000: with prompts of up to"),
     ):
@@ -353,7 +353,7 @@ def test_models_that_do_not_fit(folders, tmp_path):
     with pytest.raises(ValueError, match="its tokenizer has 256 tokens and its config.json a vocab_size of 100"):
         run.checkpoint.check_rows(small, 256)
     run.checkpoint.check_rows(small, 100)
-    with pytest.raises(ValueError, match="--obrs_topk=300: K must lie between 1 and the vocabulary of 256"):
+    with pytest.raises(ValueError, match="--obrs_topk=300: K must be between 1 and the vocabulary of 256"):
         run.check_vocabulary(make_cfg(objective="jackpot", obrs_topk=300), 256)
     with pytest.raises(ValueError, match="--top_k=257: larger than the vocabulary of 256"):
         run.check_vocabulary(make_cfg(top_k=257), 256)
@@ -437,7 +437,7 @@ def test_weights_that_do_not_fit_their_config(folders, tmp_path):
     wider = edited(folders / "policy", tmp_path / "wider", hidden_size=64)
     deeper = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
     for folder in (wider, edited(folders / "policy", tmp_path / "deeper", **deeper)):
-        with pytest.raises(ValueError, match="its weights do not fit its config.json .*; give a whole checkpoint"):
+        with pytest.raises(ValueError, match="its weights do not fit its config.json .*; give a complete checkpoint"):
             load_model(folder)
 
 
@@ -587,7 +587,7 @@ def test_an_edited_configuration_is_refused(tmp_path):
     assert settings.parse(["--resume", f"--out={out}"]).lr == 1e-3
     (out / "config.json").write_text(json.dumps({**made, "config": {**made["config"], "lr": 5e-3}}))
     with pytest.raises(
-        UserError, match="config.json were edited since the run wrote them; give changes on the command"
+        UserError, match="config.json were edited after the run wrote them; give changes on the command"
     ):
         settings.parse(["--resume", f"--out={out}"])
 
@@ -595,13 +595,15 @@ def test_an_edited_configuration_is_refused(tmp_path):
 @pytest.mark.parametrize("part", ["checkpoints", "versions"])
 def test_a_file_in_the_way_of_checkpoints(tmp_path, part):
     (tmp_path / part).write_text("mine")
-    with pytest.raises(UserError, match=f"{part}: a file where checkpoints go; move it, or name another --out"):
+    with pytest.raises(
+        UserError, match=f"{part}: a file in the place of the folder of checkpoints; move it, or name a different --out"
+    ):
         run.check_folder(make_cfg(out=str(tmp_path)))
     assert (tmp_path / part).read_text() == "mine"
 
 
 def test_a_name_that_is_not_utf8_holds_no_run(tmp_path):
-    with pytest.raises(UserError, match="not a name in UTF-8, or a locale without UTF-8 .*; name another folder"):
+    with pytest.raises(UserError, match="the name is not UTF-8, or the locale is not .*; name a different folder"):
         run.check_folder(make_cfg(out=os.fsdecode(os.fsencode(tmp_path) + b"/\xff")))
 
 
@@ -616,7 +618,7 @@ def test_a_result_replaces_an_earlier_one_and_no_other_file(tmp_path, content, r
     if replaced:
         check_result("out", str(path))
     else:
-        with pytest.raises(UserError, match="there is a file that is no earlier result; name another one"):
+        with pytest.raises(UserError, match="this file exists and is not an earlier result; name a different file"):
             check_result("out", str(path))
     assert path.read_text() == content
 

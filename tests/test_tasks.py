@@ -437,7 +437,7 @@ def test_explanations_are_for_arith_alone(folders):
 def test_a_response_longer_than_the_embedded_models_context():
     cfg = make_cfg(model="base:policy", max_tokens=500)
     warmstart.check(cfg, Arithmetic())  # 12 + 500 tokens: the whole context
-    with pytest.raises(ValueError, match="--max_tokens=501: with prompts of up to 12 tokens that is over the model's"):
+    with pytest.raises(ValueError, match="--max_tokens=501: with prompts of up to 12 tokens it exceeds the model's"):
         warmstart.check(replace(cfg, max_tokens=501), Arithmetic())
 
 

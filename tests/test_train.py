@@ -591,7 +591,7 @@ def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
     process.send_signal(signal.SIGTERM)
     code, text, err = finish(process)
     assert code == 128 + signal.SIGTERM, err[-3000:]
-    assert "saved: go on with --resume" in text
+    assert "saved: continue with --resume" in text
     done = len(read_metrics(out)) - 1
     assert 2 <= done < 6
     assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:06d}"]
@@ -640,7 +640,7 @@ def test_a_fault_of_ours_saves_first_and_keeps_its_traceback(
             train_here(flags(solvers, out))
     said = capsys.readouterr().err
     assert checkpoint.newest(out).name == f"step_{newest:06d}"
-    assert ("saved: go on with --resume" in said) == (newest != 3)
+    assert ("saved: continue with --resume" in said) == (newest != 3)
     train_here(["--resume", f"--out={out}"])
     assert timeless(out) == timeless(whole[0])
 
@@ -687,7 +687,10 @@ def test_resume_without_the_checkpoints_of_a_longer_run_is_refused(whole, tmp_pa
     out = tmp_path / "run"
     shutil.copytree(whole[0], out, ignore=shutil.ignore_patterns("checkpoints"))
     logged = (out / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match="metrics of 6 updates and no checkpoint, though one was saved every 3; bring"):
+    with pytest.raises(
+        UserError,
+        match="metrics of 6 updates but no checkpoint, though a checkpoint was saved every 3 updates; restore",
+    ):
         train_here(["--resume", f"--out={out}"])
     assert (out / "metrics.jsonl").read_text() == logged
     (out / "checkpoints" / "step_000003.writing").mkdir(parents=True)  # killed while it was written
@@ -706,7 +709,7 @@ def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solve
         train_here(["--resume", f"--out={out}", "--lr=5e-3", "--group_size=8"])
     assert "--group_size was 4 and is now 8" in str(said.value)
     assert "--lr was 0.001 and is now 0.005" in str(said.value)
-    with pytest.raises(UserError, match="already holds a run: add --resume to go on, --overwrite to delete it"):
+    with pytest.raises(UserError, match="already holds a run: add --resume to continue it, --overwrite to delete it"):
         train_here(flags(solvers, out))
     run_to_the_end(["--resume", f"--out={out}", "--steps=7"])
     assert len(read_metrics(out)) == 8
@@ -765,7 +768,7 @@ def assert_same_tensors(folder, other) -> None:
 def test_every_node_must_see_the_run_folder(solvers, tmp_path):
     disks = [tmp_path / "first", tmp_path / "second"]
     [disk.mkdir() for disk in disks]
-    with pytest.raises(AssertionError, match="--out=run: some node does not see this folder; name one on a file sy"):
+    with pytest.raises(AssertionError, match="--out=run: a node does not see this folder; name a folder on a file sy"):
         torchrun.torchrun("../train.py", *flags(solvers, "run"), nodes=disks)
     assert not list(disks[0].iterdir()) and not list(disks[1].iterdir())
 
@@ -859,7 +862,7 @@ def test_the_closing_table_says_that_rounded_weights_were_evaluated(solvers, tmp
             groups = engine.model.model.layers[0].self_attn.q_proj.weight.reshape(-1, 32)
             values.append(max(len(group.unique()) for group in groups))
         used.clear()
-    line = "   (held out: the {} in w2a16, as it samples; --eval_engine=torch: as saved)"
+    line = "   (held out: the {} in w2a16, as in rollouts; --eval_engine=torch evaluates it as saved)"
     assert said == [[line.format("policy")], [], [line.format("actor")], []]
     assert [n <= 4 for n in values] == [True, False, False, True, False, False]
     assert all(n > 16 for n in values if n > 4)

@@ -142,7 +142,7 @@ def test_a_learner_that_starts_again_finds_its_file_and_no_delta_of_before(tmp_p
 
 def test_other_tensors_than_announced(tmp_path):
     layout = Layout({"a": torch.ones(3), "b": torch.ones(2)}.items())
-    with pytest.raises(ValueError, match="1 tensors did not come, b among them"):
+    with pytest.raises(ValueError, match="1 tensors are missing, b among them"):
         layout.write(tmp_path / "x", {"a": torch.ones(3)}.items())
     with pytest.raises(ValueError, match=r"a: \(4,\) is not the shape of before, \(3,\)"):
         layout.write(tmp_path / "x", {"a": torch.ones(4)}.items())

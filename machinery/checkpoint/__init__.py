@@ -270,9 +270,9 @@ def not_written(final: Path, why: str, spare: Path | None) -> str:
     """The error message for a checkpoint that could not be written to its folder."""
     run = final.parent.parent
     if spare is None:
-        fix = f"make room there and go on from the checkpoint before with --resume --out={run}"
+        fix = f"free disk space there, and continue from the previous checkpoint with --resume --out={run}"
     else:
-        fix = f"it is whole in {spare}: make room, move it to {final}, and go on with --resume --out={run}"
+        fix = f"it is complete in {spare}: free disk space, move it to {final}, and continue with --resume --out={run}"
     return f"{final}: the checkpoint could not be written ({why}); {fix}"
 
 
@@ -312,8 +312,8 @@ def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
     shared = torch.load(folder / "learner.pt", weights_only=True, mmap=mmap)
     need(
         shared.get("format") == FORMAT,
-        f"--resume: {folder} has checkpoint format {shared.get('format', 1)}, and this revision reads {FORMAT}; resume "
-        "with the revision that wrote it, or start a new run in another --out",
+        f"--resume: {folder} has checkpoint format {shared.get('format', 1)}, and this revision reads {FORMAT}; "
+        "resume with the revision that wrote it, or start a new run in a different --out",
     )
     return shared
 
@@ -385,7 +385,7 @@ def damage(folder: Path, part: str = "") -> str:
             if not (folder / name).is_file():
                 return f"{name} is missing"
             if digest(folder / name) != known:
-                return f"{name} has other bytes than were written"
+                return f"{name} has changed since it was written"
     except (OSError, ValueError, AttributeError) as e:
         return f"digests.json cannot be read ({e})"
     return ""
@@ -409,10 +409,10 @@ def newest(out: Path | str, part: str = "") -> Path | None:
         wrong = damage(folder, part)
         if not wrong:
             for sentence in damaged:
-                print(f"warning: {sentence}; the checkpoint before it is used", file=sys.stderr)
+                print(f"warning: {sentence}; the previous checkpoint is used", file=sys.stderr)
             return folder
         damaged.append(f"{folder} is damaged ({wrong})")
-    fix = "start a new run with --overwrite, or in another --out"
+    fix = "start a new run with --overwrite, or in a different --out"
     need(
         not steps,
         f"{out}: all checkpoints are damaged; {fix} (the newest: {''.join(damaged[:1])})",
@@ -436,15 +436,15 @@ def to_resume(cfg: Config, comm) -> Path | None:
     before = shared_by_ranks(folder, mmap=True)["n_ranks"]
     need(
         before == comm.size or (cfg.delay == "none" and cfg.samplers == "local"),
-        f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; each has samplers of its "
-        "own, delayed or remote, and their groups cannot be redistributed: use the same number of ranks",
+        f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; each rank has separate "
+        "samplers, delayed or remote, and groups of samplers cannot be redistributed: use the same number of ranks",
     )
     return folder
 
 
 def check_none_lost(out: str) -> None:
     """Raise UserError if a run without a checkpoint has logged updates after its first save."""
-    fix = "copy it from a backup, or start a new run in another --out"
+    fix = "copy it from a backup, or start a new run in a different --out"
     save_every = read_json(Path(out) / "config.json", fix)["config"]["save_every"]
     metrics = Path(out) / "metrics.jsonl"
     text = read_text(metrics) if metrics.is_file() else ""
@@ -452,11 +452,11 @@ def check_none_lost(out: str) -> None:
     unfinished = any((Path(out) / "checkpoints").glob("step_*.writing"))
     need(
         unfinished or not 0 < save_every < updates,
-        f"--resume: {out} has metrics of {updates} updates and no checkpoint, though one was saved every "
-        f"{save_every}; bring {out}/checkpoints back, or start a new run in another --out",
+        f"--resume: {out} has metrics of {updates} updates but no checkpoint, though a checkpoint was saved every "
+        f"{save_every} updates; restore {out}/checkpoints, or start a new run in a different --out",
     )
     print(
-        f"{out}: no checkpoint was written before the run stopped; it starts from the first update"
+        f"{out}: no checkpoint was written before the run stopped; the run starts from the first update"
     )
 
 

@@ -162,8 +162,8 @@ def from_hub(flag: str, name: str, cached: bool = False) -> str:
     except Exception as e:  # offline, unknown or gated: different exception types
         why = " ".join(str(e).split())[:200] or type(e).__name__
         raise UserError(
-            f"--{flag}={name}: no such folder here, and the hub does not give it ({why}); fetch it where there is a "
-            f"network (hf download {name}), or give a folder"
+            f"--{flag}={name}: no such folder here, and the hub cannot provide it ({why}); download it on a machine "
+            f"with a network (hf download {name}), or give a folder"
         ) from None
 
 
@@ -183,7 +183,7 @@ def text_folder(folder: str) -> str:
     digest = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
     made = Path(BASE_DIR) / f"text-{digest}"
     if not (made / "config.json").is_file():
-        fix = f"give a model of text alone: this one is of the family {config.model_type}"
+        fix = f"give a text-only model: this model is of the family {config.model_type}"
         with one_sentence(folder, "text model", fix):
             tensors = text_tensors(folder, text)
         scratch = made.with_name(f"{made.name}.{os.getpid()}")  # a concurrent run may make it too
@@ -208,7 +208,7 @@ def text_tensors(folder: str, text) -> dict:
     body = full_model.base_model.language_model.state_dict()
     tensors = {f"{text_model.base_model_prefix}.{name}": x for name, x in body.items()}
     tensors["lm_head.weight"] = full_model.get_output_embeddings().weight.detach()
-    need(tensors.keys() == text_model.state_dict().keys(), "its tensors have other names")
+    need(tensors.keys() == text_model.state_dict().keys(), "its tensors have different names")
     return tensors
 
 
@@ -216,7 +216,7 @@ def read_config(folder: Path | str):
     """The transformers config of a model folder. Raises UserError if it is missing or invalid."""
     from transformers import AutoConfig
 
-    fix = "give a whole folder of a causal language model, as save_pretrained writes it"
+    fix = "give a complete folder of a causal language model, as save_pretrained writes it"
     read_json(Path(folder) / "config.json", fix)
     with one_sentence(folder, "config.json", fix):
         config = AutoConfig.from_pretrained(folder)
@@ -237,12 +237,14 @@ def check_family(folder: str, by_vllm: bool) -> None:
     by_vllm: vLLM samples from it."""
     config = read_config(folder)
     is_plain = not getattr(config, "quantization_config", None)
-    fix = "give the folder in 16 bits, and a format in --rollout_quant"
+    fix = "give the model in 16 bits, and name a format with --rollout_quant"
     need(
         is_plain,
-        f"{folder}: its weights are quantized already, and a learner would train their codes; {fix}",
+        f"{folder}: its weights are already quantized, and a learner cannot train the codes; {fix}",
     )
-    with one_sentence(folder, "config.json", "give a whole checkpoint of a causal language model"):
+    with one_sentence(
+        folder, "config.json", "give a complete checkpoint of a causal language model"
+    ):
         export = exported(config)
     known = hasattr(export.shell.base_model, "layers")
     family = f"{folder}: a model of the family {config.model_type}"
@@ -271,8 +273,9 @@ def check_angles(folder: str, context: int) -> None:
         )
         need(
             kind != "dynamic" and (kind != "longrope" or context <= trained_length),
-            f"{folder}: rotary angles of the kind {kind}: with {context} tokens of prompt and response they depend on "
-            f"a batch's longest row, and vLLM's are others; stay within {trained_length} tokens, or give another model",
+            f"{folder}: rotary angles of the kind {kind}: with {context} tokens of prompt and response they depend "
+            f"on a batch's longest row, and vLLM's angles differ; stay within {trained_length} tokens, or give a "
+            "different model",
         )
 
 
@@ -291,7 +294,7 @@ def read_tokenizer(folder: Path | str):
     with one_sentence(folder, "tokenizer", fix):
         tokenizer = AutoTokenizer.from_pretrained(folder)
     # transformers makes an empty tokenizer if there are no files
-    need(len(tokenizer) > 1, f"{folder}: its tokenizer has no words; {fix}")
+    need(len(tokenizer) > 1, f"{folder}: its tokenizer has no vocabulary; {fix}")
     return tokenizer
 
 
@@ -322,13 +325,13 @@ def weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if not index.is_file():
         return [single]
-    fix = "copy the folder again, or delete it where it was made here: it is made again"
+    fix = "copy the folder again, or delete it if it was made here: it is made again"
     parts = read_json(index, fix).get("weight_map")
     need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {fix}")
     files = [folder / str(name) for name in sorted({*parts.values()}, key=str)]
     need(
         not single.is_file() or single in files,
-        f"{folder}: {single.name}, and an index of other files ({files[0].name}); delete the older of the two",
+        f"{folder}: {single.name}, and an index of different files ({files[0].name}); delete the older of the two",
     )
     return files
 
@@ -340,7 +343,7 @@ def check_weights(folder: Path | str) -> None:
 
     folder, fix = (
         Path(folder),
-        "copy the folder again, or delete it where it was made here: it is made again",
+        "copy the folder again, or delete it if it was made here: it is made again",
     )
     files = weight_files(folder)
     if not any(file.is_file() for file in files) and any(folder.glob("*.bin")):
@@ -356,7 +359,7 @@ def load_model(folder: Path | str, dtype=torch.float32):
     or do not fit the config."""
     from transformers import AutoModelForCausalLM
 
-    fix = "give a whole checkpoint of that shape"
+    fix = "give a complete checkpoint of that shape"
     with one_sentence(folder, "weights", fix):
         options = {
             "output_loading_info": True,

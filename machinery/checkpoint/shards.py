@@ -124,5 +124,6 @@ def read_shards(learner, folder: Path) -> None:
     except dcp.api.CheckpointException as e:
         why = " ".join(str(next(iter(e.failures.values()))[0]).split())[:200]
         raise UserError(
-            f"--resume: {folder} does not fit this run's models and optimizer ({why}); go on with those that wrote it"
+            f"--resume: {folder} does not fit this run's models and optimizer ({why}); continue with the "
+            "models and optimizer that wrote it"
         ) from None

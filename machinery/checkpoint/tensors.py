@@ -100,14 +100,14 @@ class Layout:
                 dtype, shape = self.known[name]
                 if tuple(x.shape) != shape:
                     raise ValueError(
-                        f"{name}: {tuple(x.shape)} is not the shape of before, {shape}"
+                        f"{name}: {tuple(x.shape)} differs from the previous shape, {shape}"
                     )
                 file.seek(self.place[name])
                 file.write(
                     x.detach().to(dtype).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 )
         if left:
-            raise ValueError(f"{len(left)} tensors did not come, {min(left)} among them")
+            raise ValueError(f"{len(left)} tensors are missing, {min(left)} among them")
         scratch.replace(path)
 
 
@@ -178,7 +178,7 @@ class TensorFiles:
             file.close()
         if kind is None and self.place:
             raise ValueError(
-                f"{len(self.place)} tensors did not come, {next(iter(self.place))} among them"
+                f"{len(self.place)} tensors are missing, {next(iter(self.place))} among them"
             )
 
 
