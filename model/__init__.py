@@ -384,8 +384,8 @@ def check_replay(model) -> None:
         logits, weights, experts = router(router.weight[:4])
         need(
             torch.allclose(expert_weights(router, logits, experts), weights.float(), atol=1e-3),
-            f"--router_replay: models of the family {model.config.model_type} weigh their experts in a way that is not "
-            "known here; leave it out",
+            f"--router_replay: models of the family {model.config.model_type} weigh their experts in an unknown way; "
+            "leave it out",
         )
 
 

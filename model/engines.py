@@ -144,7 +144,8 @@ class VLLMEngine:
             need(
                 one_row <= most or has_other_caches(shell.config),
                 f"{folder}: one response of {max_len} tokens, prompt included, needs {one_row / 2**20:,.1f} MiB of "
-                f"key-value cache, and {most / 2**20:,.1f} there are; raise --rollout_memory, or shorten the response",
+                f"key-value cache, and {most / 2**20:,.1f} MiB are available; raise --rollout_memory, or shorten the "
+                "response",
             )
             memory = {"kv_cache_memory_bytes": min(wanted, most)}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
@@ -176,8 +177,8 @@ class VLLMEngine:
         late = parallel_state.model_parallel_is_initialized() and parallel_state._EP is None
         need(
             not (late and self.experts),
-            f"{folder}: it has experts, and the model of this process's first engine has none, so vLLM has made no "
-            "group for them; use --eval_engine=torch, or --rollout=hf",
+            f"{folder}: it has experts, but the model of this process's first engine has no experts, so vLLM did not "
+            "create a group for experts; use --eval_engine=torch, or --rollout=hf",
         )
         if cuda:
             return
@@ -186,16 +187,16 @@ class VLLMEngine:
         sizes = CPUAttentionBackend.get_supported_head_sizes()
         need(
             size in sizes,
-            f"{folder}: its heads have a size of {size}, and on a CPU vLLM supports only {', '.join(map(str, sizes))}; "
-            "use --rollout=hf, or another model",
+            f"{folder}: its heads have a size of {size}, and on a CPU vLLM supports only "
+            f"{', '.join(map(str, sizes))}; use --rollout=hf, or a different model",
         )
 
     def _quantized_folder(self, folder: str) -> str:
         """A temporary quantized copy of the model folder, from which vLLM starts; one per node."""
         if not self.packed:
             print(
-                f"{self.fmt.name}: vLLM has no kernel for it here; the engine gets the exactly dequantized weights, "
-                "which are the same function",
+                f"{self.fmt.name}: vLLM has no kernel for this format here; the engine gets the exactly dequantized "
+                "weights, which compute the same function",
                 file=sys.stderr,
             )
         path, self.scratch = quantized_for_a_node(folder, self.fmt, self.packed)
@@ -259,7 +260,7 @@ class VLLMEngine:
         if not self.asleep:
             return
         if self.sleep_level == 2:
-            raise RuntimeError("this engine has given its weights up; load new ones first")
+            raise RuntimeError("this engine has released its weights; load new weights first")
         torch.cuda.empty_cache()  # release memory that the learner freed but torch still caches
         self.llm.wake_up()
         self.asleep = False
@@ -410,7 +411,7 @@ def share_of_gpu(share: float) -> float:
     gib = 2**30
     print(
         f"vLLM gets {most:.0%} of the GPU's {total / gib:.0f} GiB: only {free / gib:.1f} GiB are free, less than "
-        f"--rollout_memory={share:g}; end what else runs there, or lower it",
+        f"--rollout_memory={share:g}; end other processes on the GPU, or lower --rollout_memory",
         file=sys.stderr,
     )
     return most

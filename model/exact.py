@@ -432,8 +432,8 @@ def check(cfg: RolloutFlags) -> None:
     local = getattr(cfg, "samplers", "local") == "local"
     need(
         cfg.rollout == "hf" and local,
-        "--exact: vLLM and remote samplers take their sums in orders of their own; use --rollout=hf --samplers=local, "
-        "or leave it out",
+        "--exact: vLLM and remote samplers compute their sums in different orders; use --rollout=hf "
+        "--samplers=local, or leave it out",
     )
     dtype = getattr(cfg, "dtype", cfg.rollout_dtype)
     need(
@@ -452,14 +452,13 @@ def check(cfg: RolloutFlags) -> None:
     )
     need(
         getattr(cfg, "lora_rank", 0) == 0,
-        "--exact: adapters are merged for the engine, in another order of sums; "
-        "leave out --exact or --lora_rank",
+        "--exact: adapters are merged for the engine, in a different order of sums; leave out --exact or --lora_rank",
     )
     scored = cfg.keep_sampling_mask != "off" or not Sampling.of(cfg).truncates
     need(
         scored and cfg.logprobs_mode == "processed",
         f"--exact: with --keep_sampling_mask={cfg.keep_sampling_mask} and --logprobs_mode={cfg.logprobs_mode} the "
-        "learner scores another distribution than is sampled; use replay and processed",
+        "learner scores a distribution that differs from the sampled distribution; use replay and processed",
     )
 
 
@@ -474,7 +473,7 @@ def check_model(cfg: PrecisionFlags, policy: str, actor: str | None) -> None:
     need(
         config.model_type in FAMILIES and act == "silu",
         f"--exact: the sums of a model of the family {config.model_type} with {act} (--{flag}) are not known here, "
-        f"those of {known} with silu are; leave it out",
+        f"only the sums of {known} with silu; leave it out",
     )
     window = getattr(config, "sliding_window", None)
     slides = window and getattr(config, "use_sliding_window", True)
@@ -492,6 +491,6 @@ def check_zero(cfg: RunFlags, logged: dict) -> None:
     gap = logged["rollout_corr/largest_gap" if cfg.actor == "none" else "actor/largest_gap"]
     need(
         gap <= 0 or logged["staleness/max_updates"] > 0,
-        f"--exact: on fresh rollouts log p_inf and log p_ref differ by {gap:.3g}; the matrix products of this machine "
-        "depend on more than model/exact.py holds fixed; leave it out, and report the machine",
+        f"--exact: on fresh rollouts log p_inf and log p_ref differ by {gap:.3g}; the matrix products of this "
+        "machine depend on more than model/exact.py controls; leave it out, and report the machine",
     )

@@ -227,7 +227,7 @@ def in_one_sentence(problem: str):
         log.write_text(traceback.format_exc(), encoding="utf-8")
         words = f"{type(e).__name__}: {' '.join(str(e).split())[:400]}"
         raise UserError(
-            f"--rollout=vllm: {problem} ({words}); its traceback is in {log}; --rollout=hf does without"
+            f"--rollout=vllm: {problem} ({words}); its traceback is in {log}; --rollout=hf runs without vLLM"
         ) from None
 
 

@@ -192,7 +192,7 @@ def read_adapter(model, folder: Path) -> None:
     }
     need(
         fit and same_base,
-        f"{folder}: its adapters are not of this model; give the base model that they were trained on, as it was then",
+        f"{folder}: its adapters do not fit this model; give the base model that they were trained on, unchanged",
     )
     for name, p in adapters.items():
         copy_into(p, saved[name])
@@ -253,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
         (Path(base) / "config.json").is_file(),
         f"{base}: no model there; name the adapters' base model with --base",
     )
-    need(not out.exists(), f"--out={out}: there is something already; name a new folder")
+    need(not out.exists(), f"--out={out}: this path exists already; name a new folder")
     need_peft("--adapter")
     model = attach(
         load_model(base),

@@ -412,11 +412,11 @@ def check_names(folder: str, by_vllm: bool) -> None:
     )
     need(
         not prefix,
-        f"{folder}: its tensors are named {prefix}{min(missing, default='')} and the like, where the model has no "
-        f"{prefix}; rename them in the files",
+        f"{folder}: its tensors have names such as {prefix}{min(missing, default='')}, but the model's names have no "
+        f"{prefix}; rename the tensors in the files",
     )
     need(
         not (others and by_vllm),
-        f"{folder}: its files hold {min(others, default='')}, which the model does not have and vLLM cannot leave out; "
-        "remove it from the files, or use --rollout=hf",
+        f"{folder}: its files hold {min(others, default='')}, which the model does not have and vLLM cannot ignore; "
+        "remove this tensor from the files, or use --rollout=hf",
     )

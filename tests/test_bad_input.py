@@ -125,7 +125,7 @@ ROWS = [
 --weight_decay=-1 | --weight_decay=-1.0: must not be negative
 --kernels=liger | --kernels=liger: its kernels run on a GPU; use --kernels=plain
 --kernels=compile --rollout=vllm | --kernels=compile: vLLM's CPU engine switches torch.compile off in this process
---kernels=compile --rollout=hf --exact | --kernels=compile: --exact and --router_replay replace the modules themselves
+--kernels=compile --rollout=hf --exact | --kernels=compile: --exact and --router_replay also replace these modules
 --kernels=compile --rollout_quant=int8 --learner_quant=int8 | --kernels=compile: the low-bit layers
 --grad_clip=0 | --grad_clip=0.0: must be above 0
 --warmup_steps=-3 | --warmup_steps=-3.0: must not be negative
@@ -202,7 +202,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor: the KL ... use replay
 --exact --dtype=bfloat16 | --exact: --rollout_dtype=float32 and --dtype=bfloat16 ... the same, float32 or bfloat16
 --exact --rollout_quant=int8 | --exact: --rollout_quant=int8 and --learner_quant=none ... align the learner with
---exact --rollout=vllm | --exact: vLLM and remote samplers take their sums ... use --rollout=hf
+--exact --rollout=vllm | --exact: vLLM and remote samplers compute their sums ... use --rollout=hf
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or name the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... --reject=geo:LOW:HIGH, or use --reject=none
 --objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: no statistic ... name a statistic with --reject=token,

@@ -290,7 +290,7 @@ def test_adapters_are_merged_on_request(folders, tmp_path, run_here):
     by_peft = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
     assert by_peft.keys() == ours.keys()
     assert all(torch.allclose(x, by_peft[name], atol=1e-6) for name, x in ours.items())
-    with pytest.raises(UserError, match="there is something already"):
+    with pytest.raises(UserError, match="this path exists already"):
         lora.main([f"--adapter={adapter}", f"--out={tmp_path / 'merged'}"])
 
 
@@ -301,7 +301,7 @@ def test_adapters_of_another_model_are_refused(folders, tmp_path, run_here):
     with torch.no_grad():
         changed.model.layers[1].mlp.up_proj.weight.mul_(1.001)
     for other in (tiny_model(1), changed):
-        with pytest.raises(UserError, match="its adapters are not of this model"):
+        with pytest.raises(UserError, match="its adapters do not fit this model"):
             lora.attach(other, make_cfg(**FLAGS), step(out, 3) / "policy_adapter")
     lora.attach(tiny_model(0, layers=2), make_cfg(**FLAGS), step(out, 3) / "policy_adapter")
 

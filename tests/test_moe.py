@@ -209,7 +209,7 @@ def test_vllm_has_the_published_experts(tmp_path):
 
 def test_experts_behind_a_model_without_are_refused(tmp_path, vllm_engine):
     """As with --eval_engine=second; vLLM's own words would be a traceback."""
-    with pytest.raises(UserError, match="it has experts, and the model of this process's first engine has none"):
+    with pytest.raises(UserError, match="it has experts, but the model of this process's first engine has no experts"):
         VLLMEngine(save(moe(), tmp_path), max_len=64, max_logprobs=1)
 
 

@@ -283,7 +283,7 @@ def test_an_engine_that_gave_its_weights_up_gets_them_before_its_cache(monkeypat
     engine.load([("a", torch.ones(1))])
     engine.sleep()
     engine.sleep()
-    with pytest.raises(RuntimeError, match="given its weights up; load new ones first"):
+    with pytest.raises(RuntimeError, match="released its weights; load new weights first"):
         engine.generate([[1]], [[2]], Sampling(), 0, [1])
     engine.load([("a", torch.ones(1)), ("b", torch.ones(1))])
     engine.generate([], [], Sampling(), 0, [1])

@@ -416,8 +416,12 @@ def test_how_weights_travel(samplers, dtype, quant, packed, deltas):
     [
         ("value", "vllm", "its files hold value_head.weight, which the model does not have .* or use --rollout=hf"),
         ("value", "hf", ""),
-        ("prefix", "vllm", "its tensors are named module.lm_head.weight and the like, where the model has no module."),
-        ("prefix", "hf", "its tensors are named module."),
+        (
+            "prefix",
+            "vllm",
+            "its tensors have names such as module.lm_head.weight, but the model's names have no module.",
+        ),
+        ("prefix", "hf", "its tensors have names such as module."),
     ],
 )
 def test_files_with_other_names_are_refused_before_an_engine_starts(folders, tmp_path, change, rollout, told):
