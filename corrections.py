@@ -424,16 +424,32 @@ USES_Z = {name for name, row in CORRECTIONS.items() if row.needs_z}
 class Rejection:
     """--reject: keep tokens or responses with low <= statistic <= high.
 
-    statistic: (log_r, mask, clamp) -> (B, T) or (B, 1)."""
+    statistic: (log_r, mask, clamp) -> (B, T) or (B, 1). of_batch: high bounds the statistic's mean
+    over the kept tokens of the batch (`largest_kept`)."""
 
     statistic: Callable
     low: float = 0.0
     high: float = 0.1
+    of_batch: bool = False
 
     @property
     def bounds(self) -> dict[str, float]:
         """The default bounds, by flag."""
         return {"rs_low": self.low, "rs_high": self.high}
+
+
+def token_square(log_r, clamp=CLAMP):
+    """(log r)^2, (B, T)."""
+    return log_r.clamp(-clamp, clamp) ** 2
+
+
+def largest_kept(x, bound: float) -> float:
+    """The largest x_(k) with mean(x_(1), ..., x_(k)) <= bound, or the smallest x; x: (N,), sorted
+    here. M2PO, arXiv 2510.01161: drop the largest (log r)^2 until the mean is small enough."""
+    ordered = x.double().sort().values
+    mean = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=x.device)
+    kept = max(int((mean <= bound).sum()), 1)  # means of sorted numbers do not fall
+    return float(ordered[kept - 1]) if len(ordered) else math.inf
 
 
 def of_token(estimate):
@@ -456,6 +472,7 @@ REJECTIONS = {
     "seq_min": Rejection(of_response(token_ratio, seq_min), 1e-4, math.inf),
     "token_k2": Rejection(of_token(token_k2)),
     "token_k3": Rejection(of_token(token_k3)),
+    "token_m2": Rejection(of_token(token_square), 0.0, 0.04, of_batch=True),
     "seq_sum_k2": Rejection(of_response(token_k2, seq_sum)),
     "seq_sum_k3": Rejection(of_response(token_k3, seq_sum)),
     "seq_mean_k2": Rejection(of_response(token_k2, seq_mean)),
@@ -524,9 +541,15 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
     weight, keep, *logs = weight_and_mask(new, batch, stats, cfg)
     weight = weight / stats.weight_mean
     for row, low, high in rejections(cfg):
+        high = stats.largest_kept if row.of_batch else high
         kept = inside(row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp), low, high)
         keep = keep * (kept if cfg.reject_of == "all" else torch.where(batch.adv < 0, kept, 1.0))
     return weight, keep, logs[0] if logs else {}
+
+
+def batch_rejection(cfg: ObjectiveFlags) -> tuple[Rejection, float] | None:
+    """(statistic, bound of its mean) of the rejection over the whole batch; None without one."""
+    return next(((row, high) for row, _, high in rejections(cfg) if row.of_batch), None)
 
 
 def can_drop(cfg: ObjectiveFlags) -> bool:
@@ -729,6 +752,11 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
         (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject in REJECTIONS,
         f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: no statistic uses these bounds; name a statistic with "
         f"--reject={', '.join(REJECTIONS)} (in a list each statistic has separate bounds, token:0.5:5)",
+    )
+    need(
+        batch_rejection(cfg) is None or (cfg.correction_target == "ref" and cfg.ref_from == "pass"),
+        f"--reject={cfg.reject}: token_m2 needs all ratios before the update starts; use --correction_target=ref and "
+        "--ref_from=pass",
     )
     need(
         cfg.reject_of == "all" or cfg.reject != "none",

@@ -246,6 +246,7 @@ class StepStats:
     log_group_mean: torch.Tensor | None = None  # (B, 1) GEPO's log E of each response's group
     mixing: torch.Tensor | None = None  # (B, 1) GEPO's e
     weight_mean: float = 1.0  # divisor of --normalize_weights
+    largest_kept: float = math.inf  # largest statistic that a rejection over the batch keeps
 
     def select(self, rows) -> StepStats:
         """The statistics for a micro-batch of these rows."""
@@ -259,12 +260,13 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
 
     With one update per batch, `ref` is the policy of this update, so the update's forward pass
     replaces the ref pass, unless a statistic over all ranks is needed before the first backward
-    pass: kappa, a budget's lambda, the kept denominator, the mean weight."""
+    pass: kappa, a budget's lambda, the kept denominator, the mean weight, a bound over the batch."""
     z = cfg.correction in USES_Z
     passes = set()
     several = updates > 1 and cfg.ref_from == "pass"
     kept = cfg.loss_denominator == "kept" and can_drop(cfg)
-    if several or kept or cfg.normalize_weights or (z and cfg.obrs_accept_rate):
+    over_batch = kept or cfg.normalize_weights or corrections.batch_rejection(cfg) is not None
+    if several or over_batch or (z and cfg.obrs_accept_rate):
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
         no_kappa = controllers.get("kappa") is None
@@ -296,6 +298,10 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepS
         prepare_group(stats, batch, cfg)
     if cfg.correction in USES_Z:
         prepare_obrs(stats, batch, comm, cfg, controllers, fresh)
+    if of_batch := corrections.batch_rejection(cfg):
+        row, bound = of_batch
+        values = row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)[batch.mask]
+        stats.largest_kept = corrections.largest_kept(comm.cat(values), bound)
     if cfg.normalize_weights:
         stats.weight_mean = mean_weight(batch, comm, stats, cfg, fresh)
     if cfg.loss_denominator == "kept" and can_drop(cfg):

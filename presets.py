@@ -45,6 +45,7 @@ PAPERS = {
         rs_low=0.9,
         rs_high=math.inf,
     ),
+    "m2po": {"correction": "none", "surrogate": "ppo", "reject": "token_m2"},
     "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
     "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
     "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},

@@ -87,8 +87,9 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
     lam, kappa = lambda_and_kappa(responses, cfg, kappa)
     weighed = [weights_of(r, a, cfg, lam, kappa) for r, a in zip(responses, adv, strict=True)]
     weighed = normalized(weighed, cfg)
+    most = largest_kept(responses, cfg)
     for i, (r, a) in enumerate(zip(responses, adv, strict=True)):
-        weighed[i] = [(w, k * also) for (w, k), also in zip(weighed[i], rejections(r, a, cfg), strict=True)]
+        weighed[i] = [(w, k * also) for (w, k), also in zip(weighed[i], rejections(r, a, cfg, most), strict=True)]
     keep = [[k for _, k in row] for row in weighed]
     share = shares(responses, cfg)
     share_kept = shares_of_kept(keep, responses, cfg) if cfg.loss_denominator == "kept" else share
@@ -247,7 +248,16 @@ def inside(x: float, low: float, high: float) -> float:
     return 1.0 if low <= x <= high else 0.0
 
 
-def rejections(r: Response, advantage: float, cfg) -> list[float]:
+def largest_kept(responses: list[Response], cfg) -> float:
+    """M2PO: the largest squared log-ratio after the largest are removed until their mean is within the bound."""
+    c = cfg.log_ratio_clamp
+    squares = sorted(clamp(log_ratio(token, "ref", "inf"), c) ** 2 for r in responses for token in r.on)
+    while len(squares) > 1 and cfg.reject == "token_m2" and mean(squares) > cfg.rs_high:
+        squares.pop()
+    return squares[-1] if squares else INF
+
+
+def rejections(r: Response, advantage: float, cfg, most: float) -> list[float]:
     """What --reject leaves of each token."""
     c = cfg.log_ratio_clamp
     logs = [log_ratio(token, cfg.correction_target, "inf") for token in r.on]
@@ -262,6 +272,7 @@ def rejections(r: Response, advantage: float, cfg) -> list[float]:
         "sequence": [math.exp(clamp(sum(logs), c))] * n,
         "geo": [math.exp(clamp(mean(logs), c))] * n,
         "token_k3": k3,
+        "token_m2": [clamp(x, c) ** 2 for x in logs],
         "seq_mean_k3": [mean(k3)] * n,
         "token_k2": k2,
         "seq_sum_k2": [sum(k2)] * n,
@@ -273,6 +284,7 @@ def rejections(r: Response, advantage: float, cfg) -> list[float]:
         "seq_min": [min(math.exp(clamp(x, c)) for x in logs)] * n,
     }[cfg.reject]
     low, high = (0.0, INF) if cfg.reject == "none" else (cfg.rs_low, cfg.rs_high)
+    high = most if cfg.reject == "token_m2" else high
     spared = cfg.reject_of == "negative" and advantage >= 0
     return [1.0 if spared else inside(x, low, high) for x in statistic]
 

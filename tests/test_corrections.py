@@ -10,8 +10,10 @@ import torch
 from conftest import LN, LOG_R, ROOT, STATS, TinyBatch, f64, make_cfg, tiny
 
 import corrections
+import objectives
 import obrs
 from corrections import CORRECTIONS, REJECTIONS, apply_correction
+from learner import Comm
 from model import TokenStats
 
 
@@ -131,6 +133,19 @@ def test_spare_by_hand():
     weight, keep = corrected(new, replace(b, adv=torch.tensor([[0.5], [-0.5]])), objective="spare")
     assert torch.allclose(weight, torch.tensor([[1.0, 0.85, 0.8075]], dtype=f64) * 0.8075)
     assert keep.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]
+
+
+def test_m2po_by_hand():
+    """Squares 0.01, 0.04, 0.09, 0.16: their means are 0.01, 0.025, 0.0467, 0.075; the smallest always stays."""
+    squares = torch.tensor([0.16, 0.01, 0.09, 0.04])
+    for bound, largest in ((1.0, 0.16), (0.075, 0.16), (0.074, 0.09), (0.03, 0.04), (0.024, 0.01), (0.001, 0.01)):
+        assert corrections.largest_kept(squares, bound) == pytest.approx(largest)
+    assert corrections.largest_kept(torch.zeros(0), 0.04) == math.inf
+    new, b = tiny([[0.1, -0.2, 9.0], [0.3, -0.4, 9.0]], mask=[[True, True, False]] * 2)
+    cfg = make_cfg(objective="m2po", rs_high=0.05)
+    stats = objectives.prepare(b, Comm(), cfg, {})
+    _, keep, _ = apply_correction(new, b, stats, cfg)
+    assert keep[:, :2].tolist() == [[1.0, 1.0], [1.0, 0.0]]
 
 
 def test_kpop_by_hand():

@@ -186,7 +186,8 @@ def statistic(how: str, xs: list[float]) -> list[float]:
     }
     if not n:
         return []
-    return {"r": r, "k2": k2, "k3": k3}[how] if how not in whole else [whole[how]()] * n
+    square = [x * x for x in clamped]
+    return {"r": r, "k2": k2, "k3": k3, "square": square}[how] if how not in whole else [whole[how]()] * n
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,6 +257,7 @@ def by_token(how: str, x: float, logp: float, logq: float, A: float, bounds) -> 
 
 PLAIN = dict(weight="one", over="ref", cap=INF, floor=0.0, low=0.0, high=INF, budget="")
 PLAIN |= dict(statistic="", stat_low=0.0, stat_high=INF, negative=False, veto=0.0, more=(), normalize=False)
+PLAIN |= dict(second_moment=INF)
 PLAIN |= dict(
     surrogate="clip",
     base="ref",
@@ -287,6 +289,11 @@ def evaluate(batch: list[dict], case: dict) -> dict:
     divide = mean_weight(weighed, c) if c["normalize"] else 1.0
     w = [[x / divide for x, _ in row] for row in weighed]
     keep = [[on for _, on in row] for row in weighed]
+    if c["second_moment"] < INF:
+        c["statistic"], c["stat_high"] = (
+            "square",
+            square_kept([max(-CLAMP, min(CLAMP, x)) for xs in logs for x in xs], c["second_moment"]),
+        )
     for i, (xs, r) in enumerate(zip(logs, batch, strict=True)):
         keep[i] = rejected(keep[i], xs, r["adv"], c)
     bases = bases_of(batch, c["base"])
@@ -312,6 +319,14 @@ def between(r: dict) -> list[float]:
     """log p_ref as far from log p_inf to log p_new as the last update but one is; of fresh tokens log p_new itself."""
     a = (r["age"] - 1) / r["age"] if r["age"] else 1.0
     return [(1 - a) * q + a * p for q, p in zip(r["inf"], r["new"], strict=True)]
+
+
+def square_kept(logs: list[float], bound: float) -> float:
+    """M2PO: the largest square that is left if the largest are removed until the mean is at most the bound."""
+    squares = sorted(x * x for x in logs)
+    while len(squares) > 1 and math.fsum(squares) / len(squares) > bound:
+        squares.pop()
+    return squares[-1]
 
 
 def rejected(keep: list[bool], xs: list[float], adv: float, c: dict) -> list[bool]:
@@ -464,6 +479,7 @@ CASES = {
 # further flags on top of a preset
 TIS, SEQUENCE = dict(weight="min(r, C)", cap=2.0), dict(weight="min(R, C)", cap=4.0)
 CASES |= {
+    "m2po": dict(second_moment=0.04),
     "tis --normalize_weights=True": TIS | dict(normalize=True),
     "icepop --normalize_weights=True": dict(weight="r kept inside", low=0.5, high=5.0, normalize=True),
     "seq_tis --normalize_weights=True": SEQUENCE | dict(normalize=True),

@@ -381,6 +381,8 @@ MUTANTS = {
         ("return tis(logp_new - logp_inf, is_cap", "return tis(logp_inf - logp_new, is_cap"),
         ("        elif hasattr(cfg, name):", "        elif False:"),
         ("x.masked_fill(~mask, math.inf).amin(1, keepdim=True)", "x.amin(1, keepdim=True)"),
+        ("kept = max(int((mean <= bound).sum()), 1)", "kept = max(int((mean <= bound).sum()) - 1, 1)"),
+        ("high = stats.largest_kept if row.of_batch else high", "high = high"),
         (' and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"', ' and cfg.surrogate != "reinforce"'),
         (' and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"', ' and cfg.ratio_base == "ref"'),
         ('late = cfg.samplers != "local" or', "late ="),
