@@ -85,8 +85,8 @@ def make_task(
     wrong = next((row["answer"] for row in rows if not reward.can_grade(row["answer"])), "")
     need(
         not wrong,
-        f"--{flag}={name}: no response can be right under --reward={cfg.reward} where the answer is {wrong:.40}; grade "
-        "it by --reward=math, or leave such rows out",
+        f"--{flag}={name}: under --reward={cfg.reward} no response can be right if the answer is {wrong:.40}; use "
+        "--reward=math, or leave such rows out",
     )
     if evaluates:
         reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
@@ -145,7 +145,7 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
         )
     need(
         len(set(labels)) == len(labels),
-        f"--{flag}={getattr(cfg, flag)}: two sets of one name; rename a file",
+        f"--{flag}={getattr(cfg, flag)}: two sets have the same name; rename a file",
     )
     return sets
 
@@ -157,7 +157,7 @@ def settings_of(cfg: SampleFlags, flag: str, usual: dict) -> list[tuple[str, dic
         name, options = parts_of(word)
         need(
             name,
-            f"--{flag}={getattr(cfg, flag)}: a set without a name; write FILE,FILE:samples=32:temperature=0.6",
+            f"--{flag}={getattr(cfg, flag)}: a set has no name; write FILE,FILE:samples=32:temperature=0.6",
         )
         settings.append((name, {**usual, **dict(setting(flag, name, part) for part in options)}))
     return settings
@@ -193,13 +193,13 @@ def digests(cfg: TaskFlags) -> dict[str, str]:
 def check_unchanged(cfg: TaskFlags, path: Path) -> None:
     """Raise UserError if a file of the run changed since the run began. path: the run's
     config.json."""
-    made = read_json(path, "name another folder") if path.is_file() else {}
+    made = read_json(path, "name a different folder") if path.is_file() else {}
     data, now = made.get("data", {}), digests(cfg)
     changed = [name for name, digest in data.items() if now.get(name, digest) != digest]
     need(
         not changed,
-        f"--resume: {', '.join(changed)} changed since the run began; restore the old text, or start a new run in "
-        "another --out",
+        f"--resume: {', '.join(changed)} changed since the run began; restore the old text, or start a new run in a "
+        "different --out",
     )
 
 
@@ -207,7 +207,7 @@ def setting(flag: str, name: str, part: str) -> tuple[str, float]:
     """(name, value) of a set's setting NAME=VALUE. Raises UserError."""
     key, _, text = part.partition("=")
     known = ", ".join(f"{key}=" for key in SETTINGS)
-    need(key in SETTINGS, f"--{flag}={name}:{part}: no such setting; {known} are known")
+    need(key in SETTINGS, f"--{flag}={name}:{part}: no such setting; the settings are {known}")
     try:
         value = SETTINGS[key](text)
     except ValueError:
@@ -239,12 +239,12 @@ def check(cfg: Config) -> None:
     """Raise UserError if the flags of the task contradict each other or are out of range."""
     need(
         0 <= cfg.overlong < cfg.max_tokens,
-        f"--overlong={cfg.overlong}: at least 0, and below --max_tokens",
+        f"--overlong={cfg.overlong}: must be at least 0, and below --max_tokens",
     )
     again = getattr(cfg, "epochs", 0) and cfg.dynamic_sampling
     need(
         not again,
-        "--epochs with --dynamic_sampling: how many groups an update draws is not known; give --steps",
+        "--epochs with --dynamic_sampling: the number of groups per update is not known; give --steps",
     )
     need(
         cfg.max_prompt_tokens >= 0,
@@ -263,7 +263,7 @@ def check(cfg: Config) -> None:
             value = getattr(cfg, flag)
             need(
                 not value,
-                f"--{flag}={value}: --task=arith has its own; leave it out, or name a file with --task",
+                f"--{flag}={value}: --task=arith does not use this flag; leave it out, or name a file with --task",
             )
         arith.of_settings(cfg.arith)
         return
@@ -271,12 +271,12 @@ def check(cfg: Config) -> None:
     same = cfg.task in names_of(getattr(cfg, "eval_task", ""))
     if same and from_environment("RANK", 0) == 0:
         print(
-            f"warning: --eval_task={cfg.task}: the problems of --task, so its accuracy is not held out",
+            f"warning: --eval_task={cfg.task}: these are the problems of --task, so this is no held-out accuracy",
             file=sys.stderr,
         )
     need(
         eval_every <= 0 or cfg.eval_task,
-        f"--eval_every={eval_every}: nothing is held out; name files or data sets with --eval_task",
+        f"--eval_every={eval_every}: there is no held-out set; name files or data sets with --eval_task",
     )
     need(
         not cfg.arith,
@@ -304,7 +304,8 @@ def as_trained(cfg: Config, given: set[str]):
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
     if of_run.get("reward") and not grades_all(cfg, saved):
         print(
-            f"not as in {cfg.model}: --reward={saved['reward']}, and how it asks for an answer: another kind of task"
+            f"not as in {cfg.model}: --reward={saved['reward']} and --prompt_template, since this is a "
+            "different kind of task"
         )
         of_run = {
             name: value
@@ -324,7 +325,7 @@ def config_of_run(model: Path) -> dict | None:
     inside = [path.parent for path in model.parents if path.name == "checkpoints"]
     for folder in (model, *inside[:1]):
         if (folder / "config.json").is_file():
-            made = read_json(folder / "config.json", "copy it again, or name another folder")
+            made = read_json(folder / "config.json", "copy it again, or name a different folder")
             if isinstance(made.get("config"), dict):  # the config.json of a model has no such key
                 return made["config"]
     return None
@@ -337,8 +338,8 @@ def grades_all(cfg: Config, saved: dict) -> bool:
     fits = {is_graded_by(saved["reward"], name, cfg) for name in others} or {True}
     need(
         len(fits) == 1,
-        f"--task={cfg.task}: --reward={saved['reward']} of {cfg.model} is for some of these sets; name --reward, or "
-        "evaluate the others by themselves",
+        f"--task={cfg.task}: --reward={saved['reward']} of {cfg.model} can grade only some of these sets; name "
+        "--reward, or evaluate the sets separately",
     )
     return fits.pop()
 

@@ -146,7 +146,10 @@ def of_settings(text: str) -> Arithmetic:
     values = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.partition("=")
-        need(name in known, f"--arith={text}: {name} is no setting; {', '.join(known)} are known")
+        need(
+            name in known,
+            f"--arith={text}: {name} is not a setting; the settings are {', '.join(known)}",
+        )
         need(number.isdecimal(), f"--arith={text}: {part}: must be a whole number, 0 or more")
         values[name] = int(number)
     task = Arithmetic(**values)

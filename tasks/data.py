@@ -110,7 +110,7 @@ class Table:
         self.dropped, self.epoch = len(lengths) - len(self.used), -1
         need(
             self.used,
-            f"--max_prompt_tokens={limit}: every prompt of {self.name} is longer, the shortest has "
+            f"--max_prompt_tokens={limit}: every prompt of {self.name} is longer; the shortest prompt has "
             f"{min(lengths)} tokens",
         )
         return max(lengths[i] for i in self.used)
@@ -197,7 +197,8 @@ class OwnTask(Table):
         if self.size is None:
             need(
                 limit,
-                f"--max_prompt_tokens: {self.name} is endless, so its longest prompt is not known; name it",
+                f"--max_prompt_tokens: {self.name} is endless, so the length of its longest prompt is not "
+                "known; give --max_prompt_tokens",
             )
             self.too_long = functools.partial(check_length, tokenizer, limit)
             return limit
@@ -269,7 +270,7 @@ def named_columns(text: str, kinds) -> dict[str, str]:
     for kind, _, name in pairs:
         need(
             kind in kinds and name,
-            f"--columns={text}: write KIND=NAME with commas, where a kind is one of {', '.join(kinds)}",
+            f"--columns={text}: write KIND=NAME, separated by commas; each KIND is one of {', '.join(kinds)}",
         )
     return {kind: name for kind, _, name in pairs}
 
@@ -321,7 +322,7 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     need(
         suffixes[-1:] not in ([".zst"], [".xz"], [".bz2"], [".zip"]),
-        f"--{flag}={name}: compressed otherwise than by gzip; unpack it first",
+        f"--{flag}={name}: the compression is not gzip; unpack the file first",
     )
     packed = suffixes[-1:] == [".gz"]
     kind = (suffixes[:-1] if packed else suffixes)[-1:]
@@ -331,14 +332,14 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
             return placed(name, parquet.read_table(path).to_pylist())
         except (OSError, ValueError) as e:  # ArrowInvalid is a ValueError
             raise UserError(
-                f"{name}: not a whole Parquet file ({shortened(e)}); copy it again"
+                f"{name}: not a complete Parquet file ({shortened(e)}); copy it again"
             ) from None
     text = unpacked(path) if packed else read_text(path)
     if kind == [".json"]:
-        rows = parsed(text, name, "fix that place of the array")
+        rows = parsed(text, name, "fix this place in the array")
         need(
             isinstance(rows, list),
-            f"{name}: not a JSON array of rows; a file with one row a line ends in .jsonl",
+            f"{name}: not a JSON array of rows; the name of a file with one row per line must end in .jsonl",
         )
         return placed(name, rows)
     lines = text.split("\n")  # not splitlines(), which splits at more characters
@@ -355,7 +356,7 @@ def unpacked(path: Path) -> str:
         return gzip.decompress(path.read_bytes()).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
         raise UserError(
-            f"{path}: not a whole gzip file of text ({shortened(e)}); copy it again"
+            f"{path}: not a complete gzip file of text ({shortened(e)}); copy it again"
         ) from None
 
 
@@ -374,7 +375,7 @@ def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
     except Exception as e:  # the library raises many types
         raise UserError(
             f"--{flag}={name}: cannot be loaded ({shortened(e)}); write hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, and "
-            "look at the connection"
+            "check the connection"
         ) from None
     return placed(name, list(dataset))
 
@@ -383,7 +384,7 @@ def library(module: str, package: str, flag: str):
     """The module of an optional library. Raises UserError if it is not installed."""
     need(
         importlib.util.find_spec(package),
-        f"{flag}: {package}, which reads it, is not installed; pip install {package}",
+        f"{flag}: the package {package}, which reads this file, is not installed; pip install {package}",
     )
     return importlib.import_module(module)
 
@@ -421,7 +422,7 @@ def read_row(
     encodable = both.encode(errors="replace").decode() == both
     need(
         encodable,
-        f"{place}: half a character (a lone surrogate), which no tokenizer takes; fix or remove that line",
+        f"{place}: a lone surrogate, which no tokenizer can encode; fix or remove that line",
     )
     need(answer or not needed, f"{place}: the `answer` is empty; add one, or remove that line")
     control = re.search(CONTROL, answer) if needed else None
@@ -433,7 +434,7 @@ def read_row(
     braces = re.sub(r"\\.", "", answer, flags=re.DOTALL)
     need(
         not needed or braces.count("{") == braces.count("}"),
-        f"{place}: the `answer` {answer:.60} has a brace that is not closed; fix or remove that line",
+        f"{place}: the `answer` {answer:.60} has an unclosed brace; fix or remove that line",
     )
     finite = answer.lower().lstrip("+-") not in ("nan", "inf")
     need(
@@ -547,7 +548,7 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
     answer names no choice."""
     need(
         isinstance(prompt, str) and len(listed) <= len(LETTERS),
-        f"{place}: choices need a question that is a text, and at most {len(LETTERS)} of them",
+        f"{place}: choices need a question that is a text, and there can be at most {len(LETTERS)} choices",
     )
     if "Correct Answer" in row:  # GPQA lists it first: shuffle with the question as seed
         listed = list(listed)
@@ -566,13 +567,13 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         at = listed.index(answer)
         need(
             letter in (-1, at) or letter >= len(listed),
-            f"{place}: the `{key or 'answer'}` is {answer}, the text of one choice and the letter of another; give its "
-            f"number from 0 {'as `answer_index`' if has_index else 'there'}",
+            f"{place}: the `{key or 'answer'}` is {answer}, the text of one choice and the letter of a different "
+            f"choice; give its number from 0 {'as `answer_index`' if has_index else 'there'}",
         )
     elif 0 <= letter < len(listed):
         at = letter
     else:
         named = f"{place}: the `{key or 'answer'}` is {answer}"
-        raise UserError(f"{named}, which names none of its {len(listed)} choices; fix it")
+        raise UserError(f"{named}, which does not name any of the {len(listed)} choices; fix it")
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, listed, strict=False)]
     return "\n".join([prompt, *lines]), LETTERS[at]

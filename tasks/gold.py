@@ -36,7 +36,7 @@ def grade_gold(path: str, cfg: TaskFlags) -> dict:
     Raises UserError if --reward is set to a different grader than `math`."""
     need(
         cfg.reward in ("", "math"),
-        f"--reward={cfg.reward}: --grade_gold tries the grader of math; leave it out",
+        f"--reward={cfg.reward}: --grade_gold checks only the grader of math; leave it out",
     )
     reward = Reward()
     check_libraries(reward, path)

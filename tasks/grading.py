@@ -292,8 +292,8 @@ class Graders:
         self.stillborn += not p.ready and bool(p.given)
         if self.stillborn > MOST_STILLBORN:
             raise RuntimeError(
-                f"grading processes end before they are ready (exit code {p.process.returncode}): "
-                "python -c 'import tasks.grading' may tell why"
+                f"grading processes end before they are ready (exit code {p.process.returncode}): python -c 'import "
+                "tasks.grading' may show the reason"
             )
 
     def close(self) -> None:

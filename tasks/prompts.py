@@ -87,13 +87,13 @@ class Style:
         template = TEMPLATES.get(named or usual) or text_or_file("prompt_template", named)
         need(
             template.count("{problem}") == 1,
-            f"--prompt_template={named}: needs {{problem}} once, where the problem stands; or one of "
-            f"{', '.join(TEMPLATES)}, or a file",
+            f"--prompt_template={named}: must contain {{problem}} exactly once, or be one of {', '.join(TEMPLATES)}, "
+            "or be a file",
         )
         system = text_or_file("system_prompt", cfg.system_prompt)
         need(
             not re.fullmatch(r"\S+\.(txt|md)", system),
-            f"--system_prompt={system}: no such file; give one, or a text",
+            f"--system_prompt={system}: no such file; give an existing file, or a text",
         )
         return cls(
             system,
@@ -127,7 +127,7 @@ def text_or_file(flag: str, value: str) -> str:
     except (OSError, ValueError):  # too long for a file name, or with a zero byte
         is_file = False
     text = read_text(value).rstrip("\n") if value and is_file else value
-    need("\0" not in text, f"--{flag}: holds a zero byte; leave it out")
+    need("\0" not in text, f"--{flag}: contains a zero byte; remove the zero byte")
     return text
 
 
@@ -159,7 +159,7 @@ def date_of(cfg: PromptFlags) -> str:
     try:
         return cfg.chat_date and datetime.fromisoformat(cfg.chat_date).date().isoformat()
     except ValueError:
-        raise UserError(f"--chat_date={cfg.chat_date}: no date; write YYYY-MM-DD") from None
+        raise UserError(f"--chat_date={cfg.chat_date}: not a date; write YYYY-MM-DD") from None
 
 
 def chat_kwargs_of(cfg: PromptFlags) -> tuple[tuple[str, object], ...]:
@@ -171,7 +171,7 @@ def chat_kwargs_of(cfg: PromptFlags) -> tuple[tuple[str, object], ...]:
             continue
         need(
             equals and name.isidentifier(),
-            f"--chat_kwargs={cfg.chat_kwargs}: write name=value, with commas between, such as enable_thinking=false",
+            f"--chat_kwargs={cfg.chat_kwargs}: write NAME=VALUE, separated by commas, such as enable_thinking=false",
         )
         try:
             pairs.append((name, json.loads(PYTHONS.get(value, value))))
@@ -223,7 +223,7 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
     except Exception as e:  # Jinja raises many types
         why = " ".join(str(e).split())[:150]
         raise UserError(
-            f"{problem.id}: the chat template takes no such prompt ({why}); see --system_prompt, --chat_kwargs and "
+            f"{problem.id}: the chat template rejects this prompt ({why}); check --system_prompt, --chat_kwargs and "
             "--chat_template"
         ) from None
 
@@ -240,14 +240,14 @@ def check_kwargs(kwargs, template) -> None:
         return
     need(
         template,
-        "--chat_kwargs: there is no chat template to read them; leave them out, or see --chat_template",
+        "--chat_kwargs: there is no chat template to read the arguments; leave the flag out, or set --chat_template",
     )
     known = variables_of(template)
     for name, _ in kwargs:
         names = ", ".join(sorted(known))
         need(
             name in known or not known,
-            f"--chat_kwargs={name}=...: the chat template reads no such name, but {names}",
+            f"--chat_kwargs={name}=...: the chat template does not read this name; it reads {names}",
         )
 
 
@@ -304,7 +304,7 @@ def listed_ends(path: Path) -> list[int]:
     listed = read_json(path, "fix or remove it").get("eos_token_id")
     listed = listed if isinstance(listed, list) else [listed]
     bad = [i for i in listed if i is not None and type(i) is not int]
-    need(not bad, f"{path}: its eos_token_id lists {bad[:1]}, which is no token's number; fix it")
+    need(not bad, f"{path}: its eos_token_id lists {bad[:1]}, which is not a token id; fix it")
     return listed
 
 

@@ -202,7 +202,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
             value = float(weight) if star else 1.0
         except ValueError:
             value = math.nan
-        need(math.isfinite(value), f"--reward={text}: {weight} is no weight; write NAME*0.5")
+        need(math.isfinite(value), f"--reward={text}: {weight} is not a weight; write NAME*0.5")
         path, colon, attribute = name.rpartition(":")
         if not colon:
             choice("reward", name, [*BUILT_IN, "FILE.py:FUNCTION"])
@@ -211,12 +211,12 @@ def parts_of(text: str) -> tuple[Part, ...]:
                 Path(path).is_file(),
                 f"--reward={name}: {path}: no such file; write FILE.py:FUNCTION",
             )
-            need(attribute, f"--reward={name}: names no function; write {path}:FUNCTION")
+            need(attribute, f"--reward={name}: no function is named; write {path}:FUNCTION")
         parts.append(Part(name.strip(), value))
     twice = len({part.label for part in parts}) < len(parts)  # labels are names in metrics
     need(
         not twice,
-        f"--reward={text}: names a part twice; leave one of them out, or rename its function",
+        f"--reward={text}: the same part is named twice; leave one part out, or rename its function",
     )
     return tuple(parts)
 

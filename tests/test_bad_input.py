@@ -331,8 +331,8 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=nan_answer.jsonl | nan_answer.jsonl, line 1: the `answer` is nan, which no ... fix or remove that line
 --task=infinite_answer.jsonl | infinite_answer.jsonl, line 1: the `answer` is -inf, ... fix or remove that line
 --task=hashes_answer.jsonl | hashes_answer.jsonl, line 1: the `answer` is empty; add one, or remove that line
---task=surrogate.jsonl | surrogate.jsonl, line 1: half a character (a lone surrogate), ... fix or remove that line
---task=surrogate_answer.jsonl | surrogate_answer.jsonl, line 2: half a character (a ... fix or remove that line
+--task=surrogate.jsonl | surrogate.jsonl, line 1: a lone surrogate, ... fix or remove that line
+--task=surrogate_answer.jsonl | surrogate_answer.jsonl, line 2: a lone ... fix or remove that line
 --task=null.jsonl | null.jsonl, line 2: not a JSON object; a row needs `problem` ... and `answer`
 --task=text.jsonl | text.jsonl, line 1: not a JSON object; a row needs `problem` ... and `answer`
 --task=no_comma.jsonl | no_comma.jsonl, line 1: not valid JSON ... fix or remove that line, one object a line
@@ -343,7 +343,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=table.csv | table.csv, line 1: not valid JSON (Expecting value); fix or remove that line, one object a line
 --task=utf16.jsonl | utf16.jsonl: not a text file in UTF-8 (byte 0); convert it
 --task=latin1.jsonl | latin1.jsonl: not a text file in UTF-8 (byte 54); convert it
---task=packed.jsonl.gz | packed.jsonl.gz: not a whole gzip file of text ... copy it again
+--task=packed.jsonl.gz | packed.jsonl.gz: not a complete gzip file of text ... copy it again
 --task=fine.jsonl.zst | --task=fine.jsonl.zst: no such file; ... or hf:NAME/SPLIT
 --task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name a different path, or get permission
 --task=/proc/self/mem | /proc/self/mem: Input/output error; look at the disk, or name a place on another one
@@ -352,36 +352,36 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --eval_task=long.jsonl | --eval_task=long.jsonl: the longest prompt has 1012 ... shorten the response
 HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such folder here, ... or give a folder
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
---task=fine.parquet | fine.parquet: not a whole Parquet file ... copy it again
---task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); fix that place of the array
---task=array.json | array.json: not a JSON array of rows; a file with one row a line ends in .jsonl
+--task=fine.parquet | fine.parquet: not a complete Parquet file ... copy it again
+--task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); fix this place in the array
+--task=array.json | array.json: not a JSON array of rows; the name of a file with one row per line must end in .jsonl
 --task=nosuch.py:Task | --task=nosuch.py:Task: nosuch.py: no such file; write FILE.py:CLASS
 --task=own.py:Lost | --task=own.py:Lost: cannot be loaded (AttributeError ... fix the file
 --task=own.py:Small | --task=own.py:Small: needs a method problem(split, index) and an attribute size
---task=own.py:Wide | --max_prompt_tokens: own.py:Wide is endless, so its longest prompt is not known; name it
+--task=own.py:Wide | --max_prompt_tokens: own.py:Wide is endless, so the length of its longest prompt is not known
 --task=fine.jsonl --reward=mth | --reward=mth: not one of math, gsm8k, praxis, ... did you mean math?
---task=fine.jsonl --reward=math*x | --reward=math*x: x is no weight; write NAME*0.5
+--task=fine.jsonl --reward=math*x | --reward=math*x: x is not a weight; write NAME*0.5
 --task=fine.jsonl --reward=nosuch.py:f | --reward=nosuch.py:f: nosuch.py: no such file; write FILE.py:FUNCTION
 --task=fine.jsonl --reward=own.py:nosuch | --reward=own.py:nosuch: cannot be loaded (AttributeError ... fix the file
 --task=fine.jsonl --reward=own.py:raises | --reward=own.py:raises: on the first problem ... ZeroDivisionError: ... line
 --task=fine.jsonl --reward=own.py:text | --reward=own.py:text: on the first problem ... neither a finite number nor a
 --task=fine.jsonl --columns=prompt=nosuch | fine.jsonl, line 1: no `nosuch` text; add one
 --task=fine.jsonl --columns=answer=nosuch | fine.jsonl, line 1: no `nosuch` that is a text or a number; add one
---task=fine.jsonl --columns=problem | --columns=problem: write KIND=NAME with commas, where a kind is one of
---task=fine.jsonl --prompt_template=Q | --prompt_template=Q: needs {problem} once, where the problem stands; or one of
+--task=fine.jsonl --columns=problem | --columns=problem: write KIND=NAME, separated by commas; each KIND is one
+--task=fine.jsonl --prompt_template=Q | --prompt_template=Q: must contain {problem} exactly once, or be one of
 --task=fine.jsonl --chat_template=nosuch | --chat_template=nosuch: no such file; give auto, off, or a file of Jinja
---task=fine.jsonl --chat_kwargs=x | --chat_kwargs=x: write name=value, with commas between, such as enable_thinking
---task=fine.jsonl --max_prompt_tokens=1 | --max_prompt_tokens=1: every prompt of fine.jsonl is longer, the shortest
+--task=fine.jsonl --chat_kwargs=x | --chat_kwargs=x: write NAME=VALUE, separated by commas, such as
+--task=fine.jsonl --max_prompt_tokens=1 | --max_prompt_tokens=1: every prompt of fine.jsonl is longer; the shortest
 --task=fine.jsonl --max_prompt_tokens=-1 | --max_prompt_tokens=-1: must be at least 0
---task=fine.jsonl --overlong=9 | --overlong=9: at least 0, and below --max_tokens
---eval_task=fine.jsonl:n=4 | --eval_task=fine.jsonl:n=4: no such setting; samples=, temperature=, max_tokens= are
+--task=fine.jsonl --overlong=9 | --overlong=9: must be at least 0, and below --max_tokens
+--eval_task=fine.jsonl:n=4 | --eval_task=fine.jsonl:n=4: no such setting; the settings are samples=
 --eval_task=fine.jsonl:samples=0 | --eval_task=fine.jsonl:samples=0: must be a number of at least 1
---eval_task=fine.jsonl,fine.jsonl | --eval_task=fine.jsonl,fine.jsonl: two sets of one name; rename a file
---task=fine.jsonl --eval_every=5 | --eval_every=5: nothing is held out; name files or data sets with --eval_task
---reward=math | --reward=math: --task=arith has its own; leave it out, or name a file with --task
+--eval_task=fine.jsonl,fine.jsonl | --eval_task=fine.jsonl,fine.jsonl: two sets have the same name; rename a file
+--task=fine.jsonl --eval_every=5 | --eval_every=5: there is no held-out set; name files or data sets with --eval_task
+--reward=math | --reward=math: --task=arith does not use this flag; leave it out, or name a file with --task
 --epochs=2 | --epochs=2.0: arith is endless; give --steps
 --epochs=2 --steps=5 | --epochs with --steps: both set the length of the run; leave out one of the two flags
---epochs=2 --dynamic_sampling=3 | --epochs with --dynamic_sampling: how many groups an update draws is not known; give
+--epochs=2 --dynamic_sampling=3 | --epochs with --dynamic_sampling: the number of groups per update is not known; give
 --dynamic_sampling=-1 | --dynamic_sampling=-1: must not be negative
 --stop=nosuch | --stop=nosuch: not one token of the ... give tokens, such as <|im_end|>, separated by commas
 --top_k=300 | --top_k=300: larger than the vocabulary ... 256 tokens; 0 keeps all
@@ -547,8 +547,8 @@ tis | tis: python objectives.py takes no arguments
 --model=no_config --rollout=hf | --model=no_config: no model there; ... give a run folder, a checkpoint
 --model=run_spoilt --rollout=hf | run_spoilt: all checkpoints are damaged; ... start a new run with --overwrite, or in
 --model=only_config --rollout=hf --max_tokens=8 | only_config: its ... copy tokenizer.json
---model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name another folder
---model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it again, or name another folder
+--model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name a different folder
+--model=config_number --rollout=hf | config_number/config.json: not a JSON ... copy it again, or name a different folder
 --model=config_utf16 --rollout=hf | config_utf16/config.json: not a text file in UTF-8 (byte 0); convert it
 --model=config_untyped --rollout=hf --max_tokens=8 | --model=config_untyped: no model there; ... give a run folder, a
 --model=new_type --rollout=hf --max_tokens=8 | new_type: its config.json cannot be read (The ... give a complete
@@ -559,7 +559,7 @@ tis | tis: python objectives.py takes no arguments
 --model=weights_html --rollout=hf --max_tokens=8 | weights_html/model.safetensors: its weights ... copy the folder
 LOADS=1 --model=wider --rollout=hf --max_tokens=8 | wider: its weights do not fit its ... give a complete
 --model=base:policy --rollout=hf --task=fine.jsonl | --model=base:policy knows only ... give the folder of
---model=base:policy --rollout=hf --max_tokens=900 | --max_tokens=900: with ... ver the model's context of 512
+--model=base:policy --rollout=hf --max_tokens=900 | --max_tokens=900: with ... exceeds the model's context of 512
 --grade_gold=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --grade_gold=fine.jsonl --task=fine.jsonl | --task=fine.jsonl: --grade_gold already names the file; leave out one
 --model=POLICY --rollout=hf | --model=POLICY: these flags have no default for a custom model; ... --max_tokens=4096
@@ -680,8 +680,8 @@ metrics_binary | metrics_binary/metrics.jsonl: no line of metrics in it; ... wai
 metrics_of_lists | metrics_of_lists/metrics.jsonl: no line of metrics in ... wait for the run's first update, or
 metrics_text_step | metrics_text_step/metrics.jsonl: no line of metrics in ... wait for the run's first update, or
 metrics_no_step | metrics_no_step/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
-metrics_text | metrics_text/metrics.jsonl: reward is no number at step 1; fix or remove that line
-metrics_list | metrics_list/metrics.jsonl: entropy is no number at step 1; fix or remove that line
+metrics_text | metrics_text/metrics.jsonl: reward is not a number at step 1; fix or remove that line
+metrics_list | metrics_list/metrics.jsonl: entropy is not a number at step 1; fix or remove that line
 metrics_truth | metrics_truth/metrics.jsonl: grad_norm is no number at step 7; fix or remove that line
 metrics_folder | metrics_folder/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
 metrics_unreadable | metrics_unreadable/metrics.jsonl: Permission denied; ... name a different path, or get permission
@@ -702,13 +702,13 @@ run --smooth=3 | --smooth: no such flag; see --help
 --samples=responses_empty | responses_empty/samples.jsonl: no responses in it; ... wait for the run's first update,
 --samples=responses_junk | responses_junk/samples.jsonl: no responses in it; ... wait for the run's first update,
 --samples=responses_metrics | responses_metrics/samples.jsonl: the line of step 0 is not that ... fix or remove it
---samples=responses_text | responses_text/samples.jsonl: the line of step 0 is not that of a ... fix or remove it
---samples=responses_null | responses_null/samples.jsonl: the line of step 0 is not that of a ... fix or remove it
+--samples=responses_text | responses_text/samples.jsonl: the line of step 0 is not a ... fix or remove it
+--samples=responses_null | responses_null/samples.jsonl: the line of step 0 is not a ... fix or remove it
 --samples=responses_uneven | responses_uneven/samples.jsonl: the line of step 0 is not that ... fix or remove it
 --samples=responses --last=0 | --last=0: must be at least 1
 --samples=responses --last=-1 | --last=-1: must be at least 1
 --samples=responses --last=x | --last=x: must be a whole number
-run --samples=responses | --samples=responses: prints, and draws no runs; leave out run
+run --samples=responses | --samples=responses: prints responses and draws no runs; leave out run
         """,
     ),
     # bench.py and the tools of remote/

@@ -201,16 +201,20 @@ def test_the_same_rows_in_every_format(tmp_path):
     with pytest.raises(ValueError, match="--task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train"):
         read_rows("hf:gsm8k")
     (tmp_path / "x.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(ValueError, match="x.parquet: not a whole Parquet file .*; copy it again"):
+    with pytest.raises(ValueError, match="x.parquet: not a complete Parquet file .*; copy it again"):
         read_rows(str(tmp_path / "x.parquet"))
 
 
 def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     write(tmp_path / "x.parquet", "")
-    with pytest.raises(ValueError, match="pyarrow, which reads it, is not installed; pip install pyarrow"):
+    with pytest.raises(
+        ValueError, match="the package pyarrow, which reads this file, is not installed; pip install pyarrow"
+    ):
         read_rows(str(tmp_path / "x.parquet"))
-    with pytest.raises(ValueError, match="datasets, which reads it, is not installed; pip install datasets"):
+    with pytest.raises(
+        ValueError, match="the package datasets, which reads this file, is not installed; pip install datasets"
+    ):
         read_rows("hf:a/b")
 
 
@@ -222,12 +226,15 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
         ({"problem": "p", "solution": "no box"}, "line 1: no `answer` that is a text or a number"),
         (
             {"question": "q", "choices": ["u", "v"], "answer": "C"},
-            "line 1: the `answer` is C, which names none of its 2",
+            "line 1: the `answer` is C, which does not name any of the 2",
         ),
-        ({"question": "q", "choices": ["u", "v"], "answer": 2}, "line 1: the `answer` is 2, which names none of its 2"),
+        (
+            {"question": "q", "choices": ["u", "v"], "answer": 2},
+            "line 1: the `answer` is 2, which does not name any of the 2",
+        ),
         (
             {"question": "q", "choices": ["C", "B", "A"], "answer": "A"},
-            "line 1: the `answer` is A, the text of one choice and the letter of another; give its number from 0",
+            "line 1: the `answer` is A, the text of one choice and the letter of a different choice",
         ),
         ({"prompt": CHAT, "choices": ["u", "v"], "answer": "A"}, "line 1: choices need a question that is a text"),
     ],
@@ -235,7 +242,10 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
 def test_rows_that_cannot_be_asked(tmp_path, row, sentence):
     with pytest.raises(ValueError, match=sentence):
         read_rows(write(tmp_path / "x.jsonl", row))
-    with pytest.raises(ValueError, match="x.json: not a JSON array of rows; a file with one row a line ends in .jsonl"):
+    with pytest.raises(
+        ValueError,
+        match="x.json: not a JSON array of rows; the name of a file with one row per line must end in .jsonl",
+    ):
         read_rows(write(tmp_path / "x.json", row))
 
 
@@ -310,18 +320,24 @@ def test_show_prompt_hides_nothing(tokenizer):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ({"prompt_template": "Q:"}, "--prompt_template=Q:: needs .problem. once, where the problem stands"),
-        ({"prompt_template": "{problem}{problem}"}, "needs .problem. once"),
+        ({"prompt_template": "Q:"}, "--prompt_template=Q:: must contain .problem. exactly once"),
+        ({"prompt_template": "{problem}{problem}"}, "must contain .problem. exactly once"),
         ({"chat_template": "none.jinja"}, "--chat_template=none.jinja: no such file; give auto, off, or a file"),
-        ({"chat_kwargs": "enable_thinking"}, "--chat_kwargs=enable_thinking: write name=value"),
-        ({"chat_kwargs": "a b=1"}, "--chat_kwargs=a b=1: write name=value"),
-        ({"chat_kwargs": "enable_thinkng=1"}, "enable_thinkng=...: the chat template reads no .* but enable_thinking$"),
-        ({"chat_kwargs": "messages=1"}, "--chat_kwargs=messages=...: the chat template reads no such name"),
+        ({"chat_kwargs": "enable_thinking"}, "--chat_kwargs=enable_thinking: write NAME=VALUE"),
+        ({"chat_kwargs": "a b=1"}, "--chat_kwargs=a b=1: write NAME=VALUE"),
+        (
+            {"chat_kwargs": "enable_thinkng=1"},
+            "enable_thinkng=...: the chat template does not read this .* but enable_thinking$",
+        ),
+        ({"chat_kwargs": "messages=1"}, "--chat_kwargs=messages=...: the chat template does not read this such name"),
         (
             {"chat_kwargs": "a=1", "chat_template": "off"},
-            "--chat_kwargs: there is no chat template to read them; leave",
+            "--chat_kwargs: there is no chat template to read the arguments; leave",
         ),
-        ({"system_prompt": "not_there.txt"}, "--system_prompt=not_there.txt: no such file; give one, or a text"),
+        (
+            {"system_prompt": "not_there.txt"},
+            "--system_prompt=not_there.txt: no such file; give an existing file, or a text",
+        ),
     ],
 )
 def test_bad_prompt_flags(tokenizer, flags, sentence):
@@ -331,7 +347,7 @@ def test_bad_prompt_flags(tokenizer, flags, sentence):
 
 def test_a_template_that_refuses_is_one_sentence(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}x"
-    with pytest.raises(ValueError, match="x/0: the chat template takes no such prompt .no system here.; see --system"):
+    with pytest.raises(ValueError, match="x/0: the chat template rejects this prompt .no system here.; check --system"):
         asked(tokenizer, "p", system_prompt="S")
 
 
@@ -351,13 +367,11 @@ def test_answers_that_a_reward_cannot_grade_are_refused(tmp_path, reward, right,
     made = make_task(cfg)
     assert made.rewards([Answer(made.problem("train", 0), f"#### {right}", True)])[0][0] >= 1
     with pytest.raises(
-        ValueError, match="eval_task=.*bad.jsonl: no response can be right under --reward=.* by --reward="
+        ValueError, match="eval_task=.*bad.jsonl: under --reward=.* no response can be right .* use --reward="
     ):
         eval_sets(cfg, "eval_task", usual)
     assert len(eval_sets(replace(cfg, reward="math"), "eval_task", usual)) == 2
-    with pytest.raises(
-        ValueError, match="--task=.*good.jsonl: no response can be right under --reward=letter where the"
-    ):
+    with pytest.raises(ValueError, match="--task=.*good.jsonl: under --reward=letter no response can be right if the"):
         make_task(replace(cfg, reward="letter"))
 
 
@@ -424,7 +438,7 @@ def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path):
         assert sorted(p.answer for p in drawn) == ["3", "5", "7"]
         assert all(task.find(p.id) == p for p in drawn)
     with pytest.raises(
-        ValueError, match="--max_prompt_tokens=3: every prompt of .* is longer, the shortest has 4 tokens"
+        ValueError, match="--max_prompt_tokens=3: every prompt of .* is longer; the shortest prompt has 4 tokens"
     ):
         task.fit(tokenizer, 3)
 
@@ -597,12 +611,12 @@ def test_evaluation_sets_have_settings_of_their_own(tmp_path):
     assert eval_sets(halved, "eval_task", usual)[0].task.rewards([answer])[0] == [1.0]
     assert make_task(halved).rewards([answer])[0] == [-0.5]
     for text, sentence in (
-        (f"{a},{a}", "two sets of one name"),
-        (f"{a}:n=3", "a.jsonl:n=3: no such setting; samples=, temperature=, max_tokens= are known"),
+        (f"{a},{a}", "two sets have the same name"),
+        (f"{a}:n=3", "a.jsonl:n=3: no such setting; the settings are samples=, temperature=, max_tokens="),
         (f"{a}:samples=0", "samples=0: must be a number of at least 1"),
         (f"{a}:samples=1.5", "samples=1.5: must be a number of at least 1"),
         (f"{a}:temperature=nan", "temperature=nan: must be a number of at least 0"),
-        (f"{a},", "a set without a name"),
+        (f"{a},", "a set has no name"),
     ):
         with pytest.raises(ValueError, match=sentence):
             eval_sets(cfg_of(eval_task=text), "eval_task", usual)
@@ -610,7 +624,7 @@ def test_evaluation_sets_have_settings_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("flag", ["system_prompt", "prompt_template", "chat_kwargs", "reward", "columns"])
 def test_arith_has_its_own(flag):
-    with pytest.raises(ValueError, match=f"--{flag}=x: --task=arith has its own; leave it out"):
+    with pytest.raises(ValueError, match=f"--{flag}=x: --task=arith does not use this flag; leave it out"):
         make_cfg(**{flag: "x"})
 
 

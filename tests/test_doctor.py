@@ -193,7 +193,7 @@ def test_masks_prompts_and_named_columns(tmp_path):
         ('{"logp_inf": 3, "logp_ref": [1]}', [], "line 1: logp_inf is no list of numbers"),
         ('{"logp_inf": ["a"], "logp_ref": [1]}', [], "line 1: logp_inf is no list of numbers"),
         ('{"logp_inf": [-1], "logp_ref": [-1], "mask": [0]}', [], "no token has a mask other than 0"),
-        ('{"a": [1]}', ["--columns=sample=a"], "--columns=sample=a: write KIND=NAME with commas"),
+        ('{"a": [1]}', ["--columns=sample=a"], "--columns=sample=a: write KIND=NAME, separated by commas"),
         ('{"a": [1]}', ["--columns=sampler=z,trainer=a"], "line 1: no column z"),
         ("[1, 2]", [], "its rows are not objects with columns"),
     ],

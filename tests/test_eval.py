@@ -291,7 +291,9 @@ def test_a_run_is_evaluated_as_it_was_graded(folders, tmp_path, monkeypatch, cap
     assert found[3:] == [("letter", prompts.TEMPLATES["letter"])]
     assert f"not as in {run}: --reward=gsm8k*2,think" in capsys.readouterr().out
     assert evaluation.main(common)["task"] == "arith"
-    with pytest.raises(ValueError, match="is for some of these sets; name --reward, or evaluate the others by them"):
+    with pytest.raises(
+        ValueError, match="can grade only some of these sets; name --reward, or evaluate the sets separ"
+    ):
         evaluation.main([*common, f"--task={sums},{letters}"])
 
 

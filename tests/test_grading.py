@@ -781,12 +781,12 @@ def test_a_file_that_ends_its_process_is_an_error(tmp_path):
             "mth",
             "--reward=mth: not one of math, gsm8k, praxis, letter, boxed, think, FILE.py:FUNCTION; did you mean math?",
         ),
-        ("math*x", r"--reward=math\*x: x is no weight; write NAME\*0.5"),
-        ("math*inf", "inf is no weight"),
-        ("math,math", "--reward=math,math: names a part twice"),
-        ("conftest.py:f,oracle.py:f", "names a part twice; leave one of them out, or rename its function"),
+        ("math*x", r"--reward=math\*x: x is not a weight; write NAME\*0.5"),
+        ("math*inf", "inf is not a weight"),
+        ("math,math", "--reward=math,math: the same part is named twice"),
+        ("conftest.py:f,oracle.py:f", "the same part is named twice; leave one part out, or rename its function"),
         ("no.py:f", "--reward=no.py:f: no.py: no such file; write FILE.py:FUNCTION"),
-        ("conftest.py:", "--reward=conftest.py:: names no function; write conftest.py:FUNCTION"),
+        ("conftest.py:", "--reward=conftest.py:: no function is named; write conftest.py:FUNCTION"),
     ],
 )
 def test_bad_rewards(text, sentence, monkeypatch):

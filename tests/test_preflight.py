@@ -102,7 +102,7 @@ def test_braces_of_an_answer(tmp_path, answer, whole):
     if whole:
         assert table(tmp_path, [("p", answer)]).problem("test", 0).answer == answer
     else:
-        with pytest.raises(UserError, match="has a brace that is not closed"):
+        with pytest.raises(UserError, match="has an unclosed brace"):
             table(tmp_path, [("p", answer)])
 
 
@@ -122,7 +122,7 @@ def test_a_mix_of_files_and_packed_ones(tmp_path):
     with pytest.raises(UserError, match="c.jsonl: no such file"):
         make_task(replace(cfg, task=f"{a},{tmp_path}/c.jsonl"))
     (tmp_path / "d.jsonl.zst").write_bytes(b"x")
-    with pytest.raises(UserError, match="compressed otherwise than by gzip; unpack it first"):
+    with pytest.raises(UserError, match="the compression is not gzip; unpack the file first"):
         make_task(replace(cfg, task=str(tmp_path / "d.jsonl.zst")))
 
 
@@ -162,7 +162,7 @@ def test_a_date_in_a_chat_template_is_the_runs(tmp_path, monkeypatch):
     assert render(tokenizer, task.problem("test", 0))[0].endswith(" on 01 Mar 2026")
     cfg = make_cfg()
     assert cfg.chat_date and make_cfg(chat_date="2026-03-01").chat_date == "2026-03-01"
-    with pytest.raises(UserError, match="--chat_date=soon: no date; write YYYY-MM-DD"):
+    with pytest.raises(UserError, match="--chat_date=soon: not a date; write YYYY-MM-DD"):
         table(tmp_path, [("2 + 3", "5")], chat_date="soon")
 
 

@@ -22,7 +22,7 @@ def test_parts_of_packages_are_joined_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "need_gguf", lambda: None)
     source = pretrained.Source("hub", ("m-part1==1.0",), hashlib.sha256(b"onetwoten").hexdigest()[:8])
     assert pretrained.from_packages("m", source).read_bytes() == b"onetwoten"
-    with pytest.raises(ValueError, match="m.gguf: wrong digest; delete it"):
+    with pytest.raises(ValueError, match="m.gguf: wrong digest; delete the file"):
         pretrained.from_packages("m", source._replace(digest="00000000"))
 
 
@@ -30,7 +30,7 @@ def test_parts_of_packages_are_joined_in_order(tmp_path, monkeypatch):
     "argv, sentence",
     [
         ([], "name one model: smol135, qwen05, qwen15, gemma270 or FILE.gguf"),
-        (["gpt5"], "gpt5: no model of this name"),
+        (["gpt5"], "gpt5: no such model"),
         (["missing.gguf"], "missing.gguf: no such file"),
     ],
 )

@@ -80,7 +80,7 @@ def test_samplers_of_another_number_of_ranks_are_refused_before_a_model_loads(fo
     (saved / "digests.json").write_text(json.dumps({"learner.pt": digest}))
     for other in ({"delay": "constant"}, {"samplers": "zmq"}):
         with pytest.raises(
-            UserError, match="step_000002 was written by 4 rank.s. and this run has 1; each has samplers"
+            UserError, match="step_000002 was written by 4 rank.s. and this run has 1; each rank has separate samplers"
         ):
             open_run(replace(r.cfg, resume=True, **other), Comm())
     assert open_run(replace(r.cfg, resume=True), Comm()).checkpoint == saved
@@ -632,7 +632,10 @@ def test_training_problems_that_are_evaluated_are_named(tmp_path, capsys):
     rows.write_text('{"problem": "p", "answer": "1"}\n')
     own = dict(model="base:policy", actor="none", task=str(rows))
     tasks.check(replace(make_cfg(), **own, eval_task=f"{rows}:samples=2,other.jsonl"))
-    assert f"--eval_task={rows}: the problems of --task, so its accuracy is not held out" in capsys.readouterr().err
+    assert (
+        f"--eval_task={rows}: these are the problems of --task, so this is no held-out accuracy"
+        in capsys.readouterr().err
+    )
     tasks.check(replace(make_cfg(), **own, eval_task="other.jsonl"))
     assert not capsys.readouterr().err
 

@@ -914,7 +914,7 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
     assert owns[1::2] == [owns[1]] * 3 and owns[1] in slept and not set(owns[::2]) & set(slept)
     assert not set(torchs) & set(slept)
     with pytest.raises(
-        UserError, match="--eval_engine=second: the policy samples for itself, and its engine evaluates"
+        UserError, match="--eval_engine=second: there is no actor, so the rollout engine already evaluates"
     ):
         settings.parse(flags(solvers, tmp_path / "one", actor="none", eval_engine="second"))
 

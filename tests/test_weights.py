@@ -144,7 +144,7 @@ def test_other_tensors_than_announced(tmp_path):
     layout = Layout({"a": torch.ones(3), "b": torch.ones(2)}.items())
     with pytest.raises(ValueError, match="1 tensors are missing, b among them"):
         layout.write(tmp_path / "x", {"a": torch.ones(3)}.items())
-    with pytest.raises(ValueError, match=r"a: \(4,\) is not the shape of before, \(3,\)"):
+    with pytest.raises(ValueError, match=r"a: \(4,\) differs from the previous shape, \(3,\)"):
         layout.write(tmp_path / "x", {"a": torch.ones(4)}.items())
 
 

@@ -520,7 +520,7 @@ def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
         (["--rows= ; "], "--rows: no objective is named"),
         (["--rows=tsi"], "tsi"),
         (["--rows=tis is_kap=3"], "is_cap"),
-        (["--batches=2"], "--batches=2: at least 3"),
+        (["--batches=2"], "--batches=2: must be at least 3"),
         (
             ["--rows=tis; tis temperature=0.5"],
             "--rows: temperature=0.5 of 'tis temperature=0.5' is not a flag of an obj",
@@ -530,7 +530,7 @@ def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
         (["--directions=0"], "--directions=0: a multiple of 4"),
         (["--share=0"], "--share=0.0: a share"),
         (["--lengths=9,9"], "--lengths=9,9: rising"),
-        (["--lengths=x"], "--lengths=x: rising"),
+        (["--lengths=x"], "--lengths=x: must be rising"),
         (["--delay=lognormal"], "weights with --stale"),
         (["--rollout_quant=int8", "--learner_quant=aligned"], "--learner_quant=aligned: the gradient through rounded"),
         (["--rows=jackpot obrs_target=new"], "top-K"),
