@@ -58,7 +58,7 @@ def split(name: str) -> tuple[tuple[str, int], int]:
     """((stream, incarnation), n) of a group's name. Raise ValueError for any other text."""
     match = GROUP.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name[:100]!r} is no name of a group")
+        raise ValueError(f"{name[:100]!r} is not the name of a group")
     return (match[1], int(match[2])), int(match[3])
 
 

@@ -89,7 +89,7 @@ def decode_gaps(packed: bytes, n: int, words: int) -> np.ndarray:
     is_end = gaps != 255
     wire.need(
         is_end.sum() == n and (n == 0 or is_end[-1]),
-        "a delta with another number of gaps than announced",
+        "a delta with a different number of gaps than announced",
     )
     at = np.cumsum(gaps, dtype=np.int64)[is_end] + np.arange(n)
     wire.need(n == 0 or at[-1] < words, "a delta with a position outside the weights")
@@ -103,7 +103,7 @@ def unpack(packed, most: int) -> bytes:
         out = inflate.decompress(packed, most + 1)
     except zlib.error as e:
         raise wire.WireError(f"a delta that cannot be unpacked ({e})") from None
-    wire.need(inflate.eof, "a delta of more bytes than it says")
+    wire.need(inflate.eof, "a delta of more bytes than announced")
     return out
 
 
@@ -132,7 +132,7 @@ class Delta:
         change = unpack(values, n * words.itemsize)
         wire.need(
             len(change) == n * words.itemsize,
-            "a delta with another number of values than announced",
+            "a delta with a different number of values than announced",
         )
         words[at] += np.frombuffer(change, words.dtype)
 
@@ -145,12 +145,13 @@ def rebuild(base: Path, deltas: list, of: wire.Manifest, sink):
     such file, or no room."""
     chain = [Delta(data, of.nbytes) for data in deltas]
     word = word_of(of.nbytes)
-    wire.need(base.is_file(), "a delta for weights that are gone")
+    wire.need(base.is_file(), "a delta for weights that are no longer stored")
     with open(base, "rb", buffering=0) as file:
         for block, start in enumerate(range(0, of.nbytes, BLOCK)):
             data = bytearray(file.read(BLOCK))
             wire.need(
-                len(data) == min(BLOCK, of.nbytes - start), "a delta for weights of another size"
+                len(data) == min(BLOCK, of.nbytes - start),
+                "a delta for weights of a different size",
             )
             words = np.frombuffer(data, word)
             for delta in chain:
@@ -165,7 +166,7 @@ def write_if_good(data: bytearray, start: int, of: wire.Manifest, sink) -> None:
     for begin in range(0, len(data), wire.LEAF):
         leaf = view[begin : begin + wire.LEAF]
         good = hashlib.sha256(leaf).digest() == of.leaves[(start + begin) // wire.LEAF]
-        wire.need(good, "a delta that leads to other weights")
+        wire.need(good, "a delta that gives different weights")
         sink[start + begin : start + begin + len(leaf)] = leaf
 
 
@@ -181,7 +182,7 @@ def chain_from(root: str, offer: wire.Offer) -> list[wire.Manifest]:
     for of in chain:
         of.check(offer.of.nbytes)
     small = sum(of.nbytes for of in chain) <= offer.of.nbytes // WORTH
-    wire.need(small, "deltas that are as big as the weights")
+    wire.need(small, "deltas that are as large as the weights")
     return chain
 
 

@@ -61,7 +61,7 @@ def read_message(path: Path, kind):
         message = wire.decode(read_regular(path, wire.MOST))
     except OddFileError as e:
         raise wire.WireError(str(e)) from None
-    wire.need(isinstance(message, kind), f"{path.name}: a message of another kind")
+    wire.need(isinstance(message, kind), f"{path.name}: a message of a different kind")
     return message
 
 
@@ -155,7 +155,7 @@ class FilesHub(Intake):
                 write_atomically(path, data)
                 del self.unwritten[path]
             except OSError as e:
-                self.log.warning("%s: %s; tried again soon", path, e.strerror)
+                self.log.warning("%s: %s; another try follows", path, e.strerror)
         if self.unpublished is None:
             return
         path, offer = self.unpublished
@@ -166,7 +166,7 @@ class FilesHub(Intake):
             self.published = retain_weights(copy, self.published)
             self.unpublished = None
         except OSError as e:
-            self.log.warning("%s: %s; tried again soon", copy, e.strerror)
+            self.log.warning("%s: %s; another try follows", copy, e.strerror)
 
     def _write_held(self, stream: str) -> None:
         listed = [name for name in self._names(stream) if self.held_names.has(name)]
@@ -208,7 +208,7 @@ class FilesHub(Intake):
         except FileNotFoundError:  # replaced while it was read
             pass
         except OSError as e:  # a remote folder is unavailable for a while
-            self.log.warning("stream %s: %s; tried again soon", stream, e.strerror)
+            self.log.warning("stream %s: %s; another try follows", stream, e.strerror)
         except wire.WireError as e:
             self.counts["malformed"] += 1
             self.log.warning("stream %s: %s", stream, e)
@@ -228,7 +228,7 @@ class FilesHub(Intake):
                     if self._is_ours(entry.name) and good(follow_symlinks=False):
                         streams.append(entry.name)
         except OSError as e:
-            self.log.warning("%s: %s; tried again soon", self.folder / kind, e.strerror)
+            self.log.warning("%s: %s; another try follows", self.folder / kind, e.strerror)
         return sorted(streams)
 
     def _is_ours(self, stream: str) -> bool:
@@ -302,13 +302,13 @@ class FilesHub(Intake):
         hello = read_message(self.folder / "samplers" / stream, wire.Hello)
         wire.need(
             hello.sampler == stream,
-            f"a hello of {wire.printable(hello.sampler, 100)}, under another's name",
+            f"a hello of {wire.printable(hello.sampler, 100)}, under the name of a different sampler",
         )
         key = (stream, hello.incarnation)
         begin = self.got.get(key, Received()).upto
         wire.need(
             hello.handed - begin <= MANY,
-            f"it says it has handed over {hello.handed} groups; {begin} have come",
+            f"the sampler reports {hello.handed} groups handed over; {begin} groups have arrived",
         )
         self.report(key, hello.handed)
 
@@ -322,6 +322,6 @@ class FilesHub(Intake):
             for name in sorted(due.difference(self._names(stream)) if due else (), key=split):
                 self.absent[name] = before.get(name, time.monotonic())
                 if time.monotonic() - self.absent[name] > PATIENCE:
-                    self.log.warning("%s is gone", self.folder / "rollouts" / name)
+                    self.log.warning("%s is missing", self.folder / "rollouts" / name)
                     self.got.add(name)
                     out.append(Arrived(name, time.time(), fate="lost"))

@@ -66,8 +66,8 @@ class FilesLink(threading.Thread):
             self._turn_if_there(now)
             if now - self.heard > self.flags.give_up:
                 self.error = (
-                    f"no sign of life from a learner in {self.folder} for {self.flags.give_up:.0f} s: is it up? "
-                    "A group that was handed over waits in the folder"
+                    f"no message from a learner in {self.folder} for {self.flags.give_up:.0f} s: check that the "
+                    "learner runs. Groups that were handed over stay in the folder"
                 )
             time.sleep(0.05)
 
@@ -131,7 +131,7 @@ class FilesLink(threading.Thread):
         offer.of.check(wire.MOST_WEIGHTS)
         wire.need(
             WEIGHTS.fullmatch(offer.of.name) and offer.version >= 0,
-            "newest: the offer of no weights",
+            "newest: not an offer of weights",
         )
         weights = wire.ReceivedWeights(
             offer.version, offer.published, self.folder / "models" / offer.of.name
@@ -166,7 +166,10 @@ def wait_for_ranks(folder: Path, flags) -> int:
     while time.monotonic() - start <= flags.give_up:
         with contextlib.suppress(OSError, wire.WireError):
             ranks = read_message(folder / "welcome", wire.Welcome).run.get("world")
-            wire.need(isinstance(ranks, int) and 1 <= ranks <= 4096, "welcome: no number of ranks")
+            wire.need(
+                isinstance(ranks, int) and 1 <= ranks <= 4096,
+                "welcome: not a valid number of ranks",
+            )
             return ranks
         if time.monotonic() - printed > PRINT_EVERY:
             printed = time.monotonic()
@@ -176,6 +179,6 @@ def wait_for_ranks(folder: Path, flags) -> int:
             )
         time.sleep(0.05)
     raise UserError(
-        f"--connect={flags.connect}: no learner there for {flags.give_up:.0f} s; "
-        f"start it with --samplers={folder}"
+        f"--connect={flags.connect}: no learner in this folder for {flags.give_up:.0f} s; start the learner with "
+        f"--samplers={folder}"
     )

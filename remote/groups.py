@@ -174,7 +174,7 @@ def check_head(head: GroupHead) -> None:
     sampler, incarnation, n = head.uid
     for number in (incarnation, n, head.version, abs(head.sampling.get("seed", 0))):
         need(0 <= number < 10**18, "not a group: a number of more than 18 digits, or below 0")
-    need(is_stream(sampler), f"not a group: {printable(sampler, 100)!r} is no sampler's name")
+    need(is_stream(sampler), f"not a group: {printable(sampler, 100)!r} is not a sampler's name")
     for name, most in MOST_TEXT.items():
         text = getattr(head, name)
         need(
@@ -184,13 +184,13 @@ def check_head(head: GroupHead) -> None:
     known = {f.name for f in fields(Sampling)}
     need(
         set(head.sampling) <= known,
-        f"{name_of(head.uid)}: sampled with settings that are not known here",
+        f"{name_of(head.uid)}: sampled with unknown settings",
     )
     for t in (head.t_published, head.t_start, head.t_end):
-        need(math.isfinite(t) and 0 <= t < 1e12, f"{name_of(head.uid)}: a time of {t}")
+        need(math.isfinite(t) and 0 <= t < 1e12, f"{name_of(head.uid)}: an invalid time, {t}")
     need(
         set(head.finish) <= {"stop", "length"},
-        f"{name_of(head.uid)}: a response that ended neither way",
+        f"{name_of(head.uid)}: a response with an unknown finish reason",
     )
 
 
@@ -241,7 +241,7 @@ def check_values(arrays: dict, limits: Limits) -> None:
     routed = arrays.get("routed", np.zeros(0))
     need(
         routed.size == 0 or 0 <= routed.min() <= routed.max() < limits.routed[2],
-        "experts that the model has not",
+        "experts that the model does not have",
     )
     logp_inf, rewards = arrays["logp_inf"], arrays["rewards"]
     need(
@@ -258,12 +258,14 @@ def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
     """Raise WireError unless these [N, K] arrays are the most likely tokens of distributions. A
     token excluded by truncation has -inf."""
     need((logp < 1e-3).all(), "top-K log-probabilities that are NaN or above 0")
-    need((logp[:, 1:] <= logp[:, :-1]).all(), "top-K log-probabilities that do not fall")
+    need(
+        (logp[:, 1:] <= logp[:, :-1]).all(), "top-K log-probabilities that are not in falling order"
+    )
     need(
         (np.exp(logp.astype(np.float64)).sum(1) < 1.01).all(),
         "top-K probabilities that sum to more than 1",
     )
-    need((np.diff(np.sort(ids, 1), axis=1) > 0).all(), "a token that is twice among the top K")
+    need((np.diff(np.sort(ids, 1), axis=1) > 0).all(), "a token that occurs twice among the top K")
 
 
 def check_allowed(head: GroupHead, arrays: dict, limits: Limits) -> None:
@@ -280,7 +282,7 @@ def check_allowed(head: GroupHead, arrays: dict, limits: Limits) -> None:
             and sizes.min() >= 1
             and sizes.max() <= limits.max_allowed
             and sizes.sum(dtype=np.int64) == len(arrays["allowed_ids"]),
-            "sets of allowed tokens of wrong sizes",
+            "sets of allowed tokens with wrong sizes",
         )
         begins = np.cumsum(sizes, dtype=np.int64) - sizes
         sampled = np.repeat(arrays["tokens"], sizes) == arrays["allowed_ids"]

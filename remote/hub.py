@@ -198,7 +198,7 @@ class Hub(threading.Thread, Intake):
         for identity, peer in list(self.peers.items()):
             if now - peer.heard > SILENT:
                 self.log.info(
-                    "sampler %s says nothing: the groups that were asked for are given up",
+                    "sampler %s sends nothing: the requested groups are given up",
                     peer.sampler,
                 )
                 self._drop_all(self.peers.pop(identity))
@@ -303,11 +303,11 @@ class Hub(threading.Thread, Intake):
             return refusal
         same_name = [peer for peer in self.peers.values() if peer.sampler == hello.sampler]
         if any(peer.incarnation > hello.incarnation for peer in same_name):
-            return f"another sampler called {hello.sampler} came later: give each another --name"
+            return f"a newer sampler is also called {hello.sampler}: give each sampler a different --name"
         return ""
 
     def _let_in(self, identity: bytes, key: str, hello: wire.Hello) -> Peer:
-        self.log.info("sampler %s, incarnation %d, is here", hello.sampler, hello.incarnation)
+        self.log.info("sampler %s, incarnation %d, connected", hello.sampler, hello.incarnation)
         peer = Peer(identity, key, hello.sampler, hello.incarnation, heard=time.monotonic())
         if identity in self.peers and self.peers[identity].sampler != hello.sampler:  # a new name
             self._drop_all(self.peers.pop(identity))
@@ -346,7 +346,7 @@ class Hub(threading.Thread, Intake):
     def _on_offer(self, peer: Peer, of: wire.Manifest) -> None:
         wire.need(
             is_of(peer.sampler, of.name),
-            f"{wire.printable(of.name, 100)} is no group of sampler {peer.sampler}",
+            f"{wire.printable(of.name, 100)} is not a group of sampler {peer.sampler}",
         )
         if self.got.has(of.name):
             self.counts["duplicate"] += 1

@@ -71,13 +71,13 @@ def machine_keys(folder: str) -> tuple[bytes, bytes]:
         )
     if files[0].stat().st_mode & 0o077:
         raise UserError(
-            f"--keys={folder}: {files[0].name} can be read by others; "
-            "chmod 600 it, or make new keys if someone may have read it"
+            f"--keys={folder}: {files[0].name} can be read by other users; "
+            "chmod 600 it, or make new keys if a different user may have read it"
         )
     public, secret = read_key_file(files[0])
     need(
         secret is not None,
-        f"--keys={folder}: no secret key in {files[0].name}; copy it again, or make new ones",
+        f"--keys={folder}: no secret key in {files[0].name}; copy it again, or make new keys",
     )
     return public, secret
 
@@ -87,7 +87,7 @@ def sampler_keys(folder: str) -> SamplerKeys:
     learner = Path(folder) / "learner.key"
     need(
         not (Path(folder) / "samplers").exists(),
-        f"--keys={folder}: the learner's folder; name a sampler's, such as sampler0 next to it",
+        f"--keys={folder}: the learner's folder; name a sampler's folder, such as sampler0 next to it",
     )
     if not learner.is_file():
         raise UserError(
@@ -103,7 +103,7 @@ def read_key_file(path: Path) -> tuple[bytes, bytes | None]:
         is_valid = len(public) == 40 and (secret is None or len(secret) == 40)
     except (OSError, ValueError):
         is_valid = False
-    need(is_valid, f"--keys: {path} is no file of keys; copy it again, or make new ones")
+    need(is_valid, f"--keys: {path} is not a file of keys; copy it again, or make new keys")
     return public, secret
 
 
@@ -119,7 +119,7 @@ class KnownKeys:
         text = key.decode("ascii", "replace")
         if text not in self.known:
             self.counts["strangers"] += 1
-            self.log.warning("a stranger was turned away: its public key is %s", text)
+            self.log.warning("a connection with an unknown public key was refused: %s", text)
         return text in self.known
 
 
@@ -134,8 +134,8 @@ def secure(context, socket, keys: str, log, counts) -> tuple[ThreadAuthenticator
     known = {read_key_file(path)[0].decode("ascii"): path.stem for path in files}
     if not known:
         raise UserError(
-            f"--keys={keys}: no sampler's public key in its folder samplers, so no sampler could come in; "
-            "is this the learner's folder?"
+            f"--keys={keys}: no sampler's public key in its folder samplers, so no sampler can connect; check that "
+            "this is the learner's folder"
         )
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
@@ -153,7 +153,7 @@ def refusal_of(stream: str, owner: str) -> str:
     sampler = without_rank(stream)
     if sampler == owner or sampler.startswith(f"{owner}-"):
         return ""
-    return f"--name={sampler}: these keys are those of {owner}; use that name, or {owner}-NAME"
+    return f"--name={sampler}: these keys belong to {owner}; use this name, or {owner}-NAME"
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class KeysFlags:
     """Keys for a learner and its samplers"""
 
     samplers: int = 1
-    """How many samplers, 1 to 4096: OUT/sampler0, OUT/sampler1, ..."""
+    """Number of samplers, 1 to 4096: OUT/sampler0, OUT/sampler1, ..."""
 
 
 def main(argv: list[str]) -> None:
@@ -170,8 +170,8 @@ def main(argv: list[str]) -> None:
     need(len(outs) == 1 and outs[0], "name one new folder: python -m remote.keys keys --samplers=4")
     make_keys(outs[0], flags.samplers)
     print(
-        f"{outs[0]}/learner stays with the learner; "
-        f"carry {outs[0]}/sampler0 to {outs[0]}/sampler{flags.samplers - 1} to a host each, by a way you trust"
+        f"{outs[0]}/learner stays with the learner; carry {outs[0]}/sampler0 to "
+        f"{outs[0]}/sampler{flags.samplers - 1} to one host each, over a channel that you trust"
     )
 
 

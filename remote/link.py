@@ -103,13 +103,13 @@ class Link(threading.Thread):
         try:
             line.turn(time.monotonic())
         except OSError as e:  # no room for the new weights: the fetch is repeated
-            print(f"{self.store}: {e.strerror or e}; waiting for room", flush=True)
+            print(f"{self.store}: {e.strerror or e}; waiting for disk space", flush=True)
             time.sleep(1.0)
         if line.silence > self.flags.give_up:
             self.error = (
-                f"no answer from {line.address} for {self.flags.give_up:.0f} s: is the learner up, "
-                "is that its address, and are these the keys it knows (--keys)? "
-                "A group that was handed over waits in the spool"
+                f"no answer from {line.address} for {self.flags.give_up:.0f} s: check that the learner runs, that "
+                "this is its address, and that it knows these keys (--keys). Groups that were handed over stay in "
+                "the spool"
             )
 
 
@@ -409,7 +409,7 @@ class Fetcher:
                     yield from delta.rebuild(self.link.newest.path, deltas, offer.of, sink)
         except wire.WireError as e:
             print(
-                f"{self.line.address} sent {wire.printable(e)}; its weights are fetched whole",
+                f"{self.line.address} sent {wire.printable(e)}; its weights are fetched in full",
                 flush=True,
             )
             return False

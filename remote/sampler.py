@@ -63,25 +63,25 @@ class SamplerFlags(EngineFlags, DelayFlags):
     """Address of the learner, tcp://HOST:PORT (with several ranks one for each, separated by
     commas), or a shared folder."""
     keys: str = "none"
-    """This machine's folder of keys (python -m remote.keys makes them); none: in the clear, for
+    """This machine's folder of keys (python -m remote.keys makes them); none: no encryption, for
     addresses of this host only."""
     name: str = ""
     """This sampler's name; default: the name of its keys, or of the host."""
     give_up: float = 3600.0
     """Seconds without an answer from the learner after which to stop."""
     patience: float = 10.0
-    """Seconds after which an unanswered request is made again."""
+    """Seconds after which an unanswered request is sent again."""
 
     groups: int = 8
-    """Groups sampled at once."""
+    """Number of groups sampled at once."""
     spool: str = ""
-    """Folder of groups handed over and not yet held by the learner; default out/samplers/NAME. It
-    outlives the process."""
+    """Folder of groups handed over but not yet held by the learner; default out/samplers/NAME. The
+    folder stays after the process ends."""
     spool_groups: int = 4096
-    """Stop sampling for a rank of the learner when this number of groups waits to be fetched by it.
-    Fetched ones stay on disk until a checkpoint holds them."""
+    """Stop sampling for a rank of the learner when it has this number of groups to fetch. Fetched
+    groups stay on disk until a checkpoint holds them."""
     task: str = ""
-    """This host's copy of the learner's task file, where the task is one."""
+    """This host's copy of the learner's task file, if the task is a file."""
 
     rollout_quant: Literal["auto", "none", "int8", "fp8", "w4a16", "w3a16", "w2a16"] = "auto"
     """Low-bit format of the engine's linear layers; auto: the learner's --rollout_quant."""
@@ -206,7 +206,7 @@ class RemoteSampler:
                 self.spool.hand_over(stream, name_of(group.uid), data)
                 return
             except OSError as e:
-                print(f"{self.spool.folder}: {e.strerror}; waiting for room", flush=True)
+                print(f"{self.spool.folder}: {e.strerror}; waiting for disk space", flush=True)
                 time.sleep(1.0)
 
 
@@ -231,8 +231,7 @@ def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
             changed.append("model's configuration or tokenizer")
         if changed:
             raise UserError(
-                f"the learner started again and asks for something else (its {', '.join(changed)}): "
-                "start this sampler again"
+                f"the learner restarted and its {', '.join(changed)} changed: restart this sampler"
             )
 
 
@@ -262,8 +261,8 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
         need(getattr(flags, flag) > 0, f"--{flag}={getattr(flags, flag)}: must be above 0")
     if flags.groups < 1 or flags.spool_groups < flags.groups:
         raise UserError(
-            f"--groups={flags.groups} --spool_groups={flags.spool_groups}: "
-            "at least one group at once, and a spool that holds a batch"
+            f"--groups={flags.groups} --spool_groups={flags.spool_groups}: --groups must be at least 1, and "
+            "--spool_groups at least --groups"
         )
     check_engine(flags)
     file = file_of(flags.task)
@@ -283,7 +282,7 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
     shared = Path(flags.connect)
     need(
         shared.is_dir(),
-        f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor a folder that is there",
+        f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor an existing folder",
     )
     folder = sampler_folder(flags, name)
     streams = streams_of(name, wait_for_ranks(shared, flags))
@@ -305,7 +304,7 @@ def sampler_folder(flags: SamplerFlags, name: str) -> Path:
         lock_folder(folder)
     except OSError as e:
         raise UserError(
-            f"--spool={folder}: cannot be written ({e.strerror}); name another folder"
+            f"--spool={folder}: cannot be written ({e.strerror}); name a different folder"
         ) from None
     return folder
 
@@ -330,7 +329,7 @@ def lock_folder(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise UserError(
-            f"{folder}: another sampler works there; give this one another --name or --spool"
+            f"{folder}: another sampler uses this folder; give this sampler a different --name or --spool"
         ) from None
     LOCKS.append(lock)
 
@@ -346,8 +345,8 @@ def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | Non
     )
     if keys is None and not on_this_host:
         raise UserError(
-            f"--connect={flags.connect}: over a network keys are needed "
-            "(--keys; `python -m remote.keys OUT --samplers=N` makes them)"
+            f"--connect={flags.connect}: a connection over a network needs keys (--keys; `python -m remote.keys OUT "
+            "--samplers=N` makes them)"
         )
     return keys
 
@@ -391,7 +390,7 @@ def check_description(run: dict) -> None:
     except (msgspec.MsgspecError, TypeError, ValueError) as e:
         why = wire.printable(e)
         raise UserError(
-            f"the learner describes no run that this sampler knows ({why}): bring both to one revision"
+            f"this sampler does not know the learner's kind of run ({why}): use one revision for both"
         ) from None
 
 
@@ -508,7 +507,8 @@ def check_task(path: str, learners: str, digest: str) -> None:
         same = False
     need(
         same,
-        f"--task={path}: not the learner's {learners}; copy that file here and name it with --task",
+        f"--task={path}: this file differs from the learner's {learners}; copy the learner's file here and "
+        "name it with --task",
     )
 
 

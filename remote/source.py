@@ -145,7 +145,7 @@ def address_of_rank(bind: str, rank: int, ranks: int) -> str:
     last = int(port) + ranks - 1
     need(
         last <= 65535,
-        f"--samplers={bind}: rank {ranks - 1} would listen on port {last}; name a lower one",
+        f"--samplers={bind}: rank {ranks - 1} would listen on port {last}; name a lower port",
     )
     return f"{bind.removesuffix(port)}{int(port) + rank}"
 
@@ -326,9 +326,9 @@ class RemoteSource:
 
     def _no_group_came(self) -> str:
         return (
-            f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({self.account_text()}): "
-            f"start samplers (python -m remote --connect=...), look at {log_path(self.cfg.out, self.comm.rank)}, "
-            "or raise --give_up; --resume goes on from here"
+            f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({self.account_text()}): start "
+            f"samplers (python -m remote --connect=...), read {log_path(self.cfg.out, self.comm.rank)}, or raise "
+            "--give_up; --resume continues from here"
         )
 
     def _print_waiting(self, n: int, n_groups: int) -> None:

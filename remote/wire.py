@@ -92,7 +92,7 @@ class Manifest(msgspec.Struct, frozen=True):
         """Raise WireError unless this describes an object of at most `most` bytes."""
         need(
             0 < self.nbytes <= most,
-            f"{self.name}: {self.nbytes} bytes, and at most {most} are taken",
+            f"{self.name}: {self.nbytes} bytes, more than the maximum of {most}",
         )
         is_valid = len(self.leaves) == -(-self.nbytes // LEAF) and all(
             len(leaf) == 32 for leaf in self.leaves

@@ -483,9 +483,9 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
         r"""
 --keys=/no/such | --keys=/no/such: 0 secret keys there instead ... `python -m remote.keys OUT --samplers=N` makes a
 --keys=file | --keys=file: 0 secret keys there instead of one; ... `python -m remote.keys OUT --samplers=N` makes a
---keys=keys_open | --keys=keys_open: learner.key_secret can be read by others; ... chmod 600 it, or make new keys
+--keys=keys_open | --keys=keys_open: learner.key_secret can be read by other users; ... chmod 600 it, or make new keys
 --keys=keys_two | --keys=keys_two: 2 secret keys there instead ... `python -m remote.keys OUT --samplers=N` makes a
---keys=keys_cut | --keys: keys_cut/learner.key_secret is no file of keys; copy it again, or make new ones
+--keys=keys_cut | --keys: keys_cut/learner.key_secret is not a file of keys; copy it again, or make new keys
 --keys=keys_nobody | --keys=keys_nobody: no sampler's public key in its folder ... is this the learner's folder?
 --keys=keys_sampler | --keys=keys_sampler: no sampler's public key in its folder ... is this the learner's folder?
         """,
@@ -778,7 +778,7 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
     *rows(
         "-m remote --rollout=hf --name=box",
         r"""
---connect=127.0.0.1:5555 | --connect=127.0.0.1:5555: neither an address such as ... ORT nor a folder that is there
+--connect=127.0.0.1:5555 | --connect=127.0.0.1:5555: neither an address such as ... ORT nor an existing folder
 --connect=http://127.0.0.1:5555 | --connect=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
 --connect=tcp://127.0.0.1 | --connect=tcp://127.0.0.1: no port; write tcp://HOST:PORT
 --connect=tcp://127.0.0.1:0 | --connect=tcp://127.0.0.1:0: a port is a number from 1 to 65535
@@ -790,8 +790,8 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --connect=tcp://10.0.0.1:5555 | --connect=tcp://10.0.0.1:5555: ... `python -m remote.keys OUT --samplers=N` makes
 --connect=tcp://127.0.0.1:9, | --connect=: not an address; write tcp://HOST:PORT
 --connect=tcp://127.0.0.1:9,notes | --connect=notes: not an address; write tcp://HOST:PORT
---connect=, | --connect=,: neither an address such as tcp://HOST:PORT nor a folder that is there
---connect=file | --connect=file: neither an address such as tcp://HOST:PORT nor a folder that is there
+--connect=, | --connect=,: neither an address such as tcp://HOST:PORT nor an existing folder
+--connect=file | --connect=file: neither an address such as tcp://HOST:PORT nor an existing folder
         """,
     ),
     *rows(
@@ -803,18 +803,18 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --keys=/no/such | --keys=/no/such: no learner.key there; ... copy the folder that `python -m remote.keys`
 --keys= | --keys=: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler
 --keys=file | --keys=file: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler
---keys=keys_learner | --keys=keys_learner: the learner's folder; name a sampler's, such as sampler0 next to it
+--keys=keys_learner | --keys=keys_learner: the learner's folder; name a sampler's folder, such as sampler0 next to it
 --keys=keys_sampler_open | --keys=keys_sampler_open: sampler0.key_secret can be read ... chmod 600 it, or make new
---keys=keys_sampler_junk | --keys: keys_sampler_junk/learner.key is no file of keys; copy it again, or make new ones
---keys=keys_sampler_short | --keys: keys_sampler_short/learner.key is no file of ... copy it again, or make new ones
---keys=keys_sampler_empty | --keys: keys_sampler_empty/sampler0.key_secret is no ... copy it again, or make new ones
---keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it again, or make new ones
---spool=file | --spool=file: cannot be written (File exists); name another folder
---spool=file/spool | --spool=file/spool: cannot be written (Not a directory); name another folder
---spool=read_only/spool | --spool=read_only/spool: cannot be written (Permission denied); name another folder
---spool=locked | locked: another sampler works there; give this one another --name or --spool
---groups=0 | --groups=0 --spool_groups=4096: at least one group at once, and a spool that holds a batch
---groups=9 --spool_groups=4 | --groups=9 --spool_groups=4: at least one group at ... and a spool that holds a batch
+--keys=keys_sampler_junk | --keys: keys_sampler_junk/learner.key is not a file of keys; copy it again, or make new keys
+--keys=keys_sampler_short | --keys: keys_sampler_short/learner.key is no file of ... copy it again, or make new keys
+--keys=keys_sampler_empty | --keys: keys_sampler_empty/sampler0.key_secret is no ... copy it again, or make new keys
+--keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it again, or make new keys
+--spool=file | --spool=file: cannot be written (File exists); name a different folder
+--spool=file/spool | --spool=file/spool: cannot be written (Not a directory); name a different folder
+--spool=read_only/spool | --spool=read_only/spool: cannot be written (Permission denied); name a different folder
+--spool=locked | locked: another sampler uses this folder; give this sampler a different --name or --spool
+--groups=0 | --groups=0 --spool_groups=4096: --groups must be at least 1, and --spool_groups at least --groups
+--groups=9 --spool_groups=4 | --groups=9 --spool_groups=4: --groups must be at least 1, and ... at least --groups
 --give_up=0 | --give_up=0.0: must be above 0
 --give_up=nan | --give_up=nan: must be a number
 --patience=0 | --patience=0.0: must be above 0

@@ -122,10 +122,10 @@ def test_no_delta_is_trusted(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert refused >= len(cases) - 5 and peak < 2 * delta.BLOCK  # but for a byte that was drawn as it stood
-    with pytest.raises(wire.WireError, match="of another size"):
+    with pytest.raises(wire.WireError, match="of a different size"):
         rebuilt(tmp_path, before.tobytes()[:-2], [good], after)
     (tmp_path / "base").unlink()
-    with pytest.raises(wire.WireError, match="weights that are gone"):
+    with pytest.raises(wire.WireError, match="weights that are no longer stored"):
         next(delta.rebuild(tmp_path / "base", [good], wire.manifest("x", after), bytearray(len(after))))
 
 
@@ -140,7 +140,7 @@ def test_the_chain_goes_as_far_back_as_it_is_worth():
     assert [of.name for of in delta.chain_from(roots[2], offer)] == ["v27.delta", "v28.delta", "v29.delta"]
     assert delta.chain_from("", offer) == delta.chain_from(roots[5], offer) == []
     small = wire.Offer(wire.manifest("v29", b"%30d" % 29), 29, 0.0, offer.deltas)
-    with pytest.raises(wire.WireError, match="as big as the weights"):
+    with pytest.raises(wire.WireError, match="as large as the weights"):
         delta.chain_from(roots[1], small)
     chain.add(wire.manifest("v30", b"x"), None)
     assert chain.steps == []

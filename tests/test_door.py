@@ -194,7 +194,7 @@ def test_a_learner_that_says_nothing_sensible(tmp_path):
     flags = SamplerFlags(connect=str(tmp_path), give_up=0.1)
     for welcome in (b"junk", wire.encode(wire.Want()), *(wire.encode(with_world(x)) for x in (None, "1", 0, 10**9))):
         (tmp_path / "welcome").write_bytes(welcome)
-        with pytest.raises(UserError, match="no learner there for 0 s"):
+        with pytest.raises(UserError, match="no learner in this folder for 0 s"):
             files_link.wait_for_ranks(tmp_path, flags)
     (tmp_path / "welcome").write_bytes(wire.encode(with_world(3)))
     assert files_link.wait_for_ranks(tmp_path, flags) == 3
@@ -264,12 +264,12 @@ def test_a_sampler_on_a_gpu_asks_for_products_that_there_are(monkeypatch):
 )
 def test_a_learner_that_describes_no_run(changes):
     sampler.check_description({**RUN, "later": "an entry of a later revision"})
-    with pytest.raises(UserError, match="the learner describes no run that this sampler knows .*one revision"):
+    with pytest.raises(UserError, match="this sampler does not know the learner's kind of run .*one revision"):
         sampler.check_description({**RUN, **changes})
 
 
 def test_nothing_is_built_for_a_learner_that_describes_no_run(tmp_path):
-    with pytest.raises(UserError, match="the learner describes no run that this sampler knows"):
+    with pytest.raises(UserError, match="this sampler does not know the learner's kind of run"):
         sampler.open_source(WELCOME, SamplerFlags(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -93,7 +93,7 @@ def test_a_name_belongs_to_keys(made, tmp_path):
     thief = made.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler2"), name="sampler1-box.3")
     for name in ("sampler1-box.3", "sampler1", "sampler1.0", "sampler20", "box"):
         thief.hello(sampler=name, incarnation=9, handed=7, lost=[f"{name}/5/0", f"{name}/9/0"])
-        sentence = f"--name={name.partition('.')[0]}: these keys are those of sampler2; use that name, or sampler2-NAME"
+        sentence = f"--name={name.partition('.')[0]}: these keys belong to sampler2; use this name, or sampler2-NAME"
         assert thief.hear(wire.Refuse).why == sentence
     thief.say(wire.Offer(wire.manifest("sampler1-box.3/5/0", b"x")))
     assert thief.hear() == wire.Gone("") and h.drain() == [] and not any(n == 7 for n in h.reports.values())

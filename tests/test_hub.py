@@ -348,7 +348,7 @@ def test_a_sampler_that_never_comes_back_gives_its_room_back(made, monkeypatch):
         here.hello(session="session")
         here.say(wire.Offer(wire.manifest("here/1/0", data)))
     assert ask.name == "here/1/0" and [p.sampler for p in h.peers.values()] == ["here"]
-    assert "sampler gone says nothing" in h.log.seen.read_text()
+    assert "sampler gone sends nothing" in h.log.seen.read_text()
 
 
 def test_a_group_goes_on_from_its_last_good_leaf(made):
@@ -381,7 +381,7 @@ def test_two_samplers_of_one_name(made):
     late.hello(incarnation=2)
     assert late.hear(wire.Welcome)
     early.hello(incarnation=1, session="session")
-    assert "another sampler called box came later: give each another --name" in early.hear(wire.Refuse).why
+    assert "a newer sampler is also called box: give each sampler a different --name" in early.hear(wire.Refuse).why
     assert [p.incarnation for p in h.peers.values()] == [2]
 
 
@@ -402,7 +402,7 @@ def test_only_known_keys_come_in(made, tmp_path):
     assert friend.hear() == WELCOME
     assert [peer.hear(within=0.3) for peer in refused] == [None] * 3 and len(h.peers) == 1
     assert until(lambda: h.counts["strangers"] >= 1)
-    assert "a stranger was turned away" in h.log.seen.read_text()
+    assert "a connection with an unknown public key was refused" in h.log.seen.read_text()
     secret = tmp_path / "keys" / "sampler0" / "sampler0.key_secret"
     assert secret.stat().st_mode & 0o077 == 0
 
@@ -429,7 +429,7 @@ def test_what_a_sampler_finds_out_about_its_learner(tmp_path):
     asked.put(msgspec.structs.replace(WELCOME, session="another"))
     sampler.check_same_run(end, WELCOME)  # the same flags
     asked.put(msgspec.structs.replace(WELCOME, run={**WELCOME.run, "topk": 20}))
-    sentence = r"the learner started again and asks for something else \(its topk\): start this sampler again"
+    sentence = r"the learner restarted and its topk changed: restart this sampler"
     with pytest.raises(ValueError, match=sentence):
         sampler.check_same_run(end, WELCOME)
     task = tmp_path / "task.py"
@@ -551,7 +551,7 @@ def test_every_group_has_one_fate(tmp_path, monkeypatch):
     assert [m[name] for name in names] == [2, 2, 1, 3, 1, 11, 0, 1]
     assert sum(m[fate] for fate in remote.FATES) == m["handed"] == len(s.since) == s.state_dict()["account"][0][2]
     assert s.next(1, 2) == []
-    for words in ("no group to train on for 0 s at", "2 trained", "--resume goes on from here"):
+    for words in ("no group to train on for 0 s at", "2 trained", "--resume continues from here"):
         assert words in s.error
     again = source(tmp_path)
     again.load_state_dict(s.state_dict())
@@ -629,7 +629,7 @@ def test_a_folder_without_a_learner_and_one_without_room(made, tmp_path, monkeyp
     s = source(tmp_path)
     s.publish(0, weights(0))
     end = folder_link(1, give_up=0.5)
-    assert until(lambda: "no sign of life from a learner" in end.error, within=20)
+    assert until(lambda: "no message from a learner" in end.error, within=20)
     hand_over(tmp_path, s, 0)
 
     def full(path, data):

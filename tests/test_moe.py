@@ -397,7 +397,7 @@ def test_experts_pass_the_wire_and_a_checkpoint():
     (kept,) = checkpoint.unpack(checkpoint.pack(groups[1:]))
     for a, b in zip(groups[0].responses + groups[1].responses, again.responses + kept.responses, strict=True):
         assert np.array_equal(a.routed, b.routed) and np.array_equal(a.tokens, b.tokens)
-    bad = (((0, 0, 0), "arrays"), ((3, 2, 8), "experts of shape"), ((2, 2, 3), "experts that the model has not"))
+    bad = (((0, 0, 0), "arrays"), ((3, 2, 8), "experts of shape"), ((2, 2, 3), "experts that the model does not have"))
     for wrong, words in bad:
         with pytest.raises(WireError, match=words):
             decode_group(encode_group(groups[0]), dataclasses.replace(limits, routed=wrong))

@@ -340,12 +340,12 @@ def test_two_ranks_a_folder_and_four_bits(solvers, tmp_path):
 
 
 def test_a_sampler_that_nobody_answers_gives_up(tmp_path):
-    why = "no answer from tcp://127.0.0.1:9 for 1 s: is the learner up, is that its address, and are these the keys"
+    why = "no answer from tcp://127.0.0.1:9 for 1 s: check that the learner runs"
     with pytest.raises(SystemExit, match=why):
         sampler.main([f"--spool={tmp_path / 's'}", "--connect=tcp://127.0.0.1:9", "--give_up=1", "--patience=0.2"])
 
 
 def test_one_process_a_spool(tmp_path):
     sampler.lock_folder(tmp_path)
-    with pytest.raises(SystemExit, match="another sampler works there"):
+    with pytest.raises(SystemExit, match="another sampler uses this folder"):
         sampler.main([f"--spool={tmp_path}", "--connect=tcp://127.0.0.1:9"])

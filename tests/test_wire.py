@@ -284,15 +284,15 @@ def narrow(rs):
         (lambda rs: setattr(rs[1], "reward", -2e6), False, r"a reward beyond 1e\+06"),
         (lambda rs: rs[2].topk_logp.put(0, np.inf), False, NO_TOPK),
         (lambda rs: rs[2].topk_logp.put(1, np.nan), False, NO_TOPK),
-        (lambda rs: rs[2].topk_logp.put(3, -0.001), False, "top-K log-probabilities that do not fall"),
+        (lambda rs: rs[2].topk_logp.put(3, -0.001), False, "top-K log-probabilities that are not in falling order"),
         (lambda rs: rs[2].topk_logp.put([0, 1], -0.1), False, "top-K probabilities that sum to more than 1"),
         (lambda rs: rs[2].topk_ids.put(1, -1), False, "topk_ids outside the vocabulary"),
-        (lambda rs: rs[2].topk_ids.put(1, rs[2].topk_ids[0, 0]), False, "a token that is twice among the top K"),
-        (lambda rs: setattr(rs[0], "finish_reason", "abort"), False, "a response that ended neither way"),
+        (lambda rs: rs[2].topk_ids.put(1, rs[2].topk_ids[0, 0]), False, "a token that occurs twice among the top K"),
+        (lambda rs: setattr(rs[0], "finish_reason", "abort"), False, "a response with an unknown finish reason"),
         (lambda rs: [r.loss_mask.fill(False) for r in rs], False, "a loss mask without any token"),
         (lambda rs: rs[0].loss_mask.view(np.uint8).put(0, 2), False, "a loss mask that is neither true nor false"),
         (lambda rs: rs[1].allowed_ids.put(0, rs[1].tokens[0] ^ 2), True, "a token that is not in its set of allowed"),
-        (lambda rs: setattr(rs[0], "allowed_ids", rs[0].allowed_ids[1:]), True, "allowed tokens of wrong sizes"),
+        (lambda rs: setattr(rs[0], "allowed_ids", rs[0].allowed_ids[1:]), True, "allowed tokens with wrong sizes"),
     ],
 )
 def test_groups_that_are_not_what_was_asked_for(change, allowed, sentence):
@@ -310,15 +310,15 @@ def test_groups_that_are_not_what_was_asked_for(change, allowed, sentence):
         (dict(version=-1), "a number of more than 18 digits, or below 0"),
         (dict(sampling=Sampling(seed=10**20)), "a number of more than 18 digits, or below 0"),
         (dict(sampling=Sampling(temperature="hot")), "not a group: Expected `float`, got `str`"),
-        (dict(uid=("../box", 12, 3)), "'../box' is no sampler's name"),
+        (dict(uid=("../box", 12, 3)), "'../box' is not a sampler's name"),
         (dict(prompt_id="x" * 1025), "box/12/3: its prompt_id is"),
         (dict(prompt_id="1 + 1\n"), "box/12/3: its prompt_id is"),
         (dict(model="m" * 300), "box/12/3: its model is"),
         (dict(digest="\x07"), "box/12/3: its digest is"),
         (dict(precision="f" * 65), "box/12/3: its precision is"),
-        (dict(t_end=1e300), "a time of 1e.300"),
-        (dict(t_start=-1.0), "a time of -1.0"),
-        (dict(t_published=1e13), "a time of 1"),
+        (dict(t_end=1e300), "an invalid time, 1e.300"),
+        (dict(t_start=-1.0), "an invalid time, -1.0"),
+        (dict(t_published=1e13), "an invalid time, 1"),
         (dict(prompt_ids=np.zeros(0, np.int32)), "after a prompt of 0"),
         (dict(prompt_ids=np.array([3, 256], np.int32)), "prompt_ids outside the vocabulary"),
     ],
@@ -380,7 +380,7 @@ def test_groups_beyond_the_limits_or_none_at_all():
     truncated = group(allowed=True)
     with pytest.raises(wire.WireError, match="sets of allowed tokens that were not asked for"):
         groups.decode_group(groups.encode_group(truncated), limits(truncated, max_allowed=0))
-    with pytest.raises(wire.WireError, match="sets of allowed tokens of wrong sizes"):
+    with pytest.raises(wire.WireError, match="sets of allowed tokens with wrong sizes"):
         groups.decode_group(groups.encode_group(truncated), limits(truncated, max_allowed=1))
     for bad in (b"", b"x" * 100, data[:-3], (1 << 60).to_bytes(8, "little") + data[8:], data.replace(b"uid", b"uio")):
         with pytest.raises(wire.WireError, match="not a group"):
