@@ -125,13 +125,11 @@ class Plan:
         lines += [
             f"  {name:<50}{size / GIB:9.2f}" for name, size in self.categories.items() if size
         ]
-        lines += ["at the most, while it does"]
+        lines += ["peak of each stage"]
         lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
         lines += ["and"]
-        lines += [
-            f"  {'in memory of the host: to save, asleep, --offload':<50}{self.host / GIB:9.2f}"
-        ]
-        lines += [f"  {'a checkpoint on the disk, of all ranks':<50}{self.checkpoint / GIB:9.2f}"]
+        lines += [f"  {'host memory: to save, asleep, --offload':<50}{self.host / GIB:9.2f}"]
+        lines += [f"  {'a checkpoint on disk, all ranks':<50}{self.checkpoint / GIB:9.2f}"]
         lines += [
             f"  {'sent to other ranks in an update of one micro-batch':<50}{self.moved / GIB:8.2f}"
         ]
@@ -417,13 +415,13 @@ def verdict(
     make it fit)."""
     peak = made.peak / GIB
     if peak <= gpu_gib:
-        return True, f"it fits --gpu_gib={gpu_gib:g}: at the most {peak:.1f} GiB ({made.worst})"
+        return True, f"it fits --gpu_gib={gpu_gib:g}: at most {peak:.1f} GiB ({made.worst})"
     flags, smaller = fitting(cfg, configs, prompt, made.ranks, gpu_gib)
     needs = f"a rank needs {peak:.1f} GiB ({made.worst}), and --gpu_gib={gpu_gib:g} is less"
     if smaller is None:
         return (
             False,
-            f"{needs}; {', '.join(flags) or 'flags'} do not help enough: a smaller model, or shorter responses",
+            f"{needs}; {', '.join(flags) or 'flags'} do not save enough; use a smaller model or shorter responses",
         )
     return False, f"{needs}; with {', '.join(flags)} it needs {smaller.peak / GIB:.1f}"
 
@@ -443,8 +441,8 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
     limit = min(config.max_position_embeddings for config in configs.values())
     need(
         prompt + cfg.max_tokens <= limit,
-        f"--max_tokens={cfg.max_tokens}: with a prompt of {prompt} tokens more than the model's context of {limit}; "
-        "shorten one of the two (--max_prompt_tokens)",
+        f"--max_tokens={cfg.max_tokens}: with a prompt of {prompt} tokens it exceeds the model's context of {limit}; "
+        "lower --max_tokens or --max_prompt_tokens",
     )
     made = plan_of(cfg, configs, prompt, ranks, gpu_gib)
     print(made.text())
@@ -452,9 +450,9 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
         print(verdict(cfg, configs, prompt, made, gpu_gib)[1])
         longest = longest_row(cfg, configs, prompt, ranks, gpu_gib)
         sentence = (
-            f"the longest that fits has {longest} tokens, of which {prompt} are prompt"
+            f"the longest row that fits has {longest} tokens, including {prompt} of the prompt"
             if longest
-            else "none fits"
+            else "no length fits"
         )
         print(f"no row is split over GPUs: {sentence}")
         print(
@@ -482,7 +480,7 @@ def longest_prompt(cfg: Config) -> int:
         return make_task(cfg).fit(warmstart.arithmetic_tokenizer())
     need(
         not is_hub_id(cfg.model),
-        f"how long the prompts of --task={cfg.task} are is not known without the tokenizer of {cfg.model}; "
-        "give --max_prompt_tokens",
+        f"the lengths of the prompts of --task={cfg.task} are not known without the tokenizer of {cfg.model}; give "
+        "--max_prompt_tokens",
     )
     return make_task(cfg).fit(checkpoint.read_tokenizer(cfg.model))

@@ -351,7 +351,7 @@ def test_what_would_make_it_fit_is_tried_in_order(measured_once):
             fits, says = plan.verdict(make_cfg(**BIG), configs, 37, usual, (sizes[-1] + sizes[-2]) / 2 / plan.GIB)
             assert not fits and f"; with {', '.join(words[:n])} it needs" in says
     says = plan.verdict(make_cfg(**BIG), configs, 37, usual, 1e-6)[1]
-    assert says.endswith("do not help enough: a smaller model, or shorter responses")
+    assert says.endswith("do not save enough; use a smaller model or shorter responses")
     assert says.count("fsdp") == 1 and "--parallel=fsdp on 64 ranks" in says
 
 
@@ -408,7 +408,7 @@ def test_the_command(tmp_path, capsys):
     print_plan([*given, "--max_prompt_tokens=32", "--gpu_gib=80", "--rollout=hf", "--ranks=4"])
     said = capsys.readouterr().out
     assert "one rank of 4" in said and "it fits --gpu_gib=80" in said
-    assert "the longest that fits has 512 tokens, of which 32 are prompt" in said  # the model's context
+    assert "the longest row that fits has 512 tokens, including 32 of the prompt" in said  # the model's context
     assert "the largest micro-batch that fits: --micro_tokens=32768" in said
     assert float(re.search(r"weights, policy +([\d.]+)", said)[1]) == pytest.approx(4 * P_SMALL / plan.GIB, abs=0.005)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
@@ -423,7 +423,9 @@ def test_a_plan_beyond_the_models_context_is_refused(tmp_path):
         if fits:
             plan.report(cfg, 1, 0.0)
             continue
-        with pytest.raises(UserError, match="--max_tokens=481: with a prompt of 32 tokens more than .* context of 512"):
+        with pytest.raises(
+            UserError, match="--max_tokens=481: with a prompt of 32 tokens it exceeds .* context of 512"
+        ):
             plan.report(cfg, 1, 0.0)
 
 
