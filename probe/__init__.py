@@ -67,19 +67,19 @@ class ProbeFlags(ModelFlags):
     """The mismatch report"""
 
     actor: str = ""
-    """Another model that samples: a run folder, a checkpoint, a Hugging Face folder or
+    """A different model that samples: a run folder, a checkpoint, a Hugging Face folder or
     base:actor."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The learner's compute type (embedded models float32)."""
     explain: bool = False
-    """Also divide the mismatch among its sources, and name a fault of the engine."""
+    """Also divide the mismatch by source, and name a likely fault of the engine."""
     synced_from: str = ""
-    """The engine starts from these older weights and is given the model's, as at a sync in
-    training."""
+    """Older weights from which the engine starts before it loads the model's weights, as at a sync
+    in training."""
     log_ratio_clamp: float = config.Config.log_ratio_clamp
     """Log-ratios are clamped to +- this."""
     micro_tokens: int = config.Config.micro_tokens
-    """Token budget of one forward."""
+    """Token budget of one forward pass."""
 
 
 @dataclass

@@ -41,11 +41,11 @@ def main(argv: list[str] | None = None) -> dict:
     ]
     need(
         settings == [(cfg.samples, cfg.temperature, cfg.max_tokens)],
-        f"--task={cfg.task}: the report is about one set, sampled as the flags say; name one set without settings",
+        f"--task={cfg.task}: the report covers one set, sampled with the flags; name one set without settings",
     )
     need(
         not (cfg.explain and getattr(setup.task, "environment", "")),
-        f"--explain: --task={cfg.task} replies, and the sources are divided among responses without several turns; "
+        f"--explain: --task={cfg.task} has several turns, but sources are computed only for responses with one turn; "
         "leave --explain out",
     )
     start = None
@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> dict:
         start = find_model(cfg, "synced_from", "actor" if cfg.actor else "policy")
         need(
             ladder.same_shape(start, actor or setup.folder),
-            f"--synced_from={cfg.synced_from}: another shape than the model that samples; give older weights of it",
+            f"--synced_from={cfg.synced_from}: the shape differs from the model that samples; give older "
+            "weights of that model",
         )
         checkpoint.check_weights(start)
     result = probe(cfg, setup, actor, start).as_dict()
@@ -67,12 +68,12 @@ def check_flags(cfg: ProbeFlags) -> None:
     need(cfg.micro_tokens >= 1, f"--micro_tokens={cfg.micro_tokens}: must be at least 1")
     need(
         cfg.samples >= 2,
-        f"--samples={cfg.samples}: the report compares responses, so at least 2 to a problem",
+        f"--samples={cfg.samples}: must be at least 2, since the report compares responses to the same problem",
     )
     need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
     need(
         not (cfg.actor and (cfg.learner_quant != "none" or cfg.router_replay)),
-        "--learner_quant, --router_replay: of the policy that samples for itself; leave out --actor",
+        "--learner_quant, --router_replay: these flags apply only if the policy samples; leave out --actor",
     )
     need(
         not (cfg.explain and (cfg.router_replay or cfg.exact)),

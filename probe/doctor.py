@@ -55,9 +55,9 @@ class DoctorFlags:
     """The doctor"""
 
     rollouts: str = ""
-    """Responses that another program has dumped: JSONL, JSON or Parquet."""
+    """File of responses dumped by a different program: JSONL, JSON or Parquet."""
     columns: str = ""
-    """Names of columns: sampler=NAME,trainer=NAME,tokens=NAME,mask=NAME; default: those in use."""
+    """Names of columns: sampler=NAME,trainer=NAME,tokens=NAME,mask=NAME; default: usual names."""
     log_ratio_clamp: float = Config.log_ratio_clamp
     """Log-ratios are clamped to +- this."""
     out: str = ""
@@ -120,7 +120,7 @@ def read(path: str, columns: str = "") -> Dump:
     notes = []
     if extra != {0}:
         notes.append(
-            "one side has more log-probabilities than the other: the last ones of each row were taken"
+            "one side has more log-probabilities than the other: the last log-probabilities of each row were used"
         )
     parts = [part for part in parts if len(part[0])]
     need(parts, f"--rollouts={path}: no token has a mask other than 0")
@@ -141,7 +141,9 @@ def numbers(row: dict, column: str, place: str) -> np.ndarray:
         x = np.asarray(row[column], np.float64)
     except (TypeError, ValueError):
         x = np.zeros((0, 0))
-    need(x.ndim == 1, f"{place}: {column} is no list of numbers over the tokens of one response")
+    need(
+        x.ndim == 1, f"{place}: {column} is not a list of numbers, one for each token of a response"
+    )
     return x
 
 
@@ -199,8 +201,8 @@ def one_place_off(d: Dump) -> str:
     best = max(right, left)
     if best > 0.8 and best > straight + 0.2:
         neighbour = "next" if right > left else "last"
-        fits = f"correlation {best:.2f}, {straight:.2f} in place"
-        return f"the trainer's number of the {neighbour} token fits better ({fits})"
+        fits = f"correlation {best:.2f}, {straight:.2f} without a shift"
+        return f"the trainer's number for the {neighbour} token fits better ({fits})"
     return ""
 
 
@@ -218,7 +220,7 @@ def some_rows(d: Dump) -> str:
     bad = rms > 20 * np.median(rms) + 0.5
     if 0 < bad.mean() < 0.4:
         share = f"{100 * bad.mean():.0f} % of the responses have a gap of {rms[bad].mean():.2g}"
-        return f"{share}, the others {np.median(rms):.2g}"
+        return f"{share}, and the other responses {np.median(rms):.2g}"
     return ""
 
 
@@ -235,7 +237,7 @@ def last_token(d: Dump) -> str:
     last = np.arange(d.inf.shape[1])[None] == d.length[:, None] - 1
     near, far = k3(d.log_r[last]).mean(), k3(d.log_r[d.on & ~last]).mean()
     return (
-        f"KL of the last token {near:.2g}, of the others {far:.2g}"
+        f"KL of the last token {near:.2g}, of the other tokens {far:.2g}"
         if near > 20 * far and near > 1e-3
         else ""
     )
@@ -262,7 +264,7 @@ def truncated_sampler(d: Dump) -> str:
     log_r = d.flat(d.log_r)
     above, mean = (log_r > 2e-2).mean(), np.exp(log_r).mean()
     if above < 0.01 and mean < 0.995:
-        return f"r is {mean:.3f} in the mean and above 1 in {100 * above:.1f} % of the tokens"
+        return f"the mean of r is {mean:.3f}, and r is above 1 in {100 * above:.1f} % of the tokens"
     return ""
 
 
@@ -272,7 +274,7 @@ def truncated_trainer(d: Dump) -> str:
     log_r = d.flat(d.log_r)
     below, mean = (log_r < -2e-2).mean(), np.exp(log_r).mean()
     if below < 0.01 and mean > 1.005:
-        return f"r is {mean:.3f} in the mean and below 1 in {100 * below:.1f} % of the tokens"
+        return f"the mean of r is {mean:.3f}, and r is below 1 in {100 * below:.1f} % of the tokens"
     return ""
 
 
@@ -307,7 +309,7 @@ def arithmetic(d: Dump) -> str:
     """E r = 1, and the gap is as small as 16-bit arithmetic makes it."""
     rms, mean = of_r(d)
     if rms < PRECISION and abs(mean - 1) < 0.005:
-        return f"log r is {rms:.2g} in the root mean square, and r {mean:.4f} in the mean"
+        return f"the root mean square of log r is {rms:.2g}, and the mean of r is {mean:.4f}"
     return ""
 
 
@@ -316,8 +318,8 @@ def another_policy(d: Dump) -> str:
     rms, mean = of_r(d)
     error = np.exp(d.flat(d.log_r)).std() / math.sqrt(d.length.sum())
     if rms >= PRECISION and abs(mean - 1) < max(0.01, 4 * error):
-        r = f"r {mean:.3f} +- {error:.1g} in the mean: both sides are normalised"
-        return f"log r is {rms:.2g} in the root mean square, and {r}"
+        r = f"the mean of r is {mean:.3f} +- {error:.1g}: both sides are normalised"
+        return f"the root mean square of log r is {rms:.2g}, and {r}"
     return ""
 
 
@@ -360,7 +362,7 @@ BROKEN = (
         "the slice of the logits: position t scores token t + 1",
     ),
     (
-        "rows of another response",
+        "rows of a different response",
         other_rows,
         "the order of rows after sorting, balancing or packing",
     ),
@@ -400,17 +402,17 @@ CAUSES = (
     (
         "growth along the response",
         grows,
-        "KV cache in 8 bits, position ids, sliding window, RoPE scaling",
+        "8-bit KV cache, position ids, sliding window, RoPE scaling",
     ),
     (
-        "arithmetic of 16 bits",
+        "16-bit arithmetic",
         arithmetic,
-        "nothing: no correction is needed but for very long responses",
+        "nothing: no correction is needed except for very long responses",
     ),
     (
         "another policy",
         another_policy,
-        "stale weights, a sync that failed, low-bit rollouts, another model",
+        "stale weights, a failed sync, low-bit rollouts, a different model",
     ),
 )
 
@@ -430,8 +432,8 @@ def causes(d: Dump) -> list[dict]:
             return rows
     return [
         {
-            "cause": "none of those known",
-            "evidence": "no mark fits",
+            "cause": "unknown",
+            "evidence": "no known pattern fits",
             "check": "python -m probe --model=...",
         }
     ]
@@ -514,11 +516,11 @@ def text(o: dict) -> str:
     lines += [
         "",
         f"KL(sampler || trainer)   {o['kl']:.3g} +- {o['kl_error']:.1g} by k3, {o['k1']:.3g} by k1, nats a token",
-        f"r = p_trainer / p_sampler   {o['ratio_mean']:.4f} in the mean",
+        f"r = p_trainer / p_sampler   mean {o['ratio_mean']:.4f}",
         f"|p - p|                  {o['max_mismatch']:.3g} largest of a response, {o['mean_mismatch']:.3g} mean, "
         f"above 0.5 in {100 * o['above_half']:.1f} % of the responses",
         f"ESS                      {o['token_ess']:.3f} of the tokens, {o['seq_ess']:.3f} of the responses",
-        f"T_max                    {o['t_max']:,.0f} tokens, where the weights of whole responses reach the clamp",
+        f"T_max                    {o['t_max']:,.0f} tokens: the length at which sequence weights reach the clamp",
         "",
         "length          responses   largest gap    mean gap    KL a token",
     ]

@@ -83,7 +83,7 @@ def draw_waterfall(ax, ladder: dict, measure: str) -> None:
         part = f"{100 * share / total:.0f} %" if total else ""
         end = start[y] + max(share, 0) + error
         ax.annotate(part, (end, y), (5, 0), textcoords="offset points", va="center", fontsize=8)
-    ax.set_yticks([*place, len(shares)], [*(row["source"] for row in ladder["rows"]), "all of it"])
+    ax.set_yticks([*place, len(shares)], [*(row["source"] for row in ladder["rows"]), "total"])
     ax.invert_yaxis()
     ax.margins(x=0.12)
     ax.set_axisbelow(True)

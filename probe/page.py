@@ -40,15 +40,15 @@ def models_text(o) -> list[str]:
         who,
         f"   temperature {s['temperature']:g}, top_p {s['top_p']:g}, top_k {s['top_k']}, min_p {s['min_p']:g}, "
         f"kept sets {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities",
-        f"   {o.responses} responses, {o.tokens:,} tokens; length {o.length['mean']:.1f} in the mean, "
-        f"{o.length['95 %']} at 95 %, {o.length['max']} at most",
+        f"   {o.responses} responses, {o.tokens:,} tokens; length: mean {o.length['mean']:.1f}, 95 % quantile "
+        f"{o.length['95 %']}, maximum {o.length['max']}",
     ]
 
 
 def distances_text(o) -> list[str]:
     floor = largest(o.floor)
     kl = f"{o.k1_kl:.3g} by k1 (floor {floor['k1']:.1g}), {o.k3_kl:.3g} by k3 (floor {floor['kl']:.1g}) nats a token"
-    ratio = f"{o.ratio_mean:.4f} in the mean (floor 1 +- {floor['ratio']:.1g})"
+    ratio = f"mean {o.ratio_mean:.4f} (floor 1 +- {floor['ratio']:.1g})"
     if o.cut_fraction:
         ratio += f"; {100 * o.cut_fraction:.2f} % of the sampled tokens cut by the learner"
         ratio += f" (floor {100 * floor['cut']:.2f} %)"
@@ -61,7 +61,7 @@ def distances_text(o) -> list[str]:
     kl_floor = max(floor["k1"], floor["kl"])
     end = o.clamp / kl_floor if kl_floor else math.inf
     t_max = f"{o.t_max:,.0f} tokens (floor {end:,.0f})"
-    t_max += ": clamp / KL, where sequence weights end"
+    t_max += ": clamp / KL, the length at which sequence weights reach the clamp"
     if o.t_half < math.inf:
         t_max += f"; their ESS is halved every {o.t_half:,.0f}, by chi2"
     gap = f"{o.max_mismatch:.3g} largest of a response (floor {floor['max']:.1g}), {o.mean_mismatch:.3g} mean"
@@ -74,7 +74,10 @@ def distances_text(o) -> list[str]:
         f"chi2               {chi2}",
         f"ESS                {effective}",
         f"T_max              {t_max}",
-        f"tokenization       {100 * o.retokenized:.1f} % of the responses would be tokenized otherwise from their text",
+        (
+            f"tokenization       {100 * o.retokenized:.1f} % of the responses would be tokenized differently "
+            "from their text"
+        ),
         f"reward             {o.reward:.3f} earned by the sampler, {o.reward_weighted:.3f} estimated for the learner "
         f"(floor +- {floor['reward']:.1g})",
     ]
@@ -143,8 +146,8 @@ def control_text(o) -> list[str]:
     labels = {
         "one_short": f"one response of {k}",
         f"{PIECES}_short": f"{PIECES} responses of {k}",
-        "long_beginning": f"the first {k} of one of {PIECES * k}",
-        "long": f"all {PIECES * k} of it",
+        "long_beginning": f"the first {k} of a response of {PIECES * k}",
+        "long": f"all {PIECES * k} of this response",
     }
     lines = [f"length or number of tokens? largest gap (floor {largest(o.floor)['max']:.1g}) in"]
     for name, label in labels.items():
@@ -155,7 +158,7 @@ def control_text(o) -> list[str]:
 
 def verdicts_text(o) -> list[str]:
     lines = [
-        "do its weights stay even at these lengths? (their noise; worth.py measures their gradients)"
+        "are weights even at these lengths? (noise of the weights; worth.py measures gradients)"
     ]
     for row in o.verdicts:
         viable = "yes" if row["viable"] else "no "
@@ -170,14 +173,14 @@ def ladder_text(o) -> list[str]:
     )
     if o.ladder["responses"] < o.responses:
         heads += f"  ({o.ladder['responses']} of {o.responses} responses)"
-    lines = [f"where it comes from{heads}"]
+    lines = [f"mismatch by source {heads}"]
     total = o.ladder["total"]
     for row in o.ladder["rows"]:
         lines.append(
             f"   {row['source']:19s}"
             + "".join(share_text(row[name], total[name]) for name in total)
         )
-    lines.append(f"   {'all of it':19s}" + "".join(f"{x:8.2g}{'':26s}" for x in total.values()))
+    lines.append(f"   {'total':19s}" + "".join(f"{x:8.2g}{'':26s}" for x in total.values()))
     lines.append(
         f"   {'the floor':19s}"
         + "".join(f"{o.ladder['floor'][name]:8.2g}{'':26s}" for name in total)
@@ -196,7 +199,7 @@ def suspects_text(o) -> list[str]:
     """The faults that explain the largest parts of the remainder."""
     suspects = o.ladder["suspects"]
     if not suspects:
-        return ["the remainder is rounding: no fault is searched"]
+        return ["the remainder is rounding, so there is no search for a fault"]
     first = suspects[0]
     named = f"{first['fault']} {first['where']}".strip()
     is_named = first["certain"] or first["explained"] > 0.5
@@ -206,7 +209,5 @@ def suspects_text(o) -> list[str]:
             f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}"
         )
     if not any(row["fault"] == "stale weights" for row in suspects):
-        lines.append(
-            "   (stale weights were not searched: name the older weights with --synced_from)"
-        )
+        lines.append("   (stale weights were not tested: name older weights with --synced_from)")
     return lines

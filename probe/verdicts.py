@@ -80,13 +80,13 @@ class Evidence:
         """The text on the error that token weights do not correct: the share of the sampler's
         states, sum min(inf, ref), that the learner would visit as often."""
         shared = np.minimum(self.before_ratio, 1).mean()
-        return f"its states stay the sampler's ({100 * shared:.0f} % would be the learner's)"
+        return f"states keep the sampler's distribution ({100 * shared:.0f} % shared with the learner's)"
 
     @property
     def reach(self) -> str:
         """The text on the distance of the longest responses from the clamp."""
         product = self.longest * self.kl
-        return f"longest x KL = {self.longest} x {self.kl:.2g} = {product:.2g} of the clamp's {self.clamp:g}"
+        return f"longest x KL = {self.longest} x {self.kl:.2g} = {product:.2g}, and the clamp is {self.clamp:g}"
 
 
 def bound(correction: str, flag: str) -> float:
@@ -154,7 +154,7 @@ def even(x: Evidence, weight, name: str):
     """Viable if the ESS is above 1/2 and at most half of the weights are clamped."""
     share = ess(weight)
     clamped = (weight <= math.exp(-x.clamp)).mean() > 0.5
-    false = " and false: they are clamped" if clamped else ""
+    false = " but misleading: the weights are clamped" if clamped else ""
     return share > 0.5 and not clamped and not x.biased, f"ESS of {name} is {share:.2f}{false}"
 
 
@@ -166,7 +166,7 @@ def judge_seq_mis(x: Evidence):
     viable = x.sequence_weights_fit and keep.mean() > 0.5 and share > 0.5 and not x.biased
     return (
         viable,
-        f"keeps {100 * keep.mean():.0f} % of the responses, ESS with the dropped {share:.2f}",
+        f"keeps {100 * keep.mean():.0f} % of the responses, ESS with dropped responses as weight 0 is {share:.2f}",
     )
 
 
@@ -175,16 +175,14 @@ def judge_geo_rs(x: Evidence):
     low, high = bound("geo_rs", "rs_low"), bound("geo_rs", "rs_high")
     keep = (x.geo_ratio >= low) & (x.geo_ratio <= high)
     nine_in_ten = f"[{np.quantile(x.geo_ratio, 0.05):.4g}, {np.quantile(x.geo_ratio, 0.95):.4g}]"
-    why = (
-        f"keeps {100 * keep.mean():.0f} % at [{low:g}, {high:g}]; nine in ten lie in {nine_in_ten}"
-    )
+    why = f"keeps {100 * keep.mean():.0f} % at [{low:g}, {high:g}]; 90 % of the ratios are in {nine_in_ten}"
     return keep.mean() > 0.5, why
 
 
 def seq_ess_text(x: Evidence, share: float) -> str:
     """The text on the ESS of responses. Equal weights have ESS 1, even if all of them are
     clamped."""
-    false = " and false: they are clamped" if x.clamped > 0.5 else ""
+    false = " but misleading: the weights are clamped" if x.clamped > 0.5 else ""
     return f"ESS of the responses is {share:.2f}{false}"
 
 
@@ -221,7 +219,7 @@ def judged(x: Evidence, floor: list[dict]) -> list[dict]:
             viable = False
             why += f"; rounding alone makes them uneven ({'; '.join(rounding)})"
         if x.biased and name != "none":
-            why += f"; but the mean of r is {x.token_ratio.mean():.3f}, not 1: the learner scores another distribution "
-            why += "than was sampled (--keep_sampling_mask, --logprobs_mode, --temperature)"
+            why += f"; but the mean of r is {x.token_ratio.mean():.3f}, not 1: the learner's distribution differs "
+            why += "from the sampled distribution (--keep_sampling_mask, --logprobs_mode, --temperature)"
         rows.append({"correction": name, "viable": bool(viable), "why": why})
     return rows

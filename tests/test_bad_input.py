@@ -649,15 +649,15 @@ WITHOUT=vllm --model=POLICY --max_tokens=8 | --rollout=vllm: vLLM is not install
 --actor=no_weights | no_weights: no weights there (model.safetensors ... copy the folder again, or delete
 --actor=small_vocabulary | small_vocabulary: its tokenizer has 256 ... give the model the
 --actor=other_words | --actor=other_words: its tokenizer ... actor and policy must share one vocabulary
---samples=1 | --samples=1: the report compares responses, so at least 2 to a problem
+--samples=1 | --samples=1: must be at least 2, since the report compares responses
 --micro_tokens=0 | --micro_tokens=0: must be at least 1
 --log_ratio_clamp=0 | --log_ratio_clamp=0.0: must be above 0
 --synced_from=/no/such | --synced_from=/no/such: no model there; ... give a run folder, a checkpoint
---synced_from=ACTOR | --synced_from=ACTOR: another shape than the model that samples; give older weights
+--synced_from=ACTOR | --synced_from=ACTOR: the shape differs from the model that samples; give older
 --explain --router_replay | --explain: it switches ... leave out --router_replay
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or name the
 --actor=ACTOR --rollout_quant=int8 --learner_quant=aligned | --learner_quant, --router_replay: ... leave out
---actor=ACTOR --router_replay | --learner_quant, --router_replay: of the policy that samples ... leave out --actor
+--actor=ACTOR --router_replay | --learner_quant, --router_replay: ... only if the policy samples; leave out --actor
 --dtype=float8 | --dtype=float8: not one of float32, bfloat16, float16; did you mean float32?
 --top_k=5 --logprobs_mode=raw | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
         """,

@@ -74,7 +74,7 @@ def broken_row(i, ids, inf, ref):
 
 
 PLANTED = {
-    "arithmetic of 16 bits": SAME,
+    "16-bit arithmetic": SAME,
     "another policy": sampled(plain, noisy(0.5)),
     "temperature": sampled(lambda i, x: x / 0.7, plain),
     "truncated sampling": sampled(lambda i, x: top(x, 5), plain),
@@ -83,7 +83,7 @@ PLANTED = {
         for i, (ids, _, ref) in enumerate(sampled(lambda i, x: top(x, 5), lambda i, x: top(x, 5)))
     ],
     "shifted by one token": changed(SAME, lambda i, ids, inf, ref: np.roll(ref, 1)),
-    "rows of another response": changed(SAME, lambda i, ids, inf, ref: SAME[(i + 1) % 60][2].repeat(4)[: len(ref)]),
+    "rows of a different response": changed(SAME, lambda i, ids, inf, ref: SAME[(i + 1) % 60][2].repeat(4)[: len(ref)]),
     "some responses scored wrongly": changed(SAME, broken_row),
     "another prompt": sampled(plain, noisy(1.0, lambda n: np.exp(-np.arange(n)) + 0.005)),
     "the end of responses": changed(SAME, last_masked),
@@ -156,7 +156,7 @@ NAMES = [  # sampler, trainer, tokens as these programs call them
 @pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0] + "-" + names[1])
 def test_columns_of_other_programs_are_known(tmp_path, names):
     result = main([f"--rollouts={dump(tmp_path, SAME, names)}"])
-    assert result["causes"][0]["cause"] == "arithmetic of 16 bits"
+    assert result["causes"][0]["cause"] == "16-bit arithmetic"
 
 
 def test_a_dump_of_trl():
@@ -181,7 +181,7 @@ def test_masks_prompts_and_named_columns(tmp_path):
     ]
     path = dump(tmp_path, spoiled, ("a", "b", "c"), d=masks)
     result = main([f"--rollouts={path}", "--columns=sampler=a,trainer=b,tokens=c,mask=d"])
-    assert result["causes"][0]["cause"] == "arithmetic of 16 bits" and "were taken" in result["notes"][0]
+    assert result["causes"][0]["cause"] == "16-bit arithmetic" and "were used" in result["notes"][0]
     assert result["tokens"] == sum(map(sum, masks))
 
 

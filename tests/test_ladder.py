@@ -229,7 +229,7 @@ def test_an_engine_that_loads_all_keeps_nothing(models, tmp_path):
             ["--explain", "--router_replay"],
             "it switches sources on in plain torch; leave out --router_replay and --exact",
         ),
-        (["--synced_from=ACTOR"], "--synced_from=.*: another shape than the model that samples"),
+        (["--synced_from=ACTOR"], "--synced_from=.*: the shape differs from the model that samples"),
     ],
 )
 def test_bad_calls(folders, argv, sentence):

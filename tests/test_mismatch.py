@@ -147,8 +147,8 @@ def test_verdicts_where_the_answer_is_known():
 
     clamped = judged(np.full((50, 200), -0.5), kl=0.5)
     assert not clamped["seq_is"]["viable"] and not clamped["geo_rs"]["viable"]
-    assert "ESS of the responses is 1.00 and false: they are clamped" in clamped["seq_is"]["why"]
-    assert "ESS of min(R, 1) is 1.00 and false: they are clamped" in clamped["seq_tis, C = 1"]["why"]
+    assert "ESS of the responses is 1.00 but misleading: the weights are clamped" in clamped["seq_is"]["why"]
+    assert "ESS of min(R, 1) is 1.00 but misleading: the weights are clamped" in clamped["seq_tis, C = 1"]["why"]
     assert not clamped["seq_tis, C = 1"]["viable"] and not clamped["retrace_seq"]["viable"]
 
     # the mean of r is exactly 1, and every response stands at the clamp all the same
@@ -190,7 +190,7 @@ def test_the_verdicts_on_capped_weights_by_hand():
     """Two responses of 3 and 1 tokens, r = 1/2, 2, 1/4 and 3."""
     log_r = np.log([[0.5, 2.0, 0.25], [3.0, 1.0, 1.0]])
     evidence = verdicts.Evidence.of(log_r, np.array([3, 1]), 0.1, 20.0)
-    assert evidence.states.endswith("(88 % would be the learner's)")  # states 1, 1/2, 1; and 1: 3.5 of 4
+    assert evidence.states.endswith("(88 % shared with the learner's)")  # states 1, 1/2, 1; and 1: 3.5 of 4
     rows = {row["correction"]: row["why"] for row in verdicts.judged(evidence, [])}
     assert "min(R, 1) is 0.74" in rows["seq_tis, C = 1"]  # 1/4, 1
     assert "min(R_t, 1) is 0.82" in rows["prefix_tis"]  # 1/2, 1, 1/4; 1
@@ -222,7 +222,7 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     assert same["token_ess"] > 0.999
     assert all(row["viable"] for row in same["verdicts"])
     report = capsys.readouterr().out
-    assert "do its weights stay even at these lengths?" in report and "engine, decode / prefill" in report
+    assert "are weights even at these lengths?" in report and "engine, decode / prefill" in report
     lines = {line.split()[0]: line for line in report.splitlines() if line}
     for name, floors in {"|p_inf": 2, "KL(inf": 2, "r": 1, "chi2": 2, "ESS": 2, "T_max": 1, "reward": 1}.items():
         assert lines[name].count("(floor ") == floors, lines[name]
@@ -271,12 +271,12 @@ def test_the_probe_of_low_bits(folders, tmp_path):
     "argv, sentence",
     [
         (["--learner_quant=aligned"], "the rollouts are not quantized, so there is no format to align with"),
-        (["--samples=1"], "--samples=1: the report compares responses"),
+        (["--samples=1"], "--samples=1: must be at least 2, since the report compares responses"),
         (["--top_p=0"], r"--top_p=0.0: must be in \(0, 1\]"),
         (["--actor=/no/such"], "--actor=/no/such: no model there"),
         (["--temperature=0"], "--temperature=0.0: must be at least 0.01"),
         (["--logprobs_mode=raw", "--top_k=4"], "no kept sets to replay"),
-        (["--task=arith:temperature=0.6"], "--task=arith:temperature=0.6: the report is about one set"),
+        (["--task=arith:temperature=0.6"], "--task=arith:temperature=0.6: the report covers one set"),
     ],
 )
 def test_bad_calls(folders, argv, sentence):
