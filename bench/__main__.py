@@ -12,7 +12,7 @@ def main(argv: list[str]) -> None:
     """Run the GPU list. UserError: the first word is not gpu."""
     need(
         argv[:1] == ["gpu"],
-        f"{' '.join(argv) or 'no list'}: there is one list; write python -m bench gpu",
+        f"{' '.join(argv) or 'no list'}: no such list; write python -m bench gpu",
     )
     gpu.main(argv[1:])
 

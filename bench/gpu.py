@@ -59,17 +59,17 @@ class GpuFlags:
     """The GPU list"""
 
     parts: str = ",".join(PARTS)
-    """Names of parts."""
+    """Names of parts to run, separated by commas."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """cpu: a trial of the script, where it can run."""
+    """cpu: a trial of the script without a GPU."""
     scale: Literal["full", "tiny"] = "full"
     """tiny: two layers and a few tokens."""
     out: str = ""
     """Folder of gpu.md and gpu.json; by default results, and out/gpu for a trial."""
     minutes: float = 30.0
-    """For all parts together; those that have not begun by then are skipped."""
+    """Time limit for all parts together; parts that have not begun by then are skipped."""
     part: str = ""
-    """One part in this process, its lines as JSON."""
+    """Run one part in this process, and print its lines as JSON."""
 
 
 def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
@@ -84,7 +84,7 @@ def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            status, why = 1, f"its limit of {limit:.0f} s was over"
+            status, why = 1, f"it exceeded its limit of {limit:.0f} s"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -169,7 +169,7 @@ def line_of(r: dict) -> list[str]:
 def text_of(records: dict[str, dict]) -> str:
     """The text of the page below its marker."""
     parts = [
-        "Written by `python -m bench gpu` from gpu.json; a spread is that of the repeats, or a 95 % interval.\n"
+        "Written by `python -m bench gpu` from gpu.json; a spread is the range over repeats, or a 95 % interval.\n"
     ]
     for name in PARTS:
         if name not in records:
@@ -213,7 +213,7 @@ def named(flags: GpuFlags) -> list[str]:
     for flag, asked in (("parts", names), ("part", [flags.part] if flags.part else [])):
         for name in asked:
             need(name in PARTS, f"--{flag}={name}: no such part; there are {', '.join(PARTS)}")
-    need(names, f"--parts is empty: name some of {', '.join(PARTS)}")
+    need(names, f"--parts is empty: name one or more of {', '.join(PARTS)}")
     need(flags.minutes > 0, f"--minutes={flags.minutes:g}: must be above 0")
     return names
 

@@ -271,7 +271,7 @@ def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator
     )
     runs = [s.waited(partial(through, plain, inputs)), s.waited(partial(anew, aligned, inputs))]
     yield ratio_row(
-        f"forward, weights quantized anew, {what}", bench.alternate(*runs, s.pick(6, 2), what)
+        f"forward, weights quantized again, {what}", bench.alternate(*runs, s.pick(6, 2), what)
     )
 
 
@@ -346,7 +346,7 @@ def head(s: Setting) -> Iterator[dict]:
 def one_head(s: Setting, what: str, run: Callable, whole: Callable) -> Iterator[dict]:
     """Lines for one implementation: time relative to whole logits, milliseconds, memory."""
     pairs = bench.alternate(run, whole, s.pick(8, 2), what)
-    yield ratio_row(f"time over that of whole logits, {what}", pairs)
+    yield ratio_row(f"time relative to whole logits, {what}", pairs)
     yield row(f"time, {what}", 1000 * pairs["a_s"], "ms")
     yield row(f"memory, {what}", s.peak_of(run), "GiB")
 
@@ -620,10 +620,10 @@ def vllm(s: Setting) -> Iterator[dict]:
     if s.cuda:
         free = torch.cuda.mem_get_info()[0]
         asleep = s.seconds(engine.sleep)
-        yield row("sleep gives back", (torch.cuda.mem_get_info()[0] - free) / GIB, "GiB")
+        yield row("memory freed by sleep", (torch.cuda.mem_get_info()[0] - free) / GIB, "GiB")
         awake = s.seconds(lambda: engine.load(learner.published("policy", engine.packed)))
         yield row("falls asleep", asleep, "s")
-        yield row("wakes and loads", awake, "s")
+        yield row("wake-up and load", awake, "s")
     engine.close()
 
 

@@ -85,7 +85,7 @@ ROW = json.dumps(gpu_parts.row("a", 1.5))
 WAYS = {
     "": ("print({row!r})", 1),
     "ValueError: no": ("print({row!r}); raise ValueError('no')", 1),
-    "its limit of 3 s was over": ("print({row!r}, flush=True); import time; time.sleep(60)", 1),
+    "it exceeded its limit of 3 s": ("print({row!r}, flush=True); import time; time.sleep(60)", 1),
     "it ended with status -9": ("import os; os.kill(os.getpid(), 9)", 0),
 }
 
