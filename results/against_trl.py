@@ -115,7 +115,7 @@ def against_trl(root: str) -> dict:
     """Compare GRPOTrainer's steps, timed by its callbacks, with one of our steps after each."""
     need(
         importlib.util.find_spec("trl"),
-        "TRL 1.16 is needed; the head of this file says how to install it beside",
+        "TRL 1.16 is needed; the head of this file says how to install it",
     )
     folder = f"{root}/trl"
     warm = 4  # steps that are not counted
@@ -127,7 +127,7 @@ def against_trl(root: str) -> dict:
         trainer = grpo_trainer(folder, f"{root}/trl_out", 24, clock)
     except ImportError as e:
         raise UserError(
-            f"TRL 1.16 is needed ({e}); the head of this file says how to install it beside"
+            f"TRL 1.16 is needed ({e}); the head of this file says how to install it"
         ) from None
     with attention.grouped(False):  # TRL as it runs without this repository
         trainer.train()

@@ -85,7 +85,7 @@ class AtlasFlags:
     """The atlas"""
 
     task: str = ""
-    """Problems, a file that train.py's --task reads."""
+    """File of problems in a format of train.py's --task."""
     draw: bool = False
     """Run nothing: write the table and the plot from the JSON file."""
     only: str = ""

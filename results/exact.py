@@ -166,9 +166,9 @@ class ExactFlags:
     """Sampler and learner bit for bit"""
 
     tokens: int = TOKENS
-    """Sampled tokens of all cases together."""
+    """Number of sampled tokens of all cases together."""
     updates: int = UPDATES
-    """Updates of all cases together."""
+    """Number of updates of all cases together."""
     draw: bool = False
     """Run nothing: write the table and the plot from results/exact.json."""
 

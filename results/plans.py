@@ -349,13 +349,13 @@ class PlanFlags:
     """Plans"""
 
     check: bool = False
-    """Predicted and measured, on this machine."""
+    """Compare predictions with measurements on this machine."""
     draw: bool = False
     """Plan nothing: write the tables and the plot from results/plans.json."""
     case: str = ""
-    """One rank of a case of --check, its flags as JSON."""
+    """Run one rank of a case of --check, with its flags as JSON."""
     sync: str = ""
-    """The syncs of --check, with an engine of this type."""
+    """Run the syncs of --check, with an engine of this type."""
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ class SweepFlags:
     only: str = ""
     """Run the rows with this text in "GROUP: LABEL" only; the other rows keep their numbers."""
     jobs: int = 2
-    """Runs at a time; the cores are shared out between them."""
+    """Number of runs at a time; the runs share the cores."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

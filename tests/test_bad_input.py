@@ -715,13 +715,13 @@ run --samples=responses | --samples=responses: prints responses and draws no run
     *rows(
         "-m bench",
         r"""
-haed | haed: there is one list; write python -m bench gpu
-'' | no list: there is one list; write python -m bench gpu
+haed | haed: no such list; write python -m bench gpu
+'' | no list: no such list; write python -m bench gpu
 gpu | gpu: there is no GPU here; try the script with --device=cpu --scale=tiny
 gpu --scale=tiny | gpu: there is no GPU here; try the script with --device=cpu
-head gpu | head gpu: there is one list; write python -m bench gpu
+head gpu | head gpu: no such list; write python -m bench gpu
 gpu --device=cpu --parts=haed | --parts=haed: no such part; there are tests, vllm, linears, head,
-gpu --device=cpu --parts= | --parts is empty: name some of tests, vllm, linears, head,
+gpu --device=cpu --parts= | --parts is empty: name one or more of tests, vllm, linears, head,
 gpu --device=cpu --part=haed | --part=haed: no such part; there are tests, vllm, linears, head,
 gpu --device=cpu --minutes=0 | --minutes=0: must be above 0
 gpu --device=tpu | --device=tpu: not one of cuda, cpu
@@ -869,7 +869,7 @@ x | x: results/conformance.py takes no flags; leave them out
         "results/against_trl.py",
         r"""
 --steps=3 | --steps=3: results/against_trl.py takes no flags; leave them out
-WITHOUT=trl | TRL 1.16 is needed; the head of this file says how to install it beside
+WITHOUT=trl | TRL 1.16 is needed; the head of this file says how to install it
         """,
     ),
 ]
