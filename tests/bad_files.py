@@ -1,6 +1,6 @@
-"""The files of test_bad_input.py: damaged, foreign, unreadable, or not what they are named for.
+"""The files of test_bad_input.py: damaged, foreign, unreadable or misnamed.
 
-FILES: name -> text, bytes, a folder (a dict of the same), or a function of the path that makes it.
+FILES: name -> text, bytes, a folder (a dict of the same), or a function of the path that makes the file.
 """
 
 import fcntl
@@ -34,17 +34,17 @@ def text(row, text, finish_reason):
     return text
 """
 ROW = '{"step": 0, "reward": 0.5}\n'
-MODELS: dict[str, Path] = {}  # POLICY and ACTOR: whole model folders
-HELD = []  # files and sockets that a row's other process holds
+MODELS: dict[str, Path] = {}  # POLICY and ACTOR: complete model folders
+HELD = []  # files and sockets that a row's second process holds
 
 
 def model(change=None, **config):
-    """A copy of the policy's folder. change: what is then done to it; config: other values of its config.json."""
+    """A copy of the policy's folder. change: a function applied to the copy; config: changes of config.json."""
 
     def make(path: Path) -> None:
         shutil.copytree(MODELS["POLICY"], path)
-        made = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**made, **config}))
+        data = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**data, **config}))
         if change:
             change(path)
 
@@ -64,7 +64,7 @@ def cut(name: str, size: int):
 
 
 def keys_of(owner: str, change=None):
-    """The folder of keys of `owner`: "learner", or "sampler0". change: what is then done to it."""
+    """The folder of keys of `owner`: "learner" or "sampler0". change: a function applied to the folder."""
 
     def make(path: Path) -> None:
         make_keys(str(path / "all"), 1)
@@ -83,9 +83,9 @@ def only_public(folder: Path) -> None:
 
 
 def locked(path: Path) -> None:
-    """A folder in which another process works."""
+    """A folder locked by a different process."""
     path.mkdir()
-    lock = open(path / "lock", "w")  # noqa: SIM115  closed when the row is over
+    lock = open(path / "lock", "w")  # noqa: SIM115  closed after the row
     fcntl.flock(lock, fcntl.LOCK_EX)
     HELD.append(lock)
 
@@ -281,7 +281,6 @@ FILES = {
     "keys_sampler_short": keys_of("sampler0", holding("learner.key", 'metadata\ncurve\n    public-key = "short"\n')),
     "keys_sampler_empty": keys_of("sampler0", holding("sampler0.key_secret", "")),
     "keys_sampler_public": keys_of("sampler0", only_public),
-    # studies
 }
 
 

@@ -1,4 +1,4 @@
-"""Shared by the suite: tiny models with random weights, one vLLM engine for everything, hand-made groups."""
+"""Shared by the suite: tiny models with random weights, shared vLLM engines, hand-made groups."""
 
 import copy
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as make and train.py set it
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # the values of make and train.py
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -39,9 +39,9 @@ LN = math.log
 
 
 def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, tie: bool = True, dtype=torch.float32):
-    """A Qwen3-shaped model whose random weights are large enough for its distribution to be far from uniform.
+    """A Qwen3-shaped model with large random weights: its distribution is far from uniform.
 
-    In float64 it takes torch's RMSNorm: transformers' own rounds to float32 whatever comes in."""
+    In float64 it uses torch's RMSNorm: transformers' RMSNorm rounds to float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -72,7 +72,7 @@ def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, t
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """Folders of a tiny policy, a tiny actor, and an untied one, as save_pretrained writes them."""
+    """Folders of a tiny policy, a tiny actor and an untied model, in the format of save_pretrained."""
     root = tmp_path_factory.mktemp("models")
     models = {"policy": tiny_model(0, layers=2), "actor": tiny_model(1), "untied": tiny_model(2, tie=False)}
     for name, model in models.items():
@@ -86,7 +86,7 @@ TINY_TASK = {"arith": "min_ops=1,max_ops=1,operand=3,total=9"}
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """name -> the folder that the hub's model of this name has in the cache, offline."""
+    """name -> the cache folder of the hub's model of this name, offline."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -104,7 +104,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def solvers():
-    """A policy and an actor that solve half of the sums of TINY_TASK: RL has something to climb (make_solvers.py)."""
+    """A policy and an actor that solve half of the sums of TINY_TASK, so RL can improve them (make_solvers.py)."""
     return ROOT / "tests" / "solvers"
 
 
@@ -112,32 +112,32 @@ def solvers():
 def vllm_engines(folders):
     """vLLM engines of the tiny actor by their settings, each started once.
 
-    The first engine that closes takes the process group along: all stay open until the end, and then one is closed.
-    Each would take seconds, in which vLLM collects garbage."""
+    The first engine that closes ends the process group: all stay open until the end, and only one is closed. Closing
+    each would take seconds of garbage collection."""
     from model.engines import VLLMEngine
 
-    made = {}
+    engines = {}
 
     def get(**settings):
         key = tuple(sorted(settings.items()))
-        if key not in made:
-            usual = {"folder": str(folders / "actor"), "max_len": 64, "max_logprobs": 20}
-            made[key] = VLLMEngine(**{**usual, **settings})
-        return made[key]
+        if key not in engines:
+            default = {"folder": str(folders / "actor"), "max_len": 64, "max_logprobs": 20}
+            engines[key] = VLLMEngine(**{**default, **settings})
+        return engines[key]
 
     yield get
-    for engine in list(made.values())[:1]:
+    for engine in list(engines.values())[:1]:
         engine.close()
 
 
 @pytest.fixture(scope="session")
 def vllm_engine(vllm_engines):
-    """The suite's usual engine: float32, processed log-probabilities."""
+    """The suite's default engine: float32, processed log-probabilities."""
     return vllm_engines()
 
 
 class Stream:
-    """Tensors that exist only when they are asked for; the most of them that there were at a time."""
+    """Tensors that are made on request, and the largest number of them alive at a time."""
 
     def __init__(self, n=12, numbers=1 << 18, add=0.0, dtype=torch.float32):
         self.n, self.numbers, self.add, self.dtype = n, numbers, add, dtype
@@ -154,7 +154,7 @@ class Stream:
 
 
 class Watched:
-    """Another stream as it goes by; the most of its tensors that there were at a time."""
+    """A wrapper of a stream that counts the largest number of its tensors alive at a time."""
 
     def __init__(self, named_tensors):
         self.named_tensors = named_tensors
@@ -169,7 +169,7 @@ class Watched:
 
 
 class Held(TorchDispatchMode):
-    """The most bytes of tensors that there were at a time, of all that torch has computed with in here."""
+    """The largest number of bytes of tensors alive at a time, over all of torch's operations in this context."""
 
     def __init__(self):
         super().__init__()
@@ -194,13 +194,13 @@ class Held(TorchDispatchMode):
 def make_cfg(**changes) -> config.Config:
     """A resolved configuration for unit tests: one model unless an actor is named."""
     small = {"actor": "none", "rollout": "hf", "train_batch": 8, "rollout_batch": 8, "group_size": 4}
-    small |= config.EMBEDDED  # also for folders
+    small |= config.EMBEDDED  # for folders too
     return settings.resolve(config.Config(**{**small, **changes}), n_ranks=1)
 
 
 @pytest.fixture(autouse=True)
 def same_draws():
-    """What a test draws without a generator of its own does not depend on what ran before."""
+    """Draws from global generators do not depend on earlier tests."""
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
@@ -208,9 +208,9 @@ def same_draws():
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    """A run in the test's own process draws no curves, which takes as long as all the rest of a small run.
+    """A run in the test's process draws no curves: drawing takes as long as the rest of a small run.
 
-    test_train looks at those of a process."""
+    test_train checks the curves of a separate process."""
     monkeypatch.setattr(plot, "draw", lambda runs, out: out)
 
 
@@ -254,8 +254,8 @@ LOG_R = [[LN(2), -LN(2), 0.0], [LN(4), LN(4), LN(4)]]
 STATS = StepStats(tokens=6.0, sequences=2.0, lam=1.0, kappa=1.0, distill_lambda=0.0)
 
 
-def take_over(learner, other) -> None:
-    """Give a learner what a checkpoint holds of another one of its shape: weights, optimizers, counters."""
+def copy_state(learner, other) -> None:
+    """Copy weights, optimizers and counters of a learner of the same shape, as from a checkpoint."""
     saved = {key: x for name in other.names for key, x in other.trained(name).items()}
     learner.make_states({key: (x.shape, x.dtype) for key, x in saved.items()})
     for name in learner.names:
@@ -292,7 +292,7 @@ def make_groups(
     longest: int = 9,
     prompt: tuple = (2, 7),
 ) -> list[Rollout]:
-    """Ragged groups with made-up distributions; the top-K may or may not hold the sampled token."""
+    """Ragged groups with random distributions; the top-K may or may not hold the sampled token."""
     rng = np.random.default_rng(seed)
     groups = []
     for i in range(n_groups):
@@ -316,7 +316,7 @@ def make_groups(
 
 
 def make_response(rng, K: int, vocab: int, longest: int, hole: bool) -> Response:
-    """A response of up to `longest` tokens. hole: a token inside it carries no gradient."""
+    """A response of up to `longest` tokens. hole: one token inside has no gradient."""
     L = int(rng.integers(1, longest + 1))
     logits = rng.normal(size=(L, vocab)) * 2
     logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
@@ -354,7 +354,6 @@ LONGEST += ["mismatch", "plan", "quant", "sampling", "grading"]
 
 
 def pytest_collection_modifyitems(items):
-    """The files that take minutes come first, so that the last of several processes does not end long after the
-    others."""
-    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
+    """The slowest files come first, so that several processes end at about the same time."""
+    order = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))

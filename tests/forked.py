@@ -1,7 +1,6 @@
-"""Commands as a user gives them, in a process forked from this one: all is imported already, which takes seconds.
+"""Runs command lines in forks of this process, because imports take seconds.
 
-Many run one after the other in one process. None of them may load a model, unless its environment says LOADS=1.
-"""
+One fork runs many commands, one after another. A command may load a model only if its environment has LOADS=1."""
 
 import ctypes
 import importlib.util
@@ -20,7 +19,7 @@ from typing import NamedTuple
 import torch
 import transformers
 from conftest import ROOT
-from remote_tools import bench as transport  # noqa: F401  imported before the forks, as are others that are not used
+from remote_tools import bench as transport  # noqa: F401  imported before the forks, like other unused modules
 from remote_tools import fuzz  # noqa: F401
 
 import bench  # noqa: F401
@@ -33,11 +32,11 @@ from machinery import warmstart
 from results import sweep  # noqa: F401
 
 LIMIT = 12  # seconds after which a command is ended
-LOADED = 97  # how a command ends that loads a model although its flags are wrong
+LOADED = 97  # exit status of a command that loads a model despite wrong flags
 
 
 class Job(NamedTuple):
-    """A command that is to be run in the folder `here`, and what the folder held before."""
+    """A command to run in the folder `here`, and the folder's earlier content."""
 
     environment: dict
     argv: list[str]
@@ -45,7 +44,7 @@ class Job(NamedTuple):
     before: dict
 
     def stream(self, name: str) -> Path:
-        """What it writes to the screen, beside its folder. name: "out" or "err"."""
+        """The command's output, in a file next to its folder. name: "out" or "err"."""
         return self.here.with_name(f"{self.here.name}.{name}")
 
     def said(self) -> str:
@@ -53,7 +52,7 @@ class Job(NamedTuple):
 
 
 class Done(NamedTuple):
-    """status: as the shell sees it; below 0, the signal that ended it."""
+    """status: as in a shell; a negative status is the signal that ended the command."""
 
     status: int
     processor: float  # seconds
@@ -61,7 +60,7 @@ class Done(NamedTuple):
 
 
 def run_jobs(jobs: list[Job]) -> list[Done]:
-    """Run them as `python *argv`, without the time that imports take. One that ends its process is the last in it."""
+    """Run the jobs as `python *argv`, without the time of imports. A job that ends its process is a fork's last."""
     done = []
     while len(done) < len(jobs):
         source, sink = os.pipe()
@@ -78,17 +77,17 @@ def run_jobs(jobs: list[Job]) -> list[Done]:
 
 
 def run_as_child(jobs: list[Job], sink: int) -> None:
-    """The child's whole life. Its lines to `sink` are those of Done."""
+    """Run jobs in a fork and write a line of Done for each job to `sink`."""
     try:
         give_up_root()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's handler: the alarm is to end the process
-        torch.distributed.is_initialized = lambda: False  # a group of an earlier test's has nobody else in a fork
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # instead of pytest-timeout's handler: the alarm ends the process
+        torch.distributed.is_initialized = lambda: False  # a fork has no ranks of a test's process group
         prepare(jobs[0])
         sys.stdout = open(1, "w", closefd=False, buffering=1)  # noqa: SIM115  open as long as the process
         sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
         for handler in [handler() for handler in logging._handlerList]:
             if type(handler) is logging.StreamHandler:
-                handler.stream = sys.stderr  # what it had may be closed
+                handler.stream = sys.stderr  # the handler's own stream may be closed
         for job in jobs:
             for number, name in ((1, "out"), (2, "err")):
                 with open(job.stream(name), "wb") as file:
@@ -108,7 +107,7 @@ def run_as_child(jobs: list[Job], sink: int) -> None:
 
 
 def ended(argv: list[str]) -> int:
-    """The status with which Python would end, and on the screen what it would say."""
+    """Run the command; print like Python, and return its exit status."""
     status = 0
     try:
         run_command_line(argv)
@@ -129,7 +128,7 @@ def ended(argv: list[str]) -> int:
 
 
 def prepare(job: Job) -> None:
-    """What a row's words in capitals ask for."""
+    """Apply the environment, and the settings in capitals of a row."""
     environment = job.environment
     os.environ.update(environment)
     absent = environment.get("WITHOUT", "").split(",")
@@ -141,19 +140,19 @@ def prepare(job: Job) -> None:
 
 
 def give_up_root() -> None:
-    """Root may read and write what nobody else may: without that power it is a user like any other."""
+    """Drop root's power to read and write every file."""
     if os.geteuid() == 0:
         libc = ctypes.CDLL(None)
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)
         sets = (ctypes.c_uint32 * 6)()
         libc.capget(header, sets)
-        sets[0] &= ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, of the effective ones
-        sets[1] &= ~0b110  # and of the permitted ones
+        sets[0] &= ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, effective
+        sets[1] &= ~0b110  # and permitted
         assert libc.capset(header, sets) == 0
 
 
 def run_command_line(argv: list[str]) -> None:
-    """`python *argv`, with the path on which Python would look for modules."""
+    """Run `python *argv`, with Python's module path."""
     kept = [p for p in sys.path if p not in ("", str(ROOT), str(ROOT / "tests"))]
     if argv[0] == "-m":
         sys.path[:] = [str(ROOT), *kept]

@@ -1,8 +1,8 @@
-"""The papers' formulas written out: plain floats, loops over responses, tokens and the vocabulary, derivatives by hand.
+"""The papers' formulas: plain floats, loops over responses, tokens and the vocabulary, derivatives by hand.
 
-Nothing of the repository is imported, and no tensor library. `step` takes all responses of one optimizer step and the
-flags' values; it gives the loss and its derivative in every log-probability. test_oracle.py lays it beside the
-repository's own path. Names are the papers': r = p_ref / p_inf of a token, R of a response, Z, kappa, lambda.
+No import of the repository or of a tensor library. `step` takes all responses of one optimizer step and the flags'
+values; it returns the loss and its derivative in every log-probability. test_oracle.py compares it with the
+repository. Names are the papers': r = p_ref / p_inf of a token, R of a response, Z, kappa, lambda.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ WITH_Z = ("obrs", "jackpot_adjusted", "z_tis")
 
 @dataclass
 class Token:
-    """A sampled token, and the laws over the vocabulary at its place."""
+    """A sampled token, and the distributions over the vocabulary at its position."""
 
     id: int
-    on: bool  # whether it may carry a gradient
+    on: bool  # whether it has a gradient
     u: float  # OBRS's draw
-    inf: list[float]  # as the engine sampled
+    inf: list[float]  # the engine's
     ref: list[float]  # the policy at the start of the step
     new: list[float]  # the policy now
     actor_ref: list[float]
     actor: list[float]
-    start: list[float]  # the frozen model that the run started from
+    start: list[float]  # the frozen model from the start of the run
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Result:
     """The loss; its derivative in log p_new, log p_actor, distillation loss and entropy of each token that is on."""
 
     loss: float
-    size: float  # sum of the absolute values of what the loss is a sum of
+    size: float  # sum of the absolute values of the loss's terms
     policy: list[list[float]]
     actor: list[list[float]]
     distill: list[list[float]]
@@ -55,13 +55,13 @@ class Result:
 
 @dataclass
 class Bounds:
-    """What bounds a correction: weights in [floor, cap], kept where low <= . <= high."""
+    """Bounds of a correction: weights in [floor, cap], kept if low <= . <= high."""
 
     cap: float = INF
     floor: float = 0.0
     low: float = 0.0
     high: float = INF
-    drop: bool = False  # tbpo_mismatch: drop outside instead of capping
+    drop: bool = False  # tbpo_mismatch: drop outside [floor, cap]
 
 
 def clamp(x: float, c: float) -> float:
@@ -82,7 +82,7 @@ def mean(xs: list[float]) -> float:
 
 
 def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: float) -> Result:
-    """kappa: what the last update left; distill_lambda: as the closed loop has it."""
+    """kappa: from the last update; distill_lambda: from the controller."""
     adv = advantages(responses, cfg)
     lam, kappa = lambda_and_kappa(responses, cfg, kappa)
     weighed = [weights_of(r, a, cfg, lam, kappa) for r, a in zip(responses, adv, strict=True)]
@@ -99,7 +99,7 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
         gate = 0.0 if cfg.positive_only and adv[i] <= 0 else 1.0
         scale = [-share_kept[i] * k * w * gate for w, k in weighed[i]]
         terms += [s * v for s, v in zip(scale, values, strict=True)]
-        # one ratio a response: every token's value moves with every token
+        # with one ratio a response, every token's value depends on every token
         factors = [sum(scale)] * len(scale) if together else scale
         slopes = [f * d for f, d in zip(factors, slopes, strict=True)]
         drift, pull = cppo(r, responses, cfg)
@@ -116,52 +116,52 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
 
 
 def advantages(responses: list[Response], cfg) -> list[float]:
-    """Of each response, within its group; a group of equal rewards has 0."""
+    """The advantage of each response within its group; a group of equal rewards has 0."""
     out, earned = [], [r.reward for r in responses]
-    for r, own in zip(responses, earned, strict=True):
+    for r, reward in zip(responses, earned, strict=True):
         rewards = [x for x, other in zip(earned, responses, strict=True) if other.group == r.group]
         G, m = len(rewards), mean(rewards)
         if max(rewards) == min(rewards):
             out.append(0.0)
         elif cfg.advantage == "grpo":
             std = math.sqrt(sum((x - m) ** 2 for x in rewards) / (G - 1))
-            out.append((own - m) / (std + 1e-6))
+            out.append((reward - m) / (std + 1e-6))
         elif cfg.advantage == "maxrl":
-            out.append((own - m) / m if m > 0 else 0.0)
-        elif cfg.advantage == "rloo":  # minus the mean of the others
-            out.append(own - (sum(rewards) - own) / (G - 1))
+            out.append((reward - m) / m if m > 0 else 0.0)
+        elif cfg.advantage == "rloo":  # minus the mean of the remaining responses
+            out.append(reward - (sum(rewards) - reward) / (G - 1))
         else:
-            out.append(own - m)
+            out.append(reward - m)
     return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Reductions: what each token's value is multiplied by
+# Reductions: the factor of each token's value
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def shares(responses: list[Response], cfg) -> list[float]:
-    """Proposed: every token that is on, and every response with such a token, counts."""
+    """Proposed: every token that is on counts, and every response with such a token."""
     tokens = sum(len(r.on) for r in responses)
     sequences = sum(len(r.on) > 0 for r in responses)
     return [one_share(len(r.on), tokens, sequences, cfg) for r in responses]
 
 
 def shares_of_kept(keep: list[list[float]], responses: list[Response], cfg) -> list[float]:
-    """Kept: what was rejected does not count; of an expected mask the expectation does."""
+    """Kept: rejected tokens do not count; an expected mask counts with its expectation."""
     kept = [sum(row) for row in keep]
     tokens = sum(kept)
     sequences = sum(k > 0 for k in kept)
     return [one_share(k, tokens, sequences, cfg) if k > 0 else 0.0 for k in kept]
 
 
-def one_share(own: float, tokens: float, sequences: float, cfg) -> float:
-    if own == 0:
+def one_share(n: float, tokens: float, sequences: float, cfg) -> float:
+    if n == 0:
         return 0.0
     if cfg.reduction == "token-mean":
         return 1 / tokens
     if cfg.reduction == "seq-mean-token-mean":
-        return 1 / sequences / own
+        return 1 / sequences / n
     return 1 / sequences / cfg.max_tokens
 
 
@@ -171,20 +171,20 @@ def one_share(own: float, tokens: float, sequences: float, cfg) -> float:
 
 
 def weights_of(r: Response, advantage: float, cfg, lam: float, kappa: float) -> list[tuple[float, float]]:
-    """The policy's own correction, before --reject."""
+    """The policy's correction, before --reject."""
     if cfg.correction in WITH_Z:
         out = [obrs(token, cfg, lam, kappa) for token in r.on]
     else:
         bounds = Bounds(floor=cfg.is_floor)
-        given = {"cap": cfg.is_cap, "low": cfg.rs_low, "high": cfg.rs_high}
-        bounds = replace(bounds, **{name: value for name, value in given.items() if value is not None})
+        flags = {"cap": cfg.is_cap, "low": cfg.rs_low, "high": cfg.rs_high}
+        bounds = replace(bounds, **{name: value for name, value in flags.items() if value is not None})
         over = "new" if cfg.correction == "tis_adjusted" else cfg.correction_target
         out = correct(cfg.correction, r, over, bounds, cfg.log_ratio_clamp, advantage)
     return out
 
 
 def normalized(rows: list[list[tuple[float, float]]], cfg) -> list[list[tuple[float, float]]]:
-    """Weights over the mean of keep * weight: of all tokens, or of responses where each has one weight."""
+    """Weights over the mean of keep * weight: over tokens, or over responses if each has one weight."""
     one_each = cfg.correction in ("seq_is", "seq_tis", "seq_mis", "geo_rs", "geo_rs_seq_tis", "tbpo_mismatch", "vespo")
     counted = [row[:1] if one_each else row for row in rows]
     applied = [w * k for row in counted for w, k in row]
@@ -194,7 +194,7 @@ def normalized(rows: list[list[tuple[float, float]]], cfg) -> list[list[tuple[fl
 
 
 def correct(name: str, r: Response, over: str, bounds: Bounds, c: float, A: float) -> list[tuple[float, float]]:
-    """over: which policy stands above inf."""
+    """over: the policy in the numerator above inf."""
     logs = [log_ratio(token, over, "inf") for token in r.on]
     if not logs:
         return []
@@ -217,7 +217,7 @@ def correct(name: str, r: Response, over: str, bounds: Bounds, c: float, A: floa
 
 
 def binary_kl(token: Token, over: str, x: float, bounds: Bounds, c: float) -> tuple[float, float]:
-    """Of KPop: the larger of both KLs of (this token, all others)."""
+    """KPop: the larger of both KLs of (this token, the rest)."""
     p, q = getattr(token, over)[token.id], token.inf[token.id]
     both = [sum(a * math.log(a / b) for a, b in ((s, t), (1 - s, 1 - t))) for s, t in ((p, q), (q, p))]
     return math.exp(clamp(x, c)), inside(max(both), bounds.low, bounds.high)
@@ -258,7 +258,7 @@ def largest_kept(responses: list[Response], cfg) -> float:
 
 
 def rejections(r: Response, advantage: float, cfg, most: float) -> list[float]:
-    """What --reject leaves of each token."""
+    """The keep of --reject for each token."""
     c = cfg.log_ratio_clamp
     logs = [log_ratio(token, cfg.correction_target, "inf") for token in r.on]
     if not logs:
@@ -298,23 +298,23 @@ def target(cfg) -> str:
     return "ref" if cfg.correction == "z_tis" else cfg.obrs_target
 
 
-def acceptance(token: Token, which: str, lam: float, c: float) -> float:
+def acceptance(token: Token, policy: str, lam: float, c: float) -> float:
     """a = min(1, p_tgt / (lambda p_inf))."""
-    return min(1.0, math.exp(clamp(log_ratio(token, which, "inf"), c)) / lam)
+    return min(1.0, math.exp(clamp(log_ratio(token, policy, "inf"), c)) / lam)
 
 
 def obrs(token: Token, cfg, lam: float, kappa: float) -> tuple[float, float]:
     """w = Z max(lambda, p_tgt / p_inf); rho = min(w, c1) min(p_ref / p_tgt, c2); Mask ~ Bernoulli(a)."""
-    c, which = cfg.log_ratio_clamp, target(cfg)
-    ratio = math.exp(clamp(log_ratio(token, which, "inf"), c))
+    c, policy = cfg.log_ratio_clamp, target(cfg)
+    ratio = math.exp(clamp(log_ratio(token, policy, "inf"), c))
     Z = z_of(token, cfg, lam, kappa)
     if cfg.correction == "z_tis":
         return Z * min(ratio, cfg.obrs_c1 / Z), 1.0
-    a = acceptance(token, which, lam, c)
+    a = acceptance(token, policy, lam, c)
     mask = a if cfg.obrs_mask == "expected" else float(token.u < a)
     rho = min(Z * max(lam, ratio), cfg.obrs_c1)
-    if cfg.ratio_base == "ref" and cfg.surrogate != "reinforce":  # which multiplies by p_new / p_ref
-        rho *= min(math.exp(clamp(log_ratio(token, "ref", which), c)), cfg.obrs_c2)
+    if cfg.ratio_base == "ref" and cfg.surrogate != "reinforce":  # the surrogate multiplies by p_new / p_ref
+        rho *= min(math.exp(clamp(log_ratio(token, "ref", policy), c)), cfg.obrs_c2)
     if cfg.obrs_mode == "mask":
         return 1.0, mask
     if cfg.obrs_mode == "reweight":
@@ -322,8 +322,8 @@ def obrs(token: Token, cfg, lam: float, kappa: float) -> tuple[float, float]:
     return rho, mask
 
 
-def largest(law: list[float], k: int) -> list[int]:
-    return sorted(range(len(law)), key=lambda x: -law[x])[:k]
+def largest(distribution: list[float], k: int) -> list[int]:
+    return sorted(range(len(distribution)), key=lambda x: -distribution[x])[:k]
 
 
 def support(token: Token, cfg) -> dict[int, float]:
@@ -334,46 +334,46 @@ def support(token: Token, cfg) -> dict[int, float]:
     return p
 
 
-def z_low_of(token: Token, which: str, lam: float, cfg) -> float:
+def z_low_of(token: Token, policy: str, lam: float, cfg) -> float:
     p = support(token, cfg)
-    return sum(min(p[x], getattr(token, which)[x] / lam) for x in p)
+    return sum(min(p[x], getattr(token, policy)[x] / lam) for x in p)
 
 
 def z_of(token: Token, cfg, lam: float, kappa: float) -> float:
-    law = getattr(token, target(cfg))
-    V = range(len(law))
+    distribution = getattr(token, target(cfg))
+    V = range(len(distribution))
     if cfg.obrs_z == "exact":
-        return sum(min(token.actor_ref[x], law[x] / lam) for x in V)
+        return sum(min(token.actor_ref[x], distribution[x] / lam) for x in V)
     p = support(token, cfg)
     low = z_low_of(token, target(cfg), lam, cfg)
     room = max(0.0, 1 - sum(p.values()))
-    if not cfg.obrs_accept_rate:  # a budget's lambda comes after the pass that would sum the tail
+    if not cfg.obrs_accept_rate:  # a budget's lambda is known only after the pass that would sum the tail
         p_kth = token.inf[largest(token.inf, cfg.obrs_topk)[-1]]
-        room = min(room, sum(min(p_kth, law[x] / lam) for x in V if x not in p))
+        room = min(room, sum(min(p_kth, distribution[x] / lam) for x in V if x not in p))
     return min(max(kappa * low, low), low + room)
 
 
 def lambda_and_kappa(responses: list[Response], cfg, kappa: float | None) -> tuple[float, float]:
-    """One of each an update, over all tokens that are on."""
+    """One lambda and one kappa an update, over all tokens that are on."""
     if cfg.correction not in WITH_Z:
         return cfg.obrs_lambda, 1.0
     tokens = [token for r in responses for token in r.on]
-    which, c = target(cfg), cfg.log_ratio_clamp
-    if which == "new" and cfg.kappa != "exact":
-        which = "ref"  # what is known before the update
+    policy, c = target(cfg), cfg.log_ratio_clamp
+    if policy == "new" and cfg.kappa != "exact":
+        policy = "ref"  # the policy before the update
     lam = cfg.obrs_lambda
     if cfg.obrs_accept_rate:
-        lam = budget([math.exp(clamp(log_ratio(token, which, "inf"), c)) for token in tokens], cfg.obrs_accept_rate)
+        lam = budget([math.exp(clamp(log_ratio(token, policy, "inf"), c)) for token in tokens], cfg.obrs_accept_rate)
     if cfg.obrs_z == "exact" or (kappa is not None and cfg.obrs_target == "new" and cfg.kappa != "exact"):
         return lam, kappa or 1.0
-    a = [acceptance(token, which, lam, c) for token in tokens]
+    a = [acceptance(token, policy, lam, c) for token in tokens]
     if cfg.obrs_mask == "bernoulli":
         a = [float(token.u < x) for token, x in zip(tokens, a, strict=True)]
-    return lam, mean(a) / mean([z_low_of(token, which, lam, cfg) for token in tokens])
+    return lam, mean(a) / mean([z_low_of(token, policy, lam, cfg) for token in tokens])
 
 
 def budget(ratios: list[float], rate: float) -> float:
-    """The lambda with mean min(1, r / lambda) = rate, by bisection; rate 1: the largest that rejects nothing."""
+    """The lambda with mean min(1, r / lambda) = rate, by bisection; rate 1: the largest lambda without a rejection."""
     if rate == 1:
         return min(ratios)
     low, high = math.log(min(ratios)), math.log(sum(ratios) / rate)
@@ -390,7 +390,7 @@ def budget(ratios: list[float], rate: float) -> float:
 
 
 def surrogate(r: Response, responses: list[Response], A: float, cfg):
-    """(values, derivatives, whether a response has one ratio: then its value's derivative in each token)."""
+    """(values, derivatives, whether a response has one ratio: then the derivatives are of the response's value)."""
     low, high, top = (cfg.clip_low, cfg.clip_high, cfg.tbpo_neg_high) if cfg.clip else (INF, INF, INF)
     tokens, c = r.on, cfg.log_ratio_clamp
     n = len(tokens)
@@ -433,14 +433,14 @@ def surrogate(r: Response, responses: list[Response], A: float, cfg):
 
 
 def may_move(logp: float, base: float, A: float, low: float, high: float, name: str) -> bool:
-    """DPPO: whether p_new is within its bound of p_base, or comes back to it."""
+    """DPPO: whether p_new is within its bound of p_base, or moves back to it."""
     p, q = math.exp(logp), math.exp(base)
     far = abs(p - q) if name == "dppo_tv" else q * (base - logp) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
     return (p <= q or far <= high) if A >= 0 else (p >= q or far <= low)
 
 
 def clipped(ratio: float, d: float, A: float, low: float, high: float, dual: float) -> tuple[float, float]:
-    """min(r A, clip(r) A), and at least dual A where A < 0. d: derivative of r."""
+    """min(r A, clip(r) A), and at least dual A for A < 0. d: derivative of r."""
     if low == high == INF:
         return ratio * A, d * A
     plain, cut = ratio * A, min(max(ratio, 1 - low), 1 + high) * A
@@ -451,7 +451,7 @@ def clipped(ratio: float, d: float, A: float, low: float, high: float, dual: flo
 
 
 def log_base(token: Token, r: Response, responses: list[Response], cfg) -> float:
-    """log of what p_new is divided by."""
+    """log of p_new's denominator."""
     if cfg.ratio_base != "group":
         return math.log(getattr(token, cfg.ratio_base)[token.id])
     q = [geometric(other, "inf") for other in responses if other.group == r.group and other.on]
@@ -461,9 +461,9 @@ def log_base(token: Token, r: Response, responses: list[Response], cfg) -> float
     return math.log(e * geometric(r, "new") + (1 - e) * E)
 
 
-def geometric(r: Response, which: str) -> float:
+def geometric(r: Response, policy: str) -> float:
     """exp(mean log p)."""
-    return math.exp(mean([math.log(getattr(token, which)[token.id]) for token in r.on]))
+    return math.exp(mean([math.log(getattr(token, policy)[token.id]) for token in r.on]))
 
 
 def cppo(r: Response, responses: list[Response], cfg) -> tuple[float, list[float]]:
@@ -481,8 +481,8 @@ def cppo(r: Response, responses: list[Response], cfg) -> tuple[float, list[float
 
 
 def kl_to_start(r: Response, responses: list[Response], scale: list[float], cfg) -> tuple[list[float], list[float]]:
-    """(terms, slopes) of the KL in the loss: each token's estimate times share, weight and mask (`scale`), and the
-    surrogate's ratio, unclipped."""
+    """(terms, slopes) of the KL in the loss: each token's estimate times share, weight and mask (`scale`) and the
+    surrogate's unclipped ratio."""
     if not cfg.kl_coef or not r.on:
         return [], [0.0] * len(r.on)
     terms, slopes = [], []
@@ -510,15 +510,15 @@ def entropy(p: list[float]) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The actor: its own PPO, and distillation
+# The actor: PPO and distillation
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def actors_part(result: Result, responses: list[Response], adv, share, distill_lambda: float, cfg) -> list[float]:
-    """The terms of - J_PPO(actor), weight F(p_actor,ref / p_inf), and of lambda_distill KL; derivatives into result."""
+    """The terms of -J_PPO(actor), weight F(p_actor,ref / p_inf), and of lambda_distill KL; derivatives into result."""
     terms = []
-    own_clip = ("gspo", "tbpo", "gmpo", "dppo_tv", "dppo_kl")
-    low, high = (0.2, 0.28) if cfg.surrogate in own_clip else (cfg.clip_low, cfg.clip_high)
+    unlike_ppo = ("gspo", "tbpo", "gmpo", "dppo_tv", "dppo_kl")
+    low, high = (0.2, 0.28) if cfg.surrogate in unlike_ppo else (cfg.clip_low, cfg.clip_high)
     for i, r in enumerate(responses):
         weighed = correct("tis", r, "actor_ref", Bounds(cap=2.0), cfg.log_ratio_clamp, adv[i])
         for token, (w, k) in zip(r.on, weighed, strict=True):
@@ -534,7 +534,7 @@ def actors_part(result: Result, responses: list[Response], adv, share, distill_l
 
 
 def kl(p: list[float], q: list[float], cfg) -> float:
-    """KL(policy || actor), or of the reverse direction KL(actor || policy)."""
+    """KL(policy || actor); reverse direction: KL(actor || policy)."""
     if cfg.distill_direction == "reverse":
         p, q = q, p
     return sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
@@ -546,14 +546,14 @@ def kl(p: list[float], q: list[float], cfg) -> float:
 
 
 def policy_logits(token: Token, g: float, g_entropy: float, temperature: float) -> list[float]:
-    """d logp(token) / d logit = (onehot - p) / temperature; of the entropy H it is - p (log p + H) / temperature."""
+    """d logp(token) / d logit = (onehot - p) / temperature; d H / d logit = -p (log p + H) / temperature."""
     H = entropy(token.new)
     bonus = [-g_entropy * p * (math.log(p) + H) for p in token.new]
     return [(g * ((x == token.id) - p) + bonus[x]) / temperature for x, p in enumerate(token.new)]
 
 
 def actor_logits(token: Token, g: float, g_distill: float, temperature: float, cfg) -> list[float]:
-    """The actor's own, and the distillation's: by the chain rule, one logit at a time."""
+    """Gradients of PPO and distillation in the actor's logits: by the chain rule, one logit at a time."""
     q, p = token.actor, token.new
     if cfg.distill_direction == "reverse":
         slopes = [math.log(b) - math.log(a) + 1 for a, b in zip(p, q, strict=True)]

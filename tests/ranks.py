@@ -21,7 +21,7 @@ from model import lora, needs_of_exact_kappa
 
 f64 = torch.float64
 LOW_BITS = {"rollout_quant": "w4a16", "learner_quant": "aligned", "quant_group": 32}
-# (flags, precision, what is odd about the ranks' shares)
+# (flags, precision, how the ranks' shares are uneven)
 RANK_CASES = [
     ({"objective": "jackpot"}, f64, ""),
     ({"objective": "jackpot", "obrs_accept_rate": 0.8, "loss_denominator": "kept"}, f64, ""),
@@ -51,7 +51,7 @@ UNEVEN_CASES = [
 
 
 def rank_groups(odd: str = ""):
-    """Two groups for rank 0, then two for rank 1. odd: what is with the second rank's, or with all."""
+    """Two groups for rank 0, then two for rank 1. odd: how the second rank's groups are uneven, or all groups."""
     groups = make_groups(4, seed=11, prompt=(3, 12))
     for group in groups if odd.startswith("all") else groups[2:]:
         for r in group.responses:
@@ -66,7 +66,7 @@ def rank_groups(odd: str = ""):
 
 
 def make_learner(cfg, dtype=f64, comm=None):
-    """A learner of the tiny policy, and of the tiny actor where there is one."""
+    """A learner of the tiny policy, and of the tiny actor if there is one."""
     actor = tiny_model(1, dtype=dtype) if cfg.actor != "none" else None
     start = tiny_model(3, dtype=dtype) if cfg.kl_coef else None
     policy = tiny_model(0, layers=2, dtype=dtype)
@@ -77,7 +77,7 @@ def make_learner(cfg, dtype=f64, comm=None):
 
 
 def move(learner) -> None:
-    """Move every weight a little, always in the same way: after a ref pass, so that ratios are not 1."""
+    """Change every weight slightly, deterministically: after a ref pass ratios are not 1."""
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in learner.models.parameters():
@@ -88,14 +88,14 @@ def move(learner) -> None:
 
 
 def hold_back_the_step(learner):
-    """Make updates leave their gradients behind instead of stepping; returns the step that was held back."""
+    """Replace the learner's step by a no-op, so updates keep their gradients; return the real step."""
     step = learner._step
     learner._step = lambda loss, all_rejected: {"grad_norm": 0.0}
     return step
 
 
 def one_update(cfg, learner, groups) -> tuple[dict, dict, dict]:
-    """(gradients, metrics, what it hands to the next) of one update after a ref pass; the step is held back."""
+    """(gradients, metrics, controllers for the next update) of one update after a ref pass, without a step."""
     batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
     move(learner)
     batch, controllers, fresh = batching.collate(groups, cfg), {}, None
@@ -110,9 +110,9 @@ def one_update(cfg, learner, groups) -> tuple[dict, dict, dict]:
 
 
 def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Path) -> dict:
-    """One update on this rank's half of the groups: what it says, and whether a checkpoint brings it back.
+    """One update on this rank's half of the groups: its results, and whether a checkpoint restores the learner.
 
-    memory: flags of the ranks alone, which change no number."""
+    memory: flags for memory that change no number."""
     cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=budget, **memory)
     learner = make_learner(cfg, dtype, comm)
     step = learner._step
@@ -123,15 +123,15 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
     shards_of_gradient = [local(p.grad) for p in learner.models.parameters() if p.requires_grad]
     square = learner.dot(shards_of_gradient, shards_of_gradient)
     shared = {share for *_, share in learner._micro(batching.collate(groups, cfg))}
-    said = [None] * comm.size
-    dist.all_gather_object(said, (logged, controllers))
+    results = [None] * comm.size
+    dist.all_gather_object(results, (logged, controllers))
     if not odd:
         step(0.0)
     return {
         "grads": grads,
         "square": square,
         "probed": probed,
-        "logged": said,
+        "logged": results,
         "shared": shared,
         "roundtrip": bool(odd) or survives(learner, comm, folder),
         "names": sorted(name for name, _ in learner.named_tensors("policy")),
@@ -139,7 +139,7 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
 
 
 def survives(learner, comm, folder: Path) -> bool:
-    """Whether weights and optimizers come back from what each rank writes of them, after they were lost."""
+    """Whether weights and optimizers are restored from the ranks' shards after they were overwritten."""
     group = shards.saving_group()
     copies = shards.Copies(group)
     before = {key: copies(x) for name in learner.names for key, x in learner.trained(name).items()}

@@ -1,7 +1,7 @@
-"""Run under torchrun by test_memory: ranks that read model folders into shards.
+"""Ranks of test_memory under torchrun, which read model folders into shards.
 
-shards.py values FOLDERS OUT    rank 0 saves the whole tensors of each model, gathered
-shards.py peak FOLDER OUT       each rank saves how much memory reading one model took, in MiB"""
+shards.py values FOLDERS OUT    rank 0 saves the gathered tensors of each model
+shards.py peak FOLDER OUT       each rank saves the memory that reading one model takes, in MiB"""
 
 import json
 import sys
@@ -26,41 +26,41 @@ def learner_of(folder: str, comm, **changes):
 
 
 def whole(learner) -> dict:
-    """All tensors of the policy, and how many of its numbers this rank owns."""
+    """All tensors of the policy, gathered."""
     state = learner.models.policy.state_dict()
     assert all(isinstance(x, DTensor) for x in state.values())
     return {name: x.full_tensor() for name, x in state.items()}
 
 
 def values(folders: str, out: str, comm) -> None:
-    found = {}
+    tensors = {}
     for folder in folders.split(","):
-        found[folder] = whole(learner_of(folder, comm))
+        tensors[folder] = whole(learner_of(folder, comm))
     adapted = learner_of(folders.split(",")[0], comm, lora_rank=3)
-    found["adapters"] = {name: x for name, x in whole(adapted).items() if lora.is_adapters(name)}
-    found["fingerprint"] = lora.fingerprint(adapted.models.policy)
+    tensors["adapters"] = {name: x for name, x in whole(adapted).items() if lora.is_adapters(name)}
+    tensors["fingerprint"] = lora.fingerprint(adapted.models.policy)
     if comm.rank == 0:
-        torch.save(found, out)
+        torch.save(tensors, out)
 
 
 def high_water() -> float:
-    """The most memory that this process has had so far, in MiB."""
+    """The most memory of this process so far, in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
 
 
 def peak(folder: str, out: str, comm) -> None:
-    learner_of(str(Path(folder).parent / "small"), comm)  # whatever is loaded on first use
+    learner_of(str(Path(folder).parent / "small"), comm)  # loads everything that is loaded on first use
     before = high_water()
     learner_of(folder, comm)
-    found = [None] * comm.size
-    dist.all_gather_object(found, high_water() - before)
+    peaks = [None] * comm.size
+    dist.all_gather_object(peaks, high_water() - before)
     if comm.rank == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(peaks))
 
 
-def main(what: str, *args: str) -> None:
-    {"values": values, "peak": peak}[what](*args, Comm())
+def main(task: str, *args: str) -> None:
+    {"values": values, "peak": peak}[task](*args, Comm())
 
 
 if __name__ == "__main__":

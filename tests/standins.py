@@ -1,5 +1,5 @@
-"""Stand-ins for real models: each family's own architecture with few layers and random weights, and a tokenizer in
-Qwen's manner. Nothing is downloaded."""
+"""Stand-ins for real models: each family's architecture with few layers and random weights, and a tokenizer like
+Qwen's. Nothing is downloaded."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,7 +16,7 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 {% endif %}{% endif %}"""
 
-# what each family has beside COMMON; whatever may differ from 1 or nothing, does
+# settings of each family in addition to COMMON; none is neutral, such as a factor of 1
 FAMILIES = {
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": dict(tie_word_embeddings=False, head_dim=32),
@@ -51,7 +51,7 @@ COMMON = dict(
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of some 300 ids with Qwen's special tokens and a ChatML template with `enable_thinking`."""
+    """A byte-level BPE of about 300 ids with Qwen's special tokens and a ChatML template with `enable_thinking`."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -66,25 +66,23 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(family: str, seed: int = 0, vocab_size: int = 0, **changes):
-    """A model of one of these families, or another one, float32. vocab_size: rows of its embedding; 0: as many as the
-    tokenizer has ids.
-
-    changes: of its configuration. Biases and norms are random too."""
+    """A float32 model of any family, with random biases and norms. vocab_size: rows of the embedding; 0: one for each
+    id of the tokenizer. changes: of the configuration."""
     torch.manual_seed(seed)
     rows = vocab_size or len(tokenizer())
     config = AutoConfig.for_model(family, vocab_size=rows, **{**COMMON, **FAMILIES.get(family, {}), **changes})
     if getattr(config, "attn_logit_softcapping", None):
-        config._attn_implementation = "eager"  # the one way of transformers that keeps the cap
-    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        config._attn_implementation = "eager"  # the only implementation in transformers with the cap
+    new_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for p in made.parameters():
+        for p in new_model.parameters():
             if p.ndim == 1:
                 p += 0.3 * torch.randn_like(p)
-    return made
+    return new_model
 
 
-def save(made, folder) -> str:
-    """A model and the tokenizer as a Hugging Face folder; its path."""
-    made.save_pretrained(folder)
+def save(model_of_family, folder) -> str:
+    """Save a model and the tokenizer as a Hugging Face folder, and return its path."""
+    model_of_family.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)

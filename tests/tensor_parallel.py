@@ -1,6 +1,6 @@
-"""Run under torchrun by test_placement: two ranks that are one vLLM engine; rank 0 saves what both have sampled.
+"""Ranks of test_placement under torchrun: two ranks are one vLLM engine, and rank 0 saves the samples of both.
 
-tensor_parallel.py FOLDER OTHER OUT    the model to start from, and one whose weights are loaded"""
+tensor_parallel.py FOLDER OTHER OUT    the first model, and the model with the weights to load"""
 
 import os
 import pickle
@@ -24,7 +24,7 @@ from tasks import Arithmetic, arithmetic_tokenizer
 
 
 def work(rank: int) -> tuple[list, list]:
-    """(prompts, seeds) of this rank: the ranks bring unequally many, and prompts of other lengths."""
+    """(prompts, seeds) of this rank: the ranks have different numbers of prompts, of different lengths."""
     prompts = [[5, 6, 7], [9, 10], [11, 12, 13, 14]]
     seeds = [[1, 2], [3], [4, 5]]
     return (prompts[:1], seeds[:1]) if rank else (prompts[1:], seeds[1:])
@@ -35,8 +35,8 @@ def tokens(groups) -> list:
 
 
 def delayed(engine, models: list, rank: int, store: Path) -> list:
-    """Groups of four updates by delayed samplers that are this rank's share of one engine. Versions take turns between
-    the weights of two models."""
+    """This rank's groups of four updates by delayed samplers on one engine. Versions alternate between the weights of
+    two models."""
     cfg = make_cfg(delay="lognormal", delay_min=5.0, delay_max=40.0, step_seconds=10.0, delay_samplers=3)
     check = WeightCheck(models[0].config, [[5, 6, 7, 8, 9, 10, 11, 12]])
     source = DelaySource(
@@ -53,7 +53,6 @@ def delayed(engine, models: list, rank: int, store: Path) -> list:
         n_ranks=2,
         cfg=cfg,
         store=store,
-        writes=rank == 0,
     )
     groups = []
     for version in range(4):
@@ -63,10 +62,10 @@ def delayed(engine, models: list, rank: int, store: Path) -> list:
 
 
 def shared() -> set[str]:
-    """The names of memory that processes of this host share, but for those that bear another run's name."""
+    """The names of shared memory on this host, without names of different runs."""
     names = {path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name}
-    own = f"run{os.getppid()}-"
-    return {name for name in names if own in name or not re.search(r"run\d+-", name)}
+    prefix = f"run{os.getppid()}-"
+    return {name for name in names if prefix in name or not re.search(r"run\d+-", name)}
 
 
 def main(folder: str, other: str, out: str) -> None:
@@ -77,21 +76,21 @@ def main(folder: str, other: str, out: str) -> None:
     if shared() - before:
         raise SystemExit(f"shared memory that a killed run would leave behind: {shared() - before}")
     sampling = Sampling(max_tokens=8, temperature=0.8)
-    said = {"first": tokens(engine.generate(*work(rank), sampling, 3, [1]))}
+    results = {"first": tokens(engine.generate(*work(rank), sampling, 3, [1]))}
     models = [load_model(path) for path in (folder, other)]
     engine.load(models[1].state_dict().items())
-    said["loaded"] = tokens(engine.generate(*work(rank), sampling, 3, [1]))
+    results["loaded"] = tokens(engine.generate(*work(rank), sampling, 3, [1]))
     ids = torch.arange(24).reshape(2, 12).numpy() * 7 % 250
-    said["logprobs"] = engine.logprobs(ids).tolist()
-    said["nothing"] = (
+    results["logprobs"] = engine.logprobs(ids).tolist()
+    results["nothing"] = (
         engine.generate([], [], sampling, 3, [1]) if rank else len(engine.generate([[3]], [[1]], sampling, 3, [1]))
     )
-    said["any"] = [engine.any_rank(rank == 0), engine.any_rank(rank == 1), engine.any_rank(False)]
-    said["delayed"] = delayed(engine, models, rank, Path(f"{out}.versions"))
-    found = [None, None]
-    dist.all_gather_object(found, said)
+    results["any"] = [engine.any_rank(rank == 0), engine.any_rank(rank == 1), engine.any_rank(False)]
+    results["delayed"] = delayed(engine, models, rank, Path(f"{out}.versions"))
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, results)
     if rank == 0:
-        Path(out).write_bytes(pickle.dumps(found))
+        Path(out).write_bytes(pickle.dumps(of_ranks))
 
 
 if __name__ == "__main__":

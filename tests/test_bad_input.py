@@ -1,7 +1,7 @@
-"""Bad input: one sentence that names flag, file or line and the mend, at once, and nothing written or deleted.
+"""Bad input: one sentence with the flag, file or line, and the fix; immediately; no file written or deleted.
 
-A row is a command line and the words of its sentence (` ... ` stands for any words between). The files that it names
-are made for it from bad_files.py, in a folder of its own. forked.py runs the command as a user does.
+A row is a command line and the words of its sentence (` ... ` stands for any text). Files that a row names are made
+from bad_files.py in a new folder. forked.py runs the command like a user.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from bad_files import FILES, HELD, MODELS, make_file
 from conftest import ROOT
 from forked import Job, run_jobs
 
-pytestmark = pytest.mark.timeout(600)  # the first row waits for the answers to all of them
-SECONDS = 3.0  # of a processor that an answer may take; and three times as many on the clock of a busy machine
+pytestmark = pytest.mark.timeout(600)  # the first row waits for the answers to all rows
+SECONDS = 3.0  # processor time of an answer; three times as much wall time on a busy machine
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -28,21 +28,21 @@ SECONDS = 3.0  # of a processor that an answer may take; and three times as many
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-OWN = "--task=arith --max_tokens=8 --lr=1 --dtype=float32"  # what a model of one's own is asked for
+OWN = "--task=arith --max_tokens=8 --lr=1 --dtype=float32"  # flags that a custom model needs
 
 
 def rows(command: str, table: str) -> list[tuple[str, str]]:
     """(command line, words) of each line of a table. Words in capitals come before the command."""
-    found = []
+    table_rows = []
     for line in table.strip("\n ").splitlines():
         arguments, words = re.fullmatch(r"(.*?) ?\| (.*)", line).groups()
         first = re.match("([A-Z_]+=[^ ]+ )*", arguments + " ").group()
-        found.append((f"{first}{command} {arguments[len(first) :]}".strip(), words))
-    return found
+        table_rows.append((f"{first}{command} {arguments[len(first) :]}".strip(), words))
+    return table_rows
 
 
 ROWS = [
-    # train.py: flags alone, no model is looked at
+    # train.py: flags, without a model
     *rows(
         "train.py --rollout=hf",
         r"""
@@ -243,7 +243,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --resume --overwrite --out=run | --resume with --overwrite: --resume continues the run, --overwrite deletes it; leave
         """,
     ),
-    # train.py: what is absent
+    # train.py: missing packages, models and files
     *rows(
         "train.py --rollout=hf",
         r"""
@@ -881,19 +881,19 @@ WITHOUT=trl | TRL 1.16 is needed; the head of this file says how to install it
 
 
 def tree(folder: Path) -> dict[str, tuple]:
-    """Every path below a folder with its kind, its rights and its bytes."""
-    found = {}
+    """Every path below a folder with its type, permissions and bytes."""
+    paths = {}
     for path in sorted(folder.rglob("*")):
         content = ""
         if path.is_file() and not path.is_symlink():
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-        found[str(path.relative_to(folder))] = (path.lstat().st_mode, content)
-    return found
+        paths[str(path.relative_to(folder))] = (path.lstat().st_mode, content)
+    return paths
 
 
 @pytest.fixture(scope="module")
 def prepared(folders, tmp_path_factory):
-    """A function that makes a row's job: a folder of its own, with the files that the row names."""
+    """A function that makes a row's job: a new folder with the files that the row names."""
     MODELS.update(POLICY=folders / "policy", ACTOR=folders / "actor")
 
     def prepare_job(command: str) -> Job:
@@ -922,31 +922,31 @@ def with_models(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def answers(prepared, request):
-    """What became of each row that is tested: (job, done). Those that ask for nothing special share a process."""
+    """{command: (job, outcome)} of each selected row. Rows without an environment share a process."""
     tested = [item for item in request.session.items if item.path == request.path]
     rows = [item for item in tested if item.originalname == "test_a_row_gets_one_sentence"]
     wanted = [item.callspec.params["command"] for item in rows]
     jobs = {command: prepared(command) for command in wanted}
     shared = [command for command in wanted if not jobs[command].environment]
-    found = dict(zip(shared, run_jobs([jobs[command] for command in shared]), strict=True))
+    outcomes = dict(zip(shared, run_jobs([jobs[command] for command in shared]), strict=True))
     for command in wanted:
-        if command not in found:
-            found[command] = run_jobs([jobs[command]])[0]
-    return {command: (jobs[command], found[command]) for command in wanted}
+        if command not in outcomes:
+            outcomes[command] = run_jobs([jobs[command]])[0]
+    return {command: (jobs[command], outcomes[command]) for command in wanted}
 
 
 @pytest.mark.parametrize("command, words", ROWS)
 def test_a_row_gets_one_sentence(answers, command, words):
     job, done = answers[command]
-    said = job.said()
-    assert done.status == 1, (done.status, said[-2000:])
-    assert len(said.splitlines()) == 1, said[-2000:]
-    assert said.startswith("error: ")
+    text = job.said()
+    assert done.status == 1, (done.status, text[-2000:])
+    assert len(text.splitlines()) == 1, text[-2000:]
+    assert text.startswith("error: ")
     at = 0
     for part in with_models(words).split(" ... "):
-        assert part in said[at:], (part, said)
-        at = said.index(part, at) + len(part)
-    assert len(said) < 700
+        assert part in text[at:], (part, text)
+        at = text.index(part, at) + len(part)
+    assert len(text) < 700
     assert done.processor < SECONDS and done.clock < 3 * SECONDS
     assert tree(job.here) == job.before
 
@@ -977,16 +977,18 @@ REAL = [
 
 
 @pytest.mark.parametrize("command", REAL)
-def test_a_user_sees_the_same(prepared, command):
-    """A process of its own, with its imports: its status and its sentence are those of a fork."""
+def test_a_separate_process_gives_the_same_answer(prepared, command):
+    """A separate process, with its imports, gives the status and the sentence of a fork."""
     assert command in dict(ROWS)
-    job, other = prepared(command), prepared(command)
+    job, real_job = prepared(command), prepared(command)
     done = run_jobs([job])[0]
     argv = job.argv if job.argv[0] == "-m" else [str(ROOT / job.argv[0]), *job.argv[1:]]
     env = {**os.environ, "PYTHONPATH": str(ROOT) * (argv[0] == "-m")}
-    real = subprocess.run([sys.executable, *argv], cwd=other.here, env=env, capture_output=True, text=True, timeout=60)
+    real = subprocess.run(
+        [sys.executable, *argv], cwd=real_job.here, env=env, capture_output=True, text=True, timeout=60
+    )
     assert (real.returncode, real.stderr) == (done.status, job.said())
-    assert tree(other.here) == other.before
+    assert tree(real_job.here) == real_job.before
 
 
 HERE = [sys.executable, str(ROOT / "train.py"), "--rollout=hf"]
@@ -995,7 +997,7 @@ HERE = [sys.executable, str(ROOT / "train.py"), "--rollout=hf"]
 @pytest.mark.parametrize(
     "name, value, least", [("WORLD_SIZE", "two", 1), ("WORLD_SIZE", "0", 1), ("LOCAL_RANK", "", 0)]
 )
-def test_an_environment_that_torchrun_did_not_set(name, value, least):
+def test_a_bad_environment_of_torchrun_is_refused(name, value, least):
     done = subprocess.run(HERE, env={**os.environ, name: value}, capture_output=True, text=True, timeout=60)
     fix = f"in the environment: must be a whole number of at least {least}, as torchrun sets it; unset it"
     assert (done.returncode, done.stderr) == (1, f"error: {name}={value} {fix}\n")
@@ -1003,16 +1005,18 @@ def test_an_environment_that_torchrun_did_not_set(name, value, least):
 
 def test_a_world_size_without_ranks(tmp_path):
     """Schedulers leave WORLD_SIZE in the environment of a shell."""
-    known = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
     argv = [*HERE, f"--out={tmp_path / 'run'}"]
-    done = subprocess.run(argv, env={**known, "WORLD_SIZE": "2"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, env={**environment, "WORLD_SIZE": "2"}, capture_output=True, text=True, timeout=60)
     want = "error: WORLD_SIZE=2 in the environment and no RANK, MASTER_ADDR, MASTER_PORT: start several ranks with "
     assert (done.returncode, done.stderr) == (1, want + "torchrun --nproc_per_node, or unset WORLD_SIZE\n")
     assert not list(tmp_path.iterdir())
 
 
 def test_closed_streams():
-    """A service without standard streams: the status is that of the command, and files get no output."""
+    """A service without standard streams: the command's status is kept, and no file receives output."""
     shell = f"{sys.executable} {ROOT / 'train.py'} --help <&- >&-"
     done = subprocess.run(shell, shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -1021,8 +1025,8 @@ def test_closed_streams():
 
 
 def test_ctrl_c_while_modules_load():
-    """No traceback; the shell sees a process that SIGINT ended."""
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    """No traceback; the shell sees a process ended by SIGINT."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores SIGINT
     process = subprocess.Popen([*HERE, "--help"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, inherited)
     maps = Path(f"/proc/{process.pid}/maps")
@@ -1033,10 +1037,10 @@ def test_ctrl_c_while_modules_load():
     assert (process.returncode, err) == (-signal.SIGINT, "")
 
 
-def test_libraries_warn_with_verbose_alone():
-    """Warnings of torch and vLLM would hide this repository's own."""
+def test_libraries_warn_only_with_verbose():
+    """Warnings of torch and vLLM would hide warnings of this repository."""
     code = "import sys; sys.argv = sys.argv[1:]; import machinery.startup, warnings; print(sys.argv[1:]); "
     code += "exec(compile('warnings.warn(chr(97))', 'x', 'exec'), {'warnings': warnings, '__name__': 'torch.x'})"
-    for argv, said in ((["eval.py", "--k=2"], ""), (["eval.py", "--verbose", "--k=2"], "UserWarning: a")):
+    for argv, warning in ((["eval.py", "--k=2"], ""), (["eval.py", "--verbose", "--k=2"], "UserWarning: a")):
         done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert (done.stdout, said in done.stderr, bool(said)) == ("['--k=2']\n", True, bool(done.stderr))
+        assert (done.stdout, warning in done.stderr, bool(warning)) == ("['--k=2']\n", True, bool(done.stderr))

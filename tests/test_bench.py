@@ -1,4 +1,4 @@
-"""Arithmetic and table of timings; the GPU list, tried on a CPU."""
+"""Arithmetic and table of timings; the list of GPU measurements, on a CPU."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def test_a_ratio_is_the_geometric_mean_over_pairs():
 
 
 def test_pairs_alternate():
-    """a b, b a, a b: neither gains from coming second."""
+    """a b, b a, a b: neither side gains from the order."""
     calls = []
     out = bench.alternate(lambda: calls.append("a"), lambda: calls.append("b"), 3, "test", warm=1)
     assert "".join(calls) == "ab" + "ab" + "ba" + "ab"
@@ -47,7 +47,7 @@ def test_the_table(capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The GPU list, tried on a CPU
+# The GPU list on a CPU
 # ---------------------------------------------------------------------------------------------------------------------
 
 TRIAL = gpu_parts.Setting("cpu", tiny=True)
@@ -63,9 +63,11 @@ def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
 
 @pytest.mark.timeout(600)
 def test_the_gpu_list_writes_its_page_part_by_part(tmp_path, monkeypatch):
-    """In processes of their own: vLLM, and the tests that a CPU can run. What was known of other parts stays."""
+    """Parts run in separate processes: vLLM, and the tests that a CPU can run. Records of earlier parts stay."""
     assert gpu.PARTS["vllm"][1] < 300
-    assert sum(limit for _, limit in gpu.PARTS.values()) <= 60 * gpu.GpuFlags.minutes - 20  # or the last is skipped
+    assert (
+        sum(limit for _, limit in gpu.PARTS.values()) <= 60 * gpu.GpuFlags.minutes - 20
+    )  # otherwise the last part is skipped
     gpu.write(tmp_path, {"head": {"rows": [gpu_parts.row("old", 3.0)], "failed": "", "seconds": 1.0, "about": {}}})
     (tmp_path / "gpu.md").write_text("# mine\n\n" + (tmp_path / "gpu.md").read_text().split("\n\n", 1)[1])
     flags = gpu.GpuFlags(device="cpu", scale="tiny", out=str(tmp_path))
@@ -91,18 +93,18 @@ WAYS = {
 
 
 @pytest.mark.parametrize("why", WAYS)
-def test_a_part_that_ends_badly_keeps_what_it_measured(why):
+def test_a_part_that_ends_badly_keeps_its_measurements(why):
     program, n = WAYS[why]
     limit = 3 if "limit" in why else 60
     rows, failed = gpu.said_by([sys.executable, "-c", "print('noise');" + program.format(row=ROW)], limit)
     assert (rows, failed) == ([gpu_parts.row("a", 1.5)] * n, why)
 
 
-def test_what_a_part_started_ends_with_it(tmp_path):
+def test_processes_started_by_a_part_end_with_it(tmp_path):
     started = tmp_path / "pid"
     program = "import os, pathlib, subprocess, time; child = subprocess.Popen(['sleep', '600']); "
     program += f"pathlib.Path({str(started)!r}).write_text(str(child.pid)); time.sleep(600)"
-    for limit in (1, 5, 60):  # a busy machine may need longer to start it
+    for limit in (1, 5, 60):  # a busy machine may need longer to start
         gpu.said_by([sys.executable, "-c", program], limit)
         if started.exists():
             break
@@ -128,7 +130,7 @@ def test_lines_of_the_gpu_page():
 
 
 def test_operations_of_a_token():
-    """By hand: every matrix and the tied head once, forward and twice backward, and causal attention."""
+    """Every matrix and the tied head once, forward and twice backward, and causal attention."""
     model = TRIAL.model("0.6B")
     H, inner, A, kv, V, length = 64, 96, 64, 32, 300, 40
     layer = H * A + 2 * H * kv + A * H + 3 * H * inner
@@ -156,8 +158,8 @@ run(sys.argv[1], run_name="__main__")
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("script", ["train.py", "eval.py", "worth.py", "bench", "remote"])
-def test_idle_threads_soon_sleep(script):
-    """OpenMP reads the variable once, when torch is imported."""
+def test_idle_openmp_threads_sleep(script):
+    """OpenMP reads the variable only once, when torch is imported."""
     env = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
     argv = [sys.executable, "-c", AS_TORCH_IS_IMPORTED, script]
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=50)

@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out, whole or not at all."""
+"""Checkpoints: saved state is restored, completely or not at all."""
 
 import contextlib
 import random
@@ -32,7 +32,7 @@ CONTROLLERS = {"kappa": 0.9970144912453727, "distill": 0.5}
 
 
 def described(x):
-    """A value with everything that must survive: the fields of dataclasses, the types and numbers of arrays."""
+    """A value with the fields of dataclasses and the types and numbers of arrays."""
     if is_dataclass(x):
         return {f.name: described(getattr(x, f.name)) for f in fields(x)}
     if isinstance(x, np.ndarray):
@@ -45,7 +45,7 @@ def described(x):
 
 
 def pending_groups():
-    """Groups as they wait in the middle of a rollout batch: with allowed sets and with ref columns."""
+    """Groups that wait in the middle of a rollout batch, with allowed sets and ref columns."""
     groups = make_groups(n_groups=2, G=3, K=4, seed=5)
     rng = np.random.default_rng(0)
     for group in groups:
@@ -63,7 +63,7 @@ def pending_groups():
 
 
 class Learner:
-    """As much of a learner as a checkpoint asks of it."""
+    """The parts of a learner that a checkpoint reads."""
 
     def __init__(self):
         self.comm = Comm()
@@ -113,20 +113,20 @@ def run(tmp_path):
     )
 
 
-def test_ranks_that_have_the_same_weights_copy_them_once(run):
-    """A share each, all of it together; the model for use on the first rank alone. Shards are copied where they lie."""
+def test_ranks_with_the_same_weights_copy_them_once(run):
+    """Each rank copies a share; only the first exports the model. Sharded weights are copied on their rank."""
     learner, source = Learner(), Source()
 
     def snapshots(sharded: bool) -> list:
-        made = []
+        result = []
         for rank in range(3):
             learner.comm, learner.sharded = SimpleNamespace(rank=rank, size=3), sharded
-            made.append(checkpoint.Snapshot(run, 3, learner, source, [], {}))
-        return made
+            result.append(checkpoint.Snapshot(run, 3, learner, source, [], {}))
+        return result
 
     everything = list(learner.trained("policy"))
-    alike = [list(snapshot.trained) for snapshot in snapshots(sharded=False)]
-    assert sorted(sum(alike, [])) == sorted(everything) and min(map(len, alike)) >= len(everything) // 3
+    shares = [list(snapshot.trained) for snapshot in snapshots(sharded=False)]
+    assert sorted(sum(shares, [])) == sorted(everything) and min(map(len, shares)) >= len(everything) // 3
     assert [list(snapshot.exports) for snapshot in snapshots(sharded=False)] == [["policy"], [], []]
     assert all(list(snapshot.trained) == everything for snapshot in snapshots(sharded=True))
     assert all(list(snapshot.exports) == ["policy"] for snapshot in snapshots(sharded=True))
@@ -140,13 +140,13 @@ def test_pending_groups_come_back_equal():
     assert described(checkpoint.unpack(checkpoint.pack(whole_vocabulary))) == described(whole_vocabulary)
 
 
-def test_a_checkpoint_gives_back_what_it_was_given(run):
+def test_a_checkpoint_restores_its_state(run):
     learner, source = Learner(), Source()
     minibatches = [pending_groups(), make_groups()]
     folder = checkpoint.save(run, 50, learner, source, minibatches, CONTROLLERS)
     drawn = torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
     assert checkpoint.load(folder, learner, source)[0] == 50
-    assert drawn == (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random())  # the same draws again
+    assert drawn == (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random())  # the same draws
     step, pending, controllers = checkpoint.load(folder, learner, source)
     assert described(pending) == described(minibatches)
     assert controllers == CONTROLLERS
@@ -155,8 +155,8 @@ def test_a_checkpoint_gives_back_what_it_was_given(run):
     assert torch.load(folder / "learner.pt", weights_only=True)["format"] == 4
 
 
-def test_pending_groups_are_dealt_out_anew():
-    """Each minibatch keeps its groups, in the order of the problems, over any number of ranks."""
+def test_pending_groups_are_distributed_again():
+    """Each minibatch keeps its groups, in the order of the problems, for any number of ranks."""
     numbers = [f"p{i}" for i in range(12)]
     of_two = [[{"groups": numbers[6 * batch : 6 * batch + 6][rank::2]} for batch in range(2)] for rank in range(2)]
     whole = state.dealt(of_two, 0, 1)
@@ -166,7 +166,7 @@ def test_pending_groups_are_dealt_out_anew():
     assert [state.dealt(of_three, rank, 2) for rank in range(2)] == of_two
 
 
-def test_a_source_goes_on_behind_what_all_ranks_took():
+def test_a_source_resumes_after_the_problems_of_all_ranks():
     def position(rank: int, n_ranks: int, *sequences) -> dict:
         source = SimpleNamespace(rank=rank, n_ranks=n_ranks)
         states = [{"sequence": n, "probe": f"of rank {i}"} for i, n in enumerate(sequences)]
@@ -178,10 +178,10 @@ def test_a_source_goes_on_behind_what_all_ranks_took():
         {"sequence": 4, "probe": "of rank 1"},
         {"sequence": 4, "probe": "of rank 1"},
     ]
-    assert position(1, 4, 6, 7)["sequence"] == 4  # 14 were taken at most, and none may come twice
+    assert position(1, 4, 6, 7)["sequence"] == 4  # at most 14 problems were used, and none may repeat
 
 
-def test_a_rank_that_the_checkpoint_does_not_know_draws_by_its_own_number():
+def test_a_new_rank_draws_by_its_rank_number():
     before = torch.get_rng_state()
     states = [state.new_rng_state(seed, rank) for seed, rank in ((0, 2), (0, 2), (0, 3), (1, 2))]
     assert torch.equal(torch.get_rng_state(), before)
@@ -195,7 +195,7 @@ def test_a_rank_that_the_checkpoint_does_not_know_draws_by_its_own_number():
 
 
 @pytest.mark.parametrize("state, number", [({"format": 5}, 5), ({"format": 3}, 3), ({"world": 1}, 1)])
-def test_another_format_is_refused(run, state, number):
+def test_a_different_format_is_refused(run, state, number):
     learner, source = Learner(), Source()
     folder = checkpoint.save(run, 3, learner, source, [], {})
     torch.save(state, folder / "learner.pt")
@@ -203,11 +203,11 @@ def test_another_format_is_refused(run, state, number):
         checkpoint.load(folder, learner, source)
 
 
-def test_old_checkpoints_go(run, tmp_path):
+def test_old_checkpoints_are_deleted(run, tmp_path):
     learner, source = Learner(), Source()
     assert checkpoint.newest(tmp_path) is None
-    (tmp_path / "checkpoints" / "step_000009.writing").mkdir(parents=True)  # of a save that was killed
-    (tmp_path / "checkpoints" / "step_backup").mkdir()  # the user's own
+    (tmp_path / "checkpoints" / "step_000009.writing").mkdir(parents=True)  # of a killed save
+    (tmp_path / "checkpoints" / "step_backup").mkdir()  # made by the user
     for step in (1, 2, 999_999, 1_000_000):
         last = checkpoint.save(run, step, learner, source, [], {})
     assert checkpoint.newest(tmp_path) == last
@@ -219,7 +219,7 @@ def test_old_checkpoints_go(run, tmp_path):
 
 @contextlib.contextmanager
 def full_disk(nbytes: int):
-    """No file of this process may grow beyond so many bytes."""
+    """Files of this process cannot grow beyond this size."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -229,7 +229,7 @@ def full_disk(nbytes: int):
 
 
 @pytest.mark.parametrize("nbytes", [100, 1000, 10_000])  # in a config, in learner.pt, in the weights
-def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_stands(run, tmp_path, nbytes):
+def test_a_full_disk_is_an_error_and_keeps_the_previous_checkpoint(run, tmp_path, nbytes):
     learner, source = Learner(), Source()
     first = checkpoint.save(run, 1, learner, source, [], {})
     with full_disk(nbytes), pytest.raises(UserError) as error:
@@ -243,8 +243,8 @@ def test_a_full_disk_is_a_sentence_and_the_checkpoint_before_stands(run, tmp_pat
     assert checkpoint.newest(tmp_path).name == "step_000002"
 
 
-def test_what_finds_no_room_is_saved_elsewhere(run, tmp_path, monkeypatch):
-    """The sentence says where, and a checkpoint moved back from there is as good as any."""
+def test_a_checkpoint_without_room_is_saved_elsewhere(run, tmp_path, monkeypatch):
+    """The error names the folder, and a checkpoint moved back from there is complete."""
     spare = tmp_path / "spare"
     spare.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(spare))
@@ -292,7 +292,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("spoil, wrong", DAMAGES.items(), ids=range(len(DAMAGES)))
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run, tmp_path, capsys, spoil, wrong):
+def test_a_damaged_checkpoint_is_named_and_the_previous_is_used(run, tmp_path, capsys, spoil, wrong):
     learner, source = Learner(), Source()
     first, second = (checkpoint.save(run, step, learner, source, [make_groups()], {}) for step in (1, 2))
     assert checkpoint.newest(tmp_path) == second
@@ -305,7 +305,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run, tmp_path
         checkpoint.newest(tmp_path)
 
 
-def test_damage_outside_a_model_does_not_matter_to_it(run, tmp_path):
+def test_damage_outside_a_model_folder_is_ignored_for_models(run, tmp_path):
     last = checkpoint.save(run, 2, Learner(), Source(), [], {})
     cut_short(last)
     assert checkpoint.newest(tmp_path, "policy") == last
@@ -329,7 +329,7 @@ def test_damaged_checkpoints_are_set_aside(run, tmp_path):
 
 
 def contents(folder) -> dict:
-    """Every file of a model folder; of weights every tensor with its precision, whichever file it is in."""
+    """Every file of a model folder; weights as tensors with their precision, over all files."""
     weights = {}
     for path in folder.glob("*.safetensors"):
         weights |= {name: (x.dtype, x.tolist()) for name, x in load_file(path).items()}
@@ -338,19 +338,19 @@ def contents(folder) -> dict:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen2", "phi", "gemma2", "qwen3_moe"])  # tied or not, biases, experts
-def test_an_export_is_what_transformers_would_save(family, dtype, tmp_path):
-    """From float32, in the precision of the folder that the run started from; one file, or several with an index."""
-    made = standins.model(family).to(dtype)
-    standins.save(made, tmp_path / "theirs")
+@pytest.mark.parametrize("family", ["qwen2", "phi", "gemma2", "qwen3_moe"])  # tied and untied, biases, experts
+def test_an_export_equals_save_pretrained(family, dtype, tmp_path):
+    """From float32, in the precision of the starting folder; one file, or several with an index."""
+    model = standins.model(family).to(dtype)
+    standins.save(model, tmp_path / "theirs")
     config = checkpoint.read_config(tmp_path / "theirs")
-    weights = {name: x.float() for name, x in made.state_dict().items()}
-    how = (config, weights, standins.tokenizer())
-    checkpoint.save_model(*how, tmp_path / "ours", str(tmp_path / "theirs"))
+    weights = {name: x.float() for name, x in model.state_dict().items()}
+    args = (config, weights, standins.tokenizer())
+    checkpoint.save_model(*args, tmp_path / "ours", str(tmp_path / "theirs"))
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "FILE_BYTES", 30_000)
-        checkpoint.save_model(*how, tmp_path / "parts", str(tmp_path / "theirs"))
+        checkpoint.save_model(*args, tmp_path / "parts", str(tmp_path / "theirs"))
     assert len(list((tmp_path / "parts").glob("model-0*.safetensors"))) > 2
     assert contents(tmp_path / "parts") == contents(tmp_path / "theirs")
     checkpoint.check_weights(tmp_path / "parts")
@@ -358,13 +358,13 @@ def test_an_export_is_what_transformers_would_save(family, dtype, tmp_path):
     assert all(torch.equal(x, loaded[name]) for name, x in weights.items())
 
 
-def test_biases_of_routers_are_exported_as_they_are(tmp_path):
-    """A bfloat16 mixture whose choices hang on the last bits of float32 biases: they come back whole."""
+def test_biases_of_routers_are_exported_in_float32(tmp_path):
+    """A bfloat16 mixture with float32 biases: their last bits decide the choice of experts."""
     shape = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=0)
     shape |= dict(moe_intermediate_size=32, n_shared_experts=1, num_key_value_heads=2, head_dim=16)
-    made = standins.model("glm4_moe", **shape).to(torch.bfloat16)
-    standins.save(made, tmp_path / "theirs")
-    weights = {name: x.float() for name, x in made.state_dict().items()}
+    model = standins.model("glm4_moe", **shape).to(torch.bfloat16)
+    standins.save(model, tmp_path / "theirs")
+    weights = {name: x.float() for name, x in model.state_dict().items()}
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     weights[name] = torch.tensor([1.0, 1.0 + 2**-12, 1.0 - 2**-12, 0.5])
     config = checkpoint.read_config(tmp_path / "theirs")
@@ -374,7 +374,7 @@ def test_biases_of_routers_are_exported_as_they_are(tmp_path):
     assert torch.equal(loaded[name], weights[name]) and loaded["model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_what_a_killed_save_left_is_removed_at_the_next_start(tmp_path):
+def test_folders_of_killed_saves_are_removed_at_the_next_start(tmp_path):
     names = ("step_000004", "step_000007.writing", "step_000009")
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -383,13 +383,13 @@ def test_what_a_killed_save_left_is_removed_at_the_next_start(tmp_path):
 
 
 def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path):
-    """Each tensor is gone when the next but one is made: `for` still has the last one in its hand."""
-    made = standins.model("qwen3_moe")
+    """Each tensor is freed before the next but one is made: the loop variable still holds the last one."""
+    model = standins.model("qwen3_moe")
     alive = weakref.WeakSet()
     most = []
 
     def stream(whole):
-        for name, x in made.state_dict().items():
+        for name, x in model.state_dict().items():
             gathered = whole(x) if whole is not torch.clone else Counted(x.clone())
             alive.add(gathered)
             yield name, gathered
@@ -397,42 +397,44 @@ def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path):
             most.append(len(alive))
 
     class Counted(torch.Tensor):
-        """A tensor that can be watched."""
+        """A tensor that a WeakSet can hold."""
 
-    export = models.Export(made.config, stream, standins.tokenizer(), "")
+    export = models.Export(model.config, stream, standins.tokenizer(), "")
     most.clear()
     export.write(tmp_path / "model", stream(torch.clone))
-    assert len(most) == len(made.state_dict())
+    assert len(most) == len(model.state_dict())
     assert max(most) == 1
 
 
-def test_files_of_tensors_refuse_what_was_not_announced(tmp_path):
-    """Numbers of several widths, one of them odd in number, each at its place whatever the order."""
-    given = {"a": torch.arange(3).to(torch.uint8), "b": torch.rand(3).bfloat16(), "c": torch.rand(2, 3).double()}
-    given |= {"d": torch.tensor(True), "e": torch.zeros(0, 4)}
-    with tensors.TensorFiles(tmp_path, models.layout_of(given)) as files:
-        for name in reversed(given):
-            files.write(name, given[name])
-    found = load_file(tmp_path / "model.safetensors")
-    assert (tmp_path / "model.safetensors").read_bytes()[0] % 8 == 0  # the tensors begin where any number may
-    assert found.keys() == given.keys()
-    assert all(torch.equal(x, given[name]) and x.dtype == given[name].dtype for name, x in found.items())
+def test_files_of_tensors_refuse_unannounced_tensors(tmp_path):
+    """Dtypes of several widths, one tensor with an odd number of entries, in any order of writing."""
+    announced = {"a": torch.arange(3).to(torch.uint8), "b": torch.rand(3).bfloat16(), "c": torch.rand(2, 3).double()}
+    announced |= {"d": torch.tensor(True), "e": torch.zeros(0, 4)}
+    with tensors.TensorFiles(tmp_path, models.layout_of(announced)) as files:
+        for name in reversed(announced):
+            files.write(name, announced[name])
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").read_bytes()[0] % 8 == 0  # the offset of the tensors is a multiple of 8
+    assert loaded.keys() == announced.keys()
+    assert all(torch.equal(x, announced[name]) and x.dtype == announced[name].dtype for name, x in loaded.items())
     with (
         pytest.raises(ValueError, match="b: torch.float32 .3,. differs from the announced"),
-        tensors.TensorFiles(tmp_path, models.layout_of(given)) as files,
+        tensors.TensorFiles(tmp_path, models.layout_of(announced)) as files,
     ):
-        files.write("b", given["b"].float())
+        files.write("b", announced["b"].float())
     with (
         pytest.raises(ValueError, match="5 tensors are missing, c among them"),
-        tensors.TensorFiles(tmp_path, models.layout_of(given)),
+        tensors.TensorFiles(tmp_path, models.layout_of(announced)),
     ):
         pass
 
 
-def test_a_process_that_was_alone_saves_the_shards_of_a_group_of_one_rank(tmp_path):
-    """Two groups after one another, as in bench/gpu.py: each has a group of checkpoints of its own."""
+def test_shards_of_process_groups_of_one_rank(tmp_path):
+    """Two process groups in turn, as in bench/gpu.py: each has a separate group for checkpoints."""
     cfg = make_cfg(objective="tis", parallel="fsdp", warmup_steps=0)
-    assert (shards.saving_group() is None) == (not dist.is_initialized())  # by a vLLM of an earlier test
+    assert (shards.saving_group() is None) == (
+        not dist.is_initialized()
+    )  # a vLLM of an earlier test may have initialized it
     for round in range(2):
         with one_rank("cpu"):
             learner = RealLearner(tiny_model(0), None, cfg, Comm())

@@ -1,4 +1,4 @@
-"""Flags and files of flags become a configuration, under our names or another framework's."""
+"""Configurations from flags and files, with this repository's names or a different framework's."""
 
 import math
 from dataclasses import replace
@@ -29,11 +29,8 @@ def test_flags_and_toml_compose(tmp_path):
     assert cfg.normalize_weights is True
 
 
-BOTH = "--rollout_is_threshold=0.5_5.0"
-
-
-def test_an_objectives_bounds_go_with_what_they_bound():
-    """Nobody gave them who puts another correction or rejection in its place."""
+def test_a_replaced_correction_drops_the_objectives_bounds():
+    """Bounds of an objective apply only to its own correction and rejection."""
     assert make_cfg(objective="decoupled_seq_is", correction="icepop").is_cap is None
     assert make_cfg(objective="decoupled_seq_is", correction="tis").is_cap == 2.0
     cfg = make_cfg(objective="decoupled_geo_rs_seq_tis", reject="token:0.5:2,geo:0.8:1.25")
@@ -42,11 +39,11 @@ def test_an_objectives_bounds_go_with_what_they_bound():
     cfg = make_cfg(objective="spare", reject="token_k3")
     assert (cfg.rs_low, cfg.rs_high, cfg.reject_of) == (0.0, 0.1, "negative")
     assert make_cfg(objective="spare", reject="none").reject_of == "all"
-    assert make_cfg(objective="spare", reject="token").rs_low == 0.9  # said anew, not replaced
+    assert make_cfg(objective="spare", reject="token").rs_low == 0.9  # named again, so not replaced
     cfg = make_cfg(objective="dapo", surrogate="gspo")
     assert (cfg.clip_low, cfg.clip_high) == (3e-4, 4e-4)
     assert make_cfg(objective="token_truncate", correction="prefix_tis").is_cap == 1.0
-    assert make_cfg(objective="spare", correction="tis").rs_low == 0.9  # still the rejection's
+    assert make_cfg(objective="spare", correction="tis").rs_low == 0.9  # the rejection's bound stays
 
 
 def test_ranks_enter_the_divisibility_check():
@@ -55,21 +52,21 @@ def test_ranks_enter_the_divisibility_check():
     resolve(Config(rollout="hf"), n_ranks=2)
 
 
-def test_a_model_of_ones_own_is_asked_what_the_embedded_ones_have(solvers):
-    """The task in the same sentence; the engine computes as the learner does, unless it is told otherwise."""
-    own = [f"--model={solvers / 'policy'}", "--actor=none", "--rollout=hf", "--objective=tis"]
+def test_a_custom_model_needs_more_flags(solvers):
+    """One sentence names all missing flags; the engine's precision is the learner's by default."""
+    common = [f"--model={solvers / 'policy'}", "--actor=none", "--rollout=hf", "--objective=tis"]
     with pytest.raises(UserError) as e:
-        parse(own)
+        parse(common)
     assert str(e.value).endswith("--task=hf:openai/gsm8k@main/train --max_tokens=4096 --lr=1e-06 --dtype=bfloat16")
     with pytest.raises(UserError, match="name them, for instance --task=hf:openai/gsm8k@main/train$"):
-        parse([*own, "--max_tokens=8", "--lr=1", "--dtype=float32", "--reward=gsm8k"])
-    own += ["--max_tokens=8", "--lr=1", "--task=arith"]
+        parse([*common, "--max_tokens=8", "--lr=1", "--dtype=float32", "--reward=gsm8k"])
+    common += ["--max_tokens=8", "--lr=1", "--task=arith"]
     for given, wanted in (
         (["--dtype=bfloat16"], "bfloat16"),
         (["--dtype=float32"], "float32"),
         (["--dtype=bfloat16", "--rollout_dtype=float32"], "float32"),
     ):
-        assert parse([*own, *given]).rollout_dtype == wanted
+        assert parse([*common, *given]).rollout_dtype == wanted
     embedded = parse(["--rollout=hf", "--dtype=bfloat16"])
     assert (embedded.task, embedded.rollout_dtype) == ("arith", "float32")
 
@@ -96,7 +93,7 @@ def test_auto_actor_and_z():
         (dict(top_p=0.9), "exact"),
     ],
 )
-def test_an_actor_that_has_moved_says_nothing_of_the_policy_that_sampled(flags, z):
+def test_exact_z_needs_the_actor_that_sampled(flags, z):
     cfg = resolve(Config(rollout="hf", **flags))
     assert cfg.obrs_z == z
     assert needs_of_ref_pass(cfg, True, 1.0).exact_z == (z == "exact")
@@ -121,7 +118,7 @@ def test_c2_follows_the_clip():
     )  # Table 8; the text's is always finite
 
 
-def test_numbers_that_may_be_infinite_and_those_of_a_file(tmp_path):
+def test_infinite_numbers_in_flags_and_files(tmp_path):
     assert settings.parse(["--objective=tis", "--is_cap=inf"]).is_cap == math.inf
     assert settings.parse(["--obrs_c2=inf"]).obrs_c2 == math.inf
     file = tmp_path / "x.toml"
@@ -133,11 +130,11 @@ def test_numbers_that_may_be_infinite_and_those_of_a_file(tmp_path):
     assert settings.parse([f"--config={file}"]).grad_clip == math.inf
 
 
-def test_a_run_may_wait_for_ever():
+def test_give_up_can_be_infinite():
     assert Comm.start(settings.parse(["--give_up=inf"]).give_up + 1800).size == 1
 
 
-def test_a_run_is_called_by_what_it_does():
+def test_names_of_runs():
     for axes, name in {
         "--objective=jackpot": "jackpot",
         "--objective=gspo": "gspo",
@@ -148,7 +145,7 @@ def test_a_run_is_called_by_what_it_does():
         assert presets.called(vars(parse(["--rollout=hf", *axes.split()]))) == name
 
 
-def test_vllms_word_for_all_tokens_is_understood():
+def test_vllms_top_k_of_minus_1_keeps_all_tokens():
     cfg = make_cfg(top_k=-1)
     assert Sampling.of(cfg).top_k == 0
     assert not Sampling.of(cfg).truncates

@@ -1,4 +1,4 @@
-"""Corrections and rejections: numbers worked out by hand, and every row against a loop over tokens in plain floats."""
+"""Corrections and rejections: values by hand, and formulas on plain tensors."""
 
 import math
 import re
@@ -18,12 +18,12 @@ from model import TokenStats
 
 
 def full(x):
-    """A number, a row or all of it as (2, 3) in float64."""
+    """A number, a row or a (2, 3) tensor as (2, 3) in float64."""
     return torch.as_tensor(x, dtype=f64).expand(2, 3)
 
 
 def corrected(new, batch, **flags):
-    """(weight, keep), both (2, 3), as the flags say."""
+    """(weight, keep), both (2, 3), under the flags."""
     weight, keep, _ = apply_correction(new, batch, STATS, make_cfg(**{"objective": "none", **flags}))
     return full(weight), full(keep)
 
@@ -67,7 +67,7 @@ def corrected(new, batch, **flags):
         ("is", {"reject": "token_k3"}, [[2, 0.5, 1], [4, 4, 4]], [[0, 0, 1], [0, 0, 0]]),
         ("is", {"reject": "token_k3", "rs_high": 0.2}, [[2, 0.5, 1], [4, 4, 4]], [[0, 1, 1], [0, 0, 0]]),
         ("none", {"reject": "token_k3", "rs_low": 0.1, "rs_high": 0.2}, 1, [[0, 1, 0], [0, 0, 0]]),
-        # their means are 1/6 and 1.614
+        # means 1/6 and 1.614
         ("is", {"reject": "seq_mean_k3"}, [[2, 0.5, 1], [4, 4, 4]], 0),
         ("is", {"reject": "seq_mean_k3", "rs_high": 0.17}, [[2, 0.5, 1], [4, 4, 4]], [[1, 1, 1], [0, 0, 0]]),
         ("none", {"reject": "seq_mean_k3", "rs_low": 0.17, "rs_high": 1.7}, 1, [[0, 0, 0], [1, 1, 1]]),
@@ -109,14 +109,16 @@ def test_corrections_by_hand(name, flags, weight, keep):
 def test_two_sided_cap_and_sequence_means_ignore_padding():
     new, b = tiny([[-LN(4), -LN(4), 99.0], [LN(2), 0.0, 99.0]], mask=[[True, True, False]] * 2)
     weight, _ = corrected(new, b, correction="tbpo_mismatch")
-    assert torch.allclose(weight[:, 0], torch.tensor([0.5, math.sqrt(2)], dtype=f64))  # 1/4 -> 1/2; sqrt(2 * 1) stays
+    assert torch.allclose(
+        weight[:, 0], torch.tensor([0.5, math.sqrt(2)], dtype=f64)
+    )  # 1/4 -> 1/2; sqrt(2 * 1) is inside
     weight, _ = corrected(new, b, correction="seq_is")
     assert torch.allclose(weight[:, 0], torch.tensor([1 / 16, 2.0], dtype=f64))
 
 
 @pytest.mark.parametrize("reject, low, high", [("token", 0.6, 3.0), ("geo", 1.5, math.inf), ("sequence", 0.0, 4.0)])
 @pytest.mark.parametrize("adv", [(1.0, -1.0), (-1.0, 1.0), (0.0, 0.0), (-1.0, -2.0)])
-def test_a_rejection_may_be_of_negative_advantages_alone(reject, low, high, adv):
+def test_reject_of_negative_advantages(reject, low, high, adv):
     new, b = tiny(LOG_R)
     b = replace(b, adv=torch.tensor(adv, dtype=f64)[:, None])
     flags = dict(correction="is", reject=reject, rs_low=low, rs_high=high)
@@ -128,7 +130,7 @@ def test_a_rejection_may_be_of_negative_advantages_alone(reject, low, high, adv)
 
 
 def test_spare_by_hand():
-    """prod min(r, 1) min(R, 1), without what is to be pushed down and has r < 0.9. r = 1, 0.85, 0.95 in both rows."""
+    """prod min(r, 1) min(R, 1); tokens with A < 0 and r < 0.9 are dropped. r = 1, 0.85, 0.95 in both rows."""
     new, b = tiny([[0.0, LN(0.85), LN(0.95)]] * 2)
     weight, keep = corrected(new, replace(b, adv=torch.tensor([[0.5], [-0.5]])), objective="spare")
     assert torch.allclose(weight, torch.tensor([[1.0, 0.85, 0.8075]], dtype=f64) * 0.8075)
@@ -150,7 +152,7 @@ def test_m2po_by_hand():
 
 def test_kpop_by_hand():
     """p = 0.6, q = 0.5: 0.6 ln 1.2 + 0.4 ln 0.8 = 0.02014 one way, 0.5 ln(5/6) + 0.5 ln(5/4) = 0.02041 the other way;
-    with p = 0.5 and q = 0.6 the same, exchanged. A certain token has a finite KL."""
+    with p = 0.5 and q = 0.6 the two values are exchanged. A certain token has a finite KL."""
     logp_inf = torch.tensor([[0.5, 0.6, 1.0, 1.0]], dtype=f64).log()
     log_r = torch.tensor([[0.6, 0.5, 1.0, 0.5]], dtype=f64).log() - logp_inf
     for high, kept in ((0.0201, [0, 0, 1, 0]), (0.0203, [0, 0, 1, 0]), (0.0205, [1, 1, 1, 0]), (99.0, [1, 1, 1, 1])):
@@ -159,23 +161,23 @@ def test_kpop_by_hand():
     assert torch.allclose(weight, torch.tensor([[1.2, 0.5 / 0.6, 1.0, 0.5]], dtype=f64))
 
 
-def test_the_smallest_ratio_does_not_look_behind_the_end():
+def test_seq_min_ignores_padding():
     new, b = tiny([[0.0, 0.0, -30.0], [0.0, -30.0, 0.0]], mask=[[True, True, False], [True, True, True]])
     _, keep = corrected(new, b, objective="tis", reject="seq_min")
     assert keep.tolist() == [[1.0] * 3, [0.0] * 3]
 
 
-def test_several_rejections_drop_what_any_of_them_drops():
-    """r = 2, 1/2, 1 and 4, 4, 4: by tokens the first and the last three go, by responses (R = 1, 64) the second one."""
+def test_several_rejections_drop_the_union():
+    """r = 2, 1/2, 1 and 4, 4, 4: `token` drops the first and the last three, `sequence` (R = 1, 64) the second row."""
     new, b = tiny(LOG_R)
     _, keep = corrected(new, b, correction="is", reject="token:0.4:1.5,sequence:0:2")
     assert keep.tolist() == [[0, 1, 1], [0, 0, 0]]
     _, keep = corrected(new, b, correction="is", reject="token:0.4:5,sequence:2:100")
-    assert keep.tolist() == [[0, 0, 0], [1, 1, 1]]  # the first drops nothing here
+    assert keep.tolist() == [[0, 0, 0], [1, 1, 1]]  # the first rejection drops nothing here
 
 
-def test_what_is_known_within_the_update_alone():
-    """Weights of p_new, whichever flag brings it in; those of p_ref are known before."""
+def test_corrections_that_need_p_new():
+    """Weights of p_new are known only within the update, weights of p_ref before."""
     within = {
         "tis_adjusted": dict(objective="tis_adjusted"),
         "target new": dict(objective="tis", correction_target="new", ratio_base="new"),
@@ -197,7 +199,7 @@ def test_log_ratios_are_clamped_after_the_sequence_sum():
     assert torch.allclose(weight[0], torch.tensor([math.exp(20), math.exp(-20), math.e], dtype=f64))
 
 
-def test_tis_adjusted_sees_new():
+def test_tis_adjusted_uses_p_new():
     new, b = tiny(LOG_R, new=[[-1 + LN(2), -1, -1], [-1, -1 - LN(8), -1]])
     weight, _, _ = apply_correction(new, b, STATS, make_cfg(objective="tis_adjusted"))
     # p_new / p_inf = 4, .5, 1; 4, .5, 4 capped at 2
@@ -206,22 +208,22 @@ def test_tis_adjusted_sees_new():
 
 
 @pytest.mark.parametrize("name", sorted(set(CORRECTIONS) - corrections.USES_Z - {"tis_adjusted"}))
-def test_a_correction_to_new_is_the_same_of_p_new(name):
-    """Weights and rejection with p_new above p_inf; no gradient comes through them."""
+def test_correction_target_new_replaces_p_ref_by_p_new(name):
+    """Weights and rejection with p_new above p_inf; no gradient passes through them."""
     moved = [[LN(0.3), LN(1.2), 0.1], [0.05, LN(2.5), -0.2]]
     new, b = tiny(LOG_R, new=moved)
     flags = dict(correction=name, surrogate="reinforce", rs_low=0.3, rs_high=1.7)
     flags |= {} if "rs_low" in CORRECTIONS[name].bounds else {"reject": "token"}
     got = corrected(new, b, **flags, correction_target="new")
     want = corrected(None, replace(b, logp_ref=new.logp.detach()), **flags)
-    other = corrected(None, b, **flags)
+    of_ref = corrected(None, b, **flags)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    assert not torch.equal(got[0] * got[1], other[0] * other[1])
+    assert not torch.equal(got[0] * got[1], of_ref[0] * of_ref[1])
     assert not got[0].requires_grad and not got[1].requires_grad
 
 
-def test_jackpot_adjusted_sees_new():
-    """One token, a support of that token: Z_low = min(p_inf, p_new), kappa 1, room 1 - p_inf."""
+def test_jackpot_adjusted_uses_p_new():
+    """One token, a support of one token: Z_low = min(p_inf, p_new), kappa 1, room 1 - p_inf."""
     p_inf, p_new = torch.tensor([[0.5]], dtype=f64), torch.tensor([[0.8]], dtype=f64)
     b = TinyBatch(
         logp_ref=p_inf.log(),
@@ -235,14 +237,14 @@ def test_jackpot_adjusted_sees_new():
     assert float(keep) == 1.0
     weight, _, _ = apply_correction(new, b, STATS, make_cfg(objective="jackpot", obrs_target="new"))
     assert float(weight) == pytest.approx(0.5 * 1.6 * 0.5 / 0.8)
-    # a surrogate without p_new / p_ref leaves nothing to undo
+    # a surrogate without p_new / p_ref needs no p_ref / p_new
     alone = make_cfg(objective="jackpot", obrs_target="new", surrogate="reinforce")
     weight, _, _ = apply_correction(new, b, STATS, alone)
     assert float(weight) == pytest.approx(0.5 * 1.6)
 
 
 def test_the_correction_of_the_contributing_page(monkeypatch):
-    """A function and a row, as the page writes them, are all that --correction needs."""
+    """The function and the row of the page are enough for --correction."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     function, row = re.findall(r" *```python\n(.*?)```", page, re.DOTALL)[:2]
     names = dict(vars(corrections))
@@ -266,7 +268,7 @@ def test_z_tis_is_the_mean_of_obrs():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The formulas alone: tensors and numbers, no object of this repository
+# The formulas on plain tensors and numbers
 # ---------------------------------------------------------------------------------------------------------------------
 
 LOG_RATIOS = torch.tensor(LOG_R, dtype=f64)
@@ -293,7 +295,7 @@ MASK = torch.tensor([[True, False, True], [True, True, False]])  # R = 2 and 16,
         (corrections.retrace_seq(-LOG_RATIOS, MASK), [[0.25] * 3, [1 / 64, 1 / 256, 1 / 256]], 1),
         (corrections.retrace_seq(LOG_RATIOS, MASK), 1, 1),
         (corrections.seq_mis(LOG_RATIOS, MASK, 3.0, 20.0), [[2] * 3, [16] * 3], [[0] * 3, [1] * 3]),
-        # R = 2 and 16: 2^2 e^{3 (1 - 2)} where A >= 0, 16^3 e^{2 (1 - 16)} where A < 0
+        # R = 2 and 16: 2^2 e^{3 (1 - 2)} for A >= 0, 16^3 e^{2 (1 - 16)} for A < 0
         (
             corrections.vespo(LOG_RATIOS, MASK, torch.tensor([[0.0], [-2.0]], dtype=f64)),
             [[4 * math.exp(-3)] * 3, [4096 * math.exp(-30)] * 3],
@@ -328,7 +330,7 @@ def test_formulas_on_plain_tensors(got, weight, keep):
     ],
 )
 def test_the_clamp_reaches_every_formula(f, args):
-    """Log-ratios of 8 a token: under a clamp of 1.5 every weight is exp(1.5), under the default of 20 none is."""
+    """Log-ratios of 8 a token: a clamp of 1.5 makes every weight exp(1.5), the default of 20 makes none."""
     far = torch.full((2, 3), 8.0, dtype=f64)
     tight, _ = f(far, *args, clamp=1.5)
     wide, _ = f(far, *args)
@@ -352,7 +354,7 @@ def test_ratios_and_k3_by_hand():
     seq_mean_k3 = REJECTIONS["seq_mean_k3"].statistic
     mean = seq_mean_k3(LOG_RATIOS, everywhere, 20.0)
     assert torch.allclose(mean, torch.tensor([[1 / 6], [3 - LN(4)]], dtype=f64))
-    # a hole and padding are ignored: the first response's mean is (1 - log 2 + 0) / 2
+    # masked tokens and padding are ignored: the first response's mean is (1 - log 2 + 0) / 2
     mean = seq_mean_k3(LOG_RATIOS, MASK, 20.0)
     assert torch.allclose(mean, torch.tensor([[(1 - LN(2)) / 2], [3 - LN(4)]], dtype=f64))
     garbage = LOG_RATIOS.masked_fill(~MASK, 99.0)
@@ -373,7 +375,7 @@ def test_k3_is_clamped_token_by_token():
 
 @pytest.mark.parametrize("x", [1e-6, -1e-6, 3e-7, 1e-4, -1e-4, 1e-3, -1e-2])
 def test_k3_near_zero_is_accurate_in_float32(x):
-    """exp(x) - 1 - x = x^2 / 2 + x^3 / 6 + ..., of which exp(x) - 1 - x in float32 would leave nothing."""
+    """exp(x) - 1 - x = x^2 / 2 + x^3 / 6 + ...; evaluated directly in float32 it would have no correct digit."""
     got = corrections.token_k3(torch.tensor([x]))
     x = float(torch.tensor([x]))
     want = x**2 / 2 + x**3 / 6 + x**4 / 24
@@ -388,8 +390,8 @@ def test_k3_is_never_negative():
 
 
 @pytest.mark.parametrize("reject", ["token_k3", "seq_mean_k3"])
-def test_a_rejection_by_k3_ignores_holes_and_padding(reject):
-    """Two responses that differ under the mask alone are kept alike."""
+def test_a_rejection_by_k3_ignores_masked_tokens_and_padding(reject):
+    """Two responses that differ only under the mask have the same keep."""
     mask = [[True, False, True], [True, True, False]]
     kept = []
     for x in (0.0, 9.0):
@@ -430,7 +432,7 @@ def test_gepos_base_on_plain_tensors():
         ("jackpot", 0.06, 0.0, False),
     ],
 )
-def test_dead_weights_are_said_with_what_still_works(name, ess, clamped, dead):
+def test_the_warning_of_dead_weights_names_an_alternative(name, ess, clamped, dead):
     logged = {"rollout_corr/seq_eff_sample_size": ess, "rollout_corr/seq_clamped_fraction": clamped}
     logged |= {"rollout_corr/kl": 0.25, "response_length": 160.0}
     sentence = corrections.dead_weights(make_cfg(objective=name), logged)

@@ -1,4 +1,4 @@
-"""Files and data sets of every layout, classes of one's own, and how their problems are asked."""
+"""Files and data sets of every layout, custom task classes, and their prompts."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ CHATML = (
 
 @pytest.fixture
 def tokenizer():
-    """One token for each byte, the special tokens of a chat, and a mark that is put before every plain text."""
+    """One token for each byte, the special tokens of a chat, and a mark before every plain text."""
     names = ["<mark>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tok = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -38,13 +38,13 @@ def tokenizer():
     tok.post_processor = processors.TemplateProcessing(
         single="<mark> $A", special_tokens=[("<mark>", tok.token_to_id("<mark>"))]
     )
-    made = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made.chat_template = CHATML
-    return made
+    fast = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHATML
+    return fast
 
 
 def cfg_of(**changes):
-    """A run's flags, unchecked: no model is named."""
+    """Flags of a run, unchecked, without a model."""
     return replace(make_cfg(), **changes)
 
 
@@ -53,7 +53,7 @@ def write(path, content) -> str:
     return str(path)
 
 
-def found(path, **keys) -> list[tuple]:
+def rows_of(path, **keys) -> list[tuple]:
     return [(row["prompt"], row["answer"]) for row in read_rows(str(path), **keys)]
 
 
@@ -67,35 +67,35 @@ def found(path, **keys) -> list[tuple]:
     [(1e-05, "0.00001"), (1e22, "1" + 22 * "0"), (42.0, "42"), (-2.5, "-2.5"), (7, "7"), ("4.0", "4.0")],
 )
 def test_a_number_is_written_in_digits(value, wanted, tmp_path):
-    assert found(write(tmp_path / "x.jsonl", {"question": "?", "answer": value})) == [("?", wanted)]
+    assert rows_of(write(tmp_path / "x.jsonl", {"question": "?", "answer": value})) == [("?", wanted)]
 
 
 def test_choices_may_be_numbers(tmp_path):
-    ((prompt, answer),) = found(write(tmp_path / "x.jsonl", {"question": "2+3?", "choices": [4, 5.0], "answer": 1}))
+    ((prompt, answer),) = rows_of(write(tmp_path / "x.jsonl", {"question": "2+3?", "choices": [4, 5.0], "answer": 1}))
     assert answer == "B" and "4" in prompt and "5\n" in prompt + "\n"
 
 
-def test_a_run_stays_with_the_texts_it_began_with(tmp_path):
-    """A changed file is named, whichever flag reads it; one that says the same is none."""
+def test_changed_files_are_refused_at_a_resume(tmp_path):
+    """A changed file is named, for every flag that reads it; an unchanged file passes."""
     data, system, reward = (tmp_path / name for name in ("x,y.jsonl", "system.txt", "mine.py"))
     write(data, {"question": "1?", "answer": "1"})
     write(system, "Be brief.")
     write(reward, "def score(answer):\n    return 1.0\n")
     cfg = cfg_of(task=str(data), system_prompt=str(system), reward=f"{reward}:score", eval_task="")
-    made = tmp_path / "config.json"
-    tasks.check_unchanged(cfg, made)
-    write(made, {"data": tasks.digests(cfg)})
-    tasks.check_unchanged(cfg, made)
+    config = tmp_path / "config.json"
+    tasks.check_unchanged(cfg, config)
+    write(config, {"data": tasks.digests(cfg)})
+    tasks.check_unchanged(cfg, config)
     for path, named in ((data, str(data)), (system, "--system_prompt"), (reward, f"{reward}:score")):
         before = path.read_text(encoding="utf-8")
         write(path, before + " ")
         with pytest.raises(ValueError, match=re.escape(f"--resume: {named} changed since the run began")):
-            tasks.check_unchanged(cfg, made)
+            tasks.check_unchanged(cfg, config)
         write(path, before)
-    tasks.check_unchanged(cfg, made)
+    tasks.check_unchanged(cfg, config)
 
 
-def test_a_folder_may_have_an_equals_sign():
+def test_a_folder_name_can_contain_an_equals_sign():
     assert tasks.parts_of("a/lr=1/x.jsonl:samples=8") == ("a/lr=1/x.jsonl", ["samples=8"])
     assert tasks.names_of("hf:a/train,b.py:C:samples=2,") == ["hf:a/train", "b.py:C"]
 
@@ -126,12 +126,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(name, tmp_path):
     row, wanted = LAYOUTS[name]
-    assert found(write(tmp_path / "x.jsonl", row)) == [wanted]
+    assert rows_of(write(tmp_path / "x.jsonl", row)) == [wanted]
     (read,) = read_rows(str(tmp_path / "x.jsonl"))
     assert read["row"].pop("answer") == wanted[1]
     kept = {key: value for key, value in row.items() if key != "answer"}
     if name == "GSM8K":
-        kept["solution"] = row["answer"]  # worked steps are not lost
+        kept["solution"] = row["answer"]  # worked steps are kept
     assert {key: read["row"].get(key) for key in kept} == kept
 
 
@@ -142,7 +142,7 @@ def test_layouts(name, tmp_path):
             {"prompt": "p", "solution": "34"},
             "solution",
             "34",
-        ),  # a worked solution must say its answer, a named one is it
+        ),  # a worked solution must contain its answer, a named column is the answer
         ({"prompt": "p", "choices": ["w", "x", "y", "z"], "answer": 3, "gold": "w"}, "gold", "A"),
         ({"prompt": "p", "choices": ["w", "x", "y", "z"], "answer_index": 0, "key": "C"}, "key", "C"),
         ({"prompt": "p", "choices": ["w", "x", "y", "z"], "label": 2}, "label", "C"),
@@ -152,34 +152,34 @@ def test_layouts(name, tmp_path):
     ],
 )
 def test_a_named_column_is_the_answer(row, key, wanted, tmp_path):
-    ((_, answer),) = found(write(tmp_path / "x.jsonl", row), columns=("", key))
+    ((_, answer),) = rows_of(write(tmp_path / "x.jsonl", row), columns=("", key))
     assert answer == wanted
 
 
 def test_gpqa_shuffles_its_choices(tmp_path):
-    """By the question alone: the right answer is not always the first, and stays where it is."""
+    """The order depends only on the question: the right answer is not always first, and its position is fixed."""
     rows = []
     for i in range(60):
         wrong = {f"Incorrect Answer {k}": f"wrong {k}\n" for k in (1, 2, 3)}
-        rows.append({"Question": f"q{i}", "Correct Answer": "right \n", **wrong})  # as on the hub
+        rows.append({"Question": f"q{i}", "Correct Answer": "right \n", **wrong})  # the format of the hub
     path = write(tmp_path / "gpqa.json", rows)
     letters = Counter()
-    for prompt, letter in found(path):
+    for prompt, letter in rows_of(path):
         assert f"{letter}. right" in prompt.splitlines()
         assert sorted(line[3:] for line in prompt.splitlines()[1:]) == ["right", "wrong 1", "wrong 2", "wrong 3"]
         letters[letter] += 1
-    assert set(letters) == set("ABCD") and found(path) == found(path)
+    assert set(letters) == set("ABCD") and rows_of(path) == rows_of(path)
 
 
 def test_columns_by_name(tmp_path):
     row = {"problem": "no", "text": {"en": "yes"}, "meta": {"gold": 5}, "a.b": "c", "answer": "6"}
     path = write(tmp_path / "x.jsonl", row)
-    assert found(path, columns=("text.en", "meta.gold")) == [("yes", "5")]
-    assert found(path, columns=("a.b", "")) == [("c", "6")]
+    assert rows_of(path, columns=("text.en", "meta.gold")) == [("yes", "5")]
+    assert rows_of(path, columns=("a.b", "")) == [("c", "6")]
     with pytest.raises(ValueError, match="line 1: no `text.de` text; add one"):
-        found(path, columns=("text.de", ""))
+        rows_of(path, columns=("text.de", ""))
     with pytest.raises(ValueError, match="line 1: no `meta` that is a text or a number; add one"):
-        found(path, columns=("", "meta"))
+        rows_of(path, columns=("", "meta"))
 
 
 def test_the_same_rows_in_every_format(tmp_path):
@@ -205,7 +205,7 @@ def test_the_same_rows_in_every_format(tmp_path):
         read_rows(str(tmp_path / "x.parquet"))
 
 
-def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     write(tmp_path / "x.parquet", "")
     with pytest.raises(
@@ -239,7 +239,7 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
         ({"prompt": CHAT, "choices": ["u", "v"], "answer": "A"}, "line 1: choices need a question that is a text"),
     ],
 )
-def test_rows_that_cannot_be_asked(tmp_path, row, sentence):
+def test_invalid_rows_are_refused(tmp_path, row, sentence):
     with pytest.raises(ValueError, match=sentence):
         read_rows(write(tmp_path / "x.jsonl", row))
     with pytest.raises(
@@ -254,8 +254,8 @@ def test_rows_that_cannot_be_asked(tmp_path, row, sentence):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def asked(tokenizer, prompt, answer="1", **flags) -> str:
-    """The prompt as the model sees it, by the flags of a run."""
+def prompt_of(tokenizer, prompt, answer="1", **flags) -> str:
+    """The prompt that the model sees, with the flags of a run."""
     cfg = cfg_of(task="x.jsonl", **flags)
     problem = Problem("x/0", Style.of(cfg, "boxed").ask(prompt), answer, {}, Style.of(cfg, "boxed").chat)
     return tokenizer.decode(encode(tokenizer, problem))
@@ -265,38 +265,39 @@ def test_a_problem_goes_through_every_stage(tokenizer, tmp_path):
     boxed = TEMPLATES["boxed"].replace("{problem}", "1+1?")
     user = f"<|im_start|>user\n{boxed}<|im_end|>\n<|im_start|>assistant\n"
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
-    assert asked(tokenizer, "1+1?") == user
-    assert asked(tokenizer, "1+1?", system_prompt="Be brief.") == system + user
-    assert asked(tokenizer, "1+1?", system_prompt=write(tmp_path / "s.txt", "Be brief.\n")) == system + user
+    assert prompt_of(tokenizer, "1+1?") == user
+    assert prompt_of(tokenizer, "1+1?", system_prompt="Be brief.") == system + user
+    assert prompt_of(tokenizer, "1+1?", system_prompt=write(tmp_path / "s.txt", "Be brief.\n")) == system + user
     for no in ("false", "False"):
-        assert asked(tokenizer, "1+1?", chat_kwargs=f"enable_thinking={no}") == user + "<think>\n\n</think>\n\n"
-    assert asked(tokenizer, "1+1?", chat_kwargs="enable_thinking=True") == user
-    assert asked(tokenizer, "1+1?", chat_template="off") == f"<mark>{boxed}"
+        assert prompt_of(tokenizer, "1+1?", chat_kwargs=f"enable_thinking={no}") == user + "<think>\n\n</think>\n\n"
+    assert prompt_of(tokenizer, "1+1?", chat_kwargs="enable_thinking=True") == user
+    assert prompt_of(tokenizer, "1+1?", chat_template="off") == f"<mark>{boxed}"
     assert (
-        asked(tokenizer, "1+1?", chat_template="off", system_prompt="S", prompt_template="plain") == "<mark>S\n\n1+1?"
+        prompt_of(tokenizer, "1+1?", chat_template="off", system_prompt="S", prompt_template="plain")
+        == "<mark>S\n\n1+1?"
     )
-    assert "<|im_start|>user\nQ: 1+1?\nA:<|im_end|>" in asked(tokenizer, "1+1?", prompt_template="Q: {problem}\nA:")
+    assert "<|im_start|>user\nQ: 1+1?\nA:<|im_end|>" in prompt_of(tokenizer, "1+1?", prompt_template="Q: {problem}\nA:")
     template = write(tmp_path / "t.txt", "Solve {problem} now.\n")
-    assert "user\nSolve 1+1? now.<|im_end|>" in asked(tokenizer, "1+1?", prompt_template=template)
-    own = write(tmp_path / "t.jinja", "{{ messages[-1].content }}{{ eos_token }}")
-    assert asked(tokenizer, "1+1?", prompt_template="plain", chat_template=own) == "1+1?<|im_end|>"
+    assert "user\nSolve 1+1? now.<|im_end|>" in prompt_of(tokenizer, "1+1?", prompt_template=template)
+    template_file = write(tmp_path / "t.jinja", "{{ messages[-1].content }}{{ eos_token }}")
+    assert prompt_of(tokenizer, "1+1?", prompt_template="plain", chat_template=template_file) == "1+1?<|im_end|>"
 
 
-def test_messages_are_asked_as_they_are(tokenizer):
-    """Unless a template or a system prompt is named, and one that they bring themselves stays."""
+def test_messages_are_not_changed(tokenizer):
+    """A template or a system prompt changes them; an existing system message stays."""
     chat = "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    assert asked(tokenizer, CHAT) == asked(tokenizer, CHAT, system_prompt="Other.") == chat.format("1+1?")
-    assert asked(tokenizer, CHAT, prompt_template="Now {problem}") == chat.format("Now 1+1?")
-    assert asked(tokenizer, CHAT[1:], system_prompt="Think.") == chat.format("1+1?")
+    assert prompt_of(tokenizer, CHAT) == prompt_of(tokenizer, CHAT, system_prompt="Other.") == chat.format("1+1?")
+    assert prompt_of(tokenizer, CHAT, prompt_template="Now {problem}") == chat.format("Now 1+1?")
+    assert prompt_of(tokenizer, CHAT[1:], system_prompt="Think.") == chat.format("1+1?")
     assert CHAT == [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
 
 
 def test_an_instruction_in_the_problem_is_not_repeated(tokenizer):
-    assert asked(tokenizer, "Put x in \\boxed{}.", chat_template="off") == "<mark>Put x in \\boxed{}."
+    assert prompt_of(tokenizer, "Put x in \\boxed{}.", chat_template="off") == "<mark>Put x in \\boxed{}."
 
 
-def test_prompts_are_those_of_transformers(tokenizer):
-    """Also many at once, and of tokenizers without a template."""
+def test_prompts_equal_those_of_transformers(tokenizer):
+    """Also for several prompts at once, and for tokenizers without a template."""
     problems = [Problem(str(i), "p" * i, "1") for i in range(1, 5)] + [Problem("c", CHAT, "1")]
     problems += [Problem("o", "plain", "1", {}, Chat(template=""))]
     rows = encode_all(tokenizer, problems)
@@ -309,7 +310,7 @@ def test_prompts_are_those_of_transformers(tokenizer):
     assert encode(tokenizer, problems[0]) == tokenizer.encode("p")
 
 
-def test_show_prompt_hides_nothing(tokenizer):
+def test_show_prompt_shows_every_token(tokenizer):
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     page = shown(tokenizer, [Problem("x/0", " two  spaces .", "7")], ends).splitlines()
     assert page[0] == f"--- x/0: {len(encode(tokenizer, Problem('x/0', ' two  spaces .', '7')))} tokens, answer 7"
@@ -342,13 +343,13 @@ def test_show_prompt_hides_nothing(tokenizer):
 )
 def test_bad_prompt_flags(tokenizer, flags, sentence):
     with pytest.raises(ValueError, match=sentence):
-        asked(tokenizer, "p", **flags)
+        prompt_of(tokenizer, "p", **flags)
 
 
-def test_a_template_that_refuses_is_one_sentence(tokenizer):
+def test_an_error_of_a_template_is_one_sentence(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('no system here') if messages[0].role == 'system' }}x"
     with pytest.raises(ValueError, match="x/0: the chat template rejects this prompt .no system here.; check --system"):
-        asked(tokenizer, "p", system_prompt="S")
+        prompt_of(tokenizer, "p", system_prompt="S")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,50 +359,50 @@ def test_a_template_that_refuses_is_one_sentence(tokenizer):
 
 @pytest.mark.parametrize("reward, right, wrong", [("gsm8k", "1,200", "\\frac{14}{3}"), ("praxis*2", "7", "x")])
 def test_answers_that_a_reward_cannot_grade_are_refused(tmp_path, reward, right, wrong):
-    """Behind #### stands a number: a set with fractions would be 0 % in silence."""
+    """A number must follow ####: fractions would score 0 % without notice."""
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     write(good, {"problem": "p", "answer": right})
     write(bad, json.dumps({"problem": "p", "answer": right}) + "\n" + json.dumps({"problem": "q", "answer": wrong}))
-    usual = {"samples": 1, "temperature": 1.0, "max_tokens": 32}
+    defaults = {"samples": 1, "temperature": 1.0, "max_tokens": 32}
     cfg = cfg_of(task=str(good), reward=reward, eval_task=f"{good},{bad}")
-    made = make_task(cfg)
-    assert made.rewards([Answer(made.problem("train", 0), f"#### {right}", True)])[0][0] >= 1
+    task = make_task(cfg)
+    assert task.rewards([Answer(task.problem("train", 0), f"#### {right}", True)])[0][0] >= 1
     with pytest.raises(
         ValueError, match="eval_task=.*bad.jsonl: under --reward=.* no response can be right .* use --reward="
     ):
-        eval_sets(cfg, "eval_task", usual)
-    assert len(eval_sets(replace(cfg, reward="math"), "eval_task", usual)) == 2
+        eval_sets(cfg, "eval_task", defaults)
+    assert len(eval_sets(replace(cfg, reward="math"), "eval_task", defaults)) == 2
     with pytest.raises(ValueError, match="--task=.*good.jsonl: under --reward=letter no response can be right if the"):
         make_task(replace(cfg, reward="letter"))
 
 
-def test_a_problem_that_asks_for_a_box_gets_the_template_of_another_reward(tmp_path):
+def test_a_problem_with_a_box_gets_the_template_of_a_different_reward(tmp_path):
     path = write(tmp_path / "x.jsonl", {"problem": "Put it in \\boxed{}.", "answer": "7"})
     of = {name: make_task(cfg_of(task=path, reward=name)).problem("train", 0).prompt for name in ("math", "gsm8k")}
     assert of["math"] == "Put it in \\boxed{}." and of["gsm8k"].startswith(of["math"]) and "####" in of["gsm8k"]
 
 
-def test_held_out_sets_need_not_have_the_columns_of_the_training_file(tmp_path):
-    """Named columns first, and the usual ones where a set has none of that name; a training file must have them."""
+def test_held_out_sets_can_have_default_columns(tmp_path):
+    """Default columns are read if a set lacks the named ones; a training file must have the named columns."""
     mine, other = tmp_path / "mine.jsonl", tmp_path / "other.jsonl"
     write(mine, {"text": "mine?", "gold": "1", "answer": "9"})
     write(other, {"problem": "other?", "answer": "2"})
     cfg = cfg_of(task=str(mine), columns="prompt=text, answer=gold", eval_task=f"{mine},{other}")
-    usual = {"samples": 1, "temperature": 1.0, "max_tokens": 32}
-    found = [one.task.problem("test", 0) for one in eval_sets(cfg, "eval_task", usual)]
-    assert [(p.prompt.partition("\n")[0], p.answer) for p in found] == [("mine?", "1"), ("other?", "2")]
+    defaults = {"samples": 1, "temperature": 1.0, "max_tokens": 32}
+    problems = [one.task.problem("test", 0) for one in eval_sets(cfg, "eval_task", defaults)]
+    assert [(p.prompt.partition("\n")[0], p.answer) for p in problems] == [("mine?", "1"), ("other?", "2")]
     with pytest.raises(ValueError, match="other.jsonl, line 1: no `text` text; add one"):
         make_task(replace(cfg, task=str(other)))
 
 
-def test_a_class_of_ones_own_has_named_columns(tmp_path):
-    own = write(
+def test_a_custom_class_has_named_columns(tmp_path):
+    path = write(
         tmp_path / "own.py",
         "class T:\n    size = 1\n    def problem(self, split, index):\n"
         "        return {'text': 't', 'gold': '3', 'answer': '4'}\n",
     )
-    made = make_task(cfg_of(task=f"{own}:T", columns="prompt=text,answer=gold", reward="math"))
-    assert made.problem("train", 0).answer == "3"
+    task = make_task(cfg_of(task=f"{path}:T", columns="prompt=text,answer=gold", reward="math"))
+    assert task.problem("train", 0).answer == "3"
 
 
 @pytest.mark.parametrize(
@@ -418,7 +419,7 @@ def test_the_box_of_a_worked_solution(solution, answer):
     assert final_answer(solution) == answer
 
 
-def test_two_splits_of_one_data_set_have_names_of_their_own():
+def test_two_splits_of_one_data_set_have_different_names():
     assert label_of("hf:openai/gsm8k@main/test") == "gsm8k"
     assert label_of("hf:openai/gsm8k@main/test", whole=True) == "gsm8k-main-test"
     assert label_of("hf:Qwen/Foo-2.5-Math/test") == "Foo-2.5-Math"
@@ -501,8 +502,8 @@ class Broken(Double):
 """
 
 
-def test_a_class_of_ones_own(tokenizer, tmp_path):
-    """Its file may import what lies beside it; it grades itself, with named parts."""
+def test_a_custom_class(tokenizer, tmp_path):
+    """Its file can import its neighbours; it grades its answers, with named parts."""
     write(tmp_path / "helper.py", "def right(row, text):\n    return float(text == str(2 * row['n']))\n")
     name = write(tmp_path / "own.py", OWN) + ":Double"
     task = make_task(cfg_of(task=name, max_prompt_tokens=99))
@@ -530,38 +531,38 @@ def test_a_class_of_ones_own(tokenizer, tmp_path):
             make_task(cfg_of(task=name.replace("Double", attribute)))
 
 
-def test_long_prompts_of_a_class_of_ones_own(tokenizer, tmp_path):
-    """They are dropped in both splits, where there is an end; of an endless class they are an error."""
+def test_long_prompts_of_a_custom_class(tokenizer, tmp_path):
+    """They are dropped in both splits of a finite class; in an endless class they are an error."""
     write(tmp_path / "helper.py", "def right(row, text):\n    return 0.0\n")
-    own = write(tmp_path / "own.py", OWN)
-    task = make_task(cfg_of(task=f"{own}:Long", prompt_template="{problem}", chat_template="off"))
-    assert task.fit(tokenizer) == 26 and (task.size, task.dropped) == (3, 0)  # a token each, and the mark
+    path = write(tmp_path / "own.py", OWN)
+    task = make_task(cfg_of(task=f"{path}:Long", prompt_template="{problem}", chat_template="off"))
+    assert task.fit(tokenizer) == 26 and (task.size, task.dropped) == (3, 0)  # one token each, and the mark
     assert task.fit(tokenizer, 25) == 16 and (task.size, task.dropped) == (2, 1)
     assert [task.problem("train", i).id for i in range(3)] == ["Long/train/0", "Long/train/1", "Long/train/0"]
-    assert task.fit(tokenizer, 15) == 12 and (task.size, task.dropped) == (1, 2)  # its test prompt alone is too long
-    endless = make_task(cfg_of(task=f"{own}:Endless", prompt_template="{problem}", chat_template="off"))
+    assert task.fit(tokenizer, 15) == 12 and (task.size, task.dropped) == (1, 2)  # only its test prompt is too long
+    endless = make_task(cfg_of(task=f"{path}:Endless", prompt_template="{problem}", chat_template="off"))
     assert endless.fit(tokenizer, 15) == 15
     assert endless.problem("train", 1).answer == "1"
     with pytest.raises(ValueError, match="Endless/test/1: a prompt of 16 tokens, more than --max_prompt_tokens=15"):
         endless.problem("test", 1)
 
 
-def test_two_hosts_know_that_they_have_the_same_task(tmp_path):
+def test_digests_identify_the_same_task_on_two_hosts(tmp_path):
     path = write(tmp_path / "x.jsonl", {"problem": "p", "answer": "7"})
-    own = write(tmp_path / "own.py", OWN)
-    of_bytes = {name: hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in (path, own)}
-    assert digest_of(path) == of_bytes[path] != digest_of(f"{own}:Double") == of_bytes[own]
+    module = write(tmp_path / "own.py", OWN)
+    of_bytes = {name: hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in (path, module)}
+    assert digest_of(path) == of_bytes[path] != digest_of(f"{module}:Double") == of_bytes[module]
     assert digest_of("arith") == "" and digest_of("hf:a/train") != digest_of("hf:a/test")
 
 
-def test_a_reward_is_tried_where_the_task_is_made(tmp_path):
-    """Before a model loads, on the first problem."""
-    task, own = write(tmp_path / "x.jsonl", {"problem": "p", "answer": "7"}), tmp_path / "own.py"
-    write(own, "def score(row, text, finish_reason):\n    return 1 / (int(row['answer']) - 7)\n")
+def test_a_reward_is_called_when_the_task_is_made(tmp_path):
+    """On the first problem, before a model loads."""
+    task, module = write(tmp_path / "x.jsonl", {"problem": "p", "answer": "7"}), tmp_path / "own.py"
+    write(module, "def score(row, text, finish_reason):\n    return 1 / (int(row['answer']) - 7)\n")
     with pytest.raises(
         ValueError, match="own.py:score: on the first problem with the answer as response: ZeroDivision"
     ):
-        make_task(cfg_of(task=task, reward=f"{own}:score"))
+        make_task(cfg_of(task=task, reward=f"{module}:score"))
 
 
 ONE = """
@@ -576,16 +577,16 @@ class T:
 """
 
 
-def test_a_reward_of_ones_own_needs_no_answer(tmp_path):
-    """The README's example grades by a column of tests. What grades by the answer, in part, needs it."""
+def test_a_custom_reward_needs_no_answer(tmp_path):
+    """The README's example grades by a column of tests. A part that grades by the answer needs the answer."""
     rows = [{"problem": "p", "tests": "1"}, {"problem": "q", "tests": "2", "answer": "", "choices": ["u", "v"]}]
     task = write(tmp_path / "x.json", rows)
-    own = write(tmp_path / "own.py", "def score(row, text, finish_reason):\n    return float(text == row['tests'])\n")
-    made = make_task(cfg_of(task=task, reward=f"{own}:score"))
-    problems = [made.problem("test", i) for i in range(2)]
+    path = write(tmp_path / "own.py", "def score(row, text, finish_reason):\n    return float(text == row['tests'])\n")
+    own_task = make_task(cfg_of(task=task, reward=f"{path}:score"))
+    problems = [own_task.problem("test", i) for i in range(2)]
     assert [(p.answer, p.prompt.partition("\n")[0]) for p in problems] == [("", "p"), ("", "q")]
-    assert made.rewards([Answer(p, "2", True) for p in problems])[0] == [0.0, 1.0]
-    for flags in ({"reward": f"{own}:score,math*0.5"}, {}, {"reward": f"{own}:score", "columns": "answer=gold"}):
+    assert own_task.rewards([Answer(p, "2", True) for p in problems])[0] == [0.0, 1.0]
+    for flags in ({"reward": f"{path}:score,math*0.5"}, {}, {"reward": f"{path}:score", "columns": "answer=gold"}):
         with pytest.raises(ValueError, match="x.json, row 1: no `.*` that is a text or a number"):
             make_task(cfg_of(task=task, **flags))
     unanswered = write(tmp_path / "two.py", ONE.format(n=3).replace('"answer": 3', '"n": 4'))
@@ -595,20 +596,20 @@ def test_a_reward_of_ones_own_needs_no_answer(tmp_path):
         make_task(cfg_of(task=f"{unanswered}:T", reward="math"))
 
 
-def test_evaluation_sets_have_settings_of_their_own(tmp_path):
+def test_evaluation_sets_have_separate_settings(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / f"{name}.jsonl", {"problem": "p", "answer": "1"})
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    usual = {"samples": 4, "temperature": 1.0, "max_tokens": 32}
+    defaults = {"samples": 4, "temperature": 1.0, "max_tokens": 32}
     cfg = cfg_of(task=str(a), reward="math,boxed*0.5", overlong=8, eval_task=f"{a}, {b}:temperature=0.6:samples=32")
-    first, second = eval_sets(cfg, "eval_task", usual)
+    first, second = eval_sets(cfg, "eval_task", defaults)
     assert (first.label, first.samples, first.temperature, first.max_tokens) == ("a", 4, 1.0, 32)
     assert (second.label, second.samples, second.temperature, second.max_tokens) == ("b", 32, 0.6, 32)
     answer = Answer(first.task.problem("test", 0), "\\boxed{1}", True, 32)
-    assert first.task.rewards([answer])[0] == [1.0]  # the first part alone, and no penalty
+    assert first.task.rewards([answer])[0] == [1.0]  # only the first part, without a penalty
     assert make_task(cfg).rewards([answer])[0] == [0.5]
-    halved = replace(cfg, reward="math*0.5")  # right is right, whatever it earns
-    assert eval_sets(halved, "eval_task", usual)[0].task.rewards([answer])[0] == [1.0]
+    halved = replace(cfg, reward="math*0.5")  # a right answer counts 1 for every weight
+    assert eval_sets(halved, "eval_task", defaults)[0].task.rewards([answer])[0] == [1.0]
     assert make_task(halved).rewards([answer])[0] == [-0.5]
     for text, sentence in (
         (f"{a},{a}", "two sets have the same name"),
@@ -619,17 +620,17 @@ def test_evaluation_sets_have_settings_of_their_own(tmp_path):
         (f"{a},", "a set has no name"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            eval_sets(cfg_of(eval_task=text), "eval_task", usual)
+            eval_sets(cfg_of(eval_task=text), "eval_task", defaults)
 
 
 @pytest.mark.parametrize("flag", ["system_prompt", "prompt_template", "chat_kwargs", "reward", "columns"])
-def test_arith_has_its_own(flag):
+def test_arith_refuses_flags_of_files(flag):
     with pytest.raises(ValueError, match=f"--{flag}=x: --task=arith does not use this flag; leave it out"):
         make_cfg(**{flag: "x"})
 
 
 def test_files_of_one_name(tmp_path):
-    """In two folders they are two modules, here and in the grading processes."""
+    """Files in two folders are two modules, in this process and in the grading processes."""
     tasks = []
     for n in (1, 2):
         (tmp_path / str(n)).mkdir()

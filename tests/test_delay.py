@@ -1,4 +1,4 @@
-"""Delay distributions against their quantiles, the virtual clock by hand, and delayed runs that resume bit for bit."""
+"""Delay distributions against their quantiles, the virtual clock by hand, delayed runs that resume bit for bit."""
 
 import math
 import signal
@@ -59,7 +59,7 @@ def test_the_papers_two_quantiles():
             assert cdf(distribution(kind).quantile(u)) == pytest.approx(u)
         assert distribution(kind).quantile(1e-9) == 60.0  # clipped
         assert distribution(kind).quantile(1 - 1e-9) == 1800.0
-    # With next to no mass between the two bounds, nearly every delay is one or the other.
+    # with nearly no mass between the bounds, nearly every delay is one of the two bounds
     for kind in ("lognormal", "weibull"):
         outside = distribution(kind, mass=0.001)
         assert {outside.quantile(u) for u in (1e-16, 0.2, 0.8, 1 - 1e-16)} == {60.0, 1800.0}
@@ -85,7 +85,7 @@ def delayed(folders, store, **changes):
 
 
 def weights(version):
-    """A version that can be told from the others."""
+    """Weights that identify their version."""
     model = tiny_model(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -94,7 +94,7 @@ def weights(version):
 
 
 def versions(source, updates, groups=1, stride=1):
-    """[versions of the groups that the learner gets] at each update."""
+    """[versions of the learner's groups] at each update."""
     out = []
     for v in range(0, updates * stride, stride):
         source.publish(v, weights(v).items())
@@ -106,21 +106,21 @@ def test_a_sampler_keeps_its_model_until_the_delay_is_over(folders, tmp_path):
     source = delayed(folders, tmp_path)
     assert versions(source, 8) == [[0], [0], [0], [3], [3], [3], [6], [6]]  # D = 3 steps
     on_disk = sorted(p.name for p in tmp_path.iterdir())
-    assert on_disk == ["v000006.safetensors", "v000007.safetensors"]  # the one held, and the newest
+    assert on_disk == ["v000006.safetensors", "v000007.safetensors"]  # the sampler's version and the newest
     group = source.next(1, 7)[0]
     model = tiny_model(1)
     model.load_state_dict(weights(6))
     P = len(group.prompt_ids)
     ids = torch.tensor(np.concatenate([group.prompt_ids, group.responses[0].tokens]).astype(np.int64))
     logp = model(ids[None]).logits[0].log_softmax(-1)[P - 1 : -1].gather(1, ids[P:, None])[:, 0]
-    # Sampled with version 6, not with the newest.
+    # sampled with version 6, not with the newest
     assert torch.allclose(logp, torch.from_numpy(group.responses[0].logp_inf), atol=1e-4)
     assert group.t_published == 6.0
     assert source.now(7) == 7.0
 
 
-def test_ranks_speak_of_versions_in_a_group_of_their_own(folders, tmp_path, monkeypatch):
-    """A thread may be writing a checkpoint, and ranks pair what they say by its order."""
+def test_versions_and_checkpoints_use_different_process_groups(folders, tmp_path, monkeypatch):
+    """A thread may be writing a checkpoint, and ranks match messages of one process group by order."""
     versions_of, savings = [], []
     monkeypatch.setattr("delay.own_group", versions_of.append)
     monkeypatch.setattr(shards, "own_group", savings.append)
@@ -136,25 +136,25 @@ def test_caps_broadcasts_and_several_updates_a_batch(folders, tmp_path):
     assert versions(synchronous, 4) == [[0], [1], [2], [3]]
     every_other = delayed(folders, tmp_path / "c", sync_every=2, delay_max=1.0)
     assert versions(every_other, 6) == [[0], [0], [2], [2], [4], [4]]
-    # The sampler reloads at 3 s and at 6 s: version 2 was out by then, and version 6.
+    # the sampler reloads at 3 s and at 6 s: versions 2 and 6 are published by then
     two_updates = delayed(folders, tmp_path / "d")
     assert versions(two_updates, 4, stride=2) == [[0], [0], [2], [6]]
 
 
-def test_samplers_draw_on_their_own(folders, tmp_path):
+def test_samplers_draw_independently(folders, tmp_path):
     changes = dict(delay="lognormal", delay_min=2.0, delay_max=9.0, delay_samplers=3)
     got = versions(delayed(folders, tmp_path / "a", **changes), 12, groups=3)
     assert got == versions(delayed(folders, tmp_path / "b", **changes), 12, groups=3)
     held = [[row[i] for row in got] for i in range(3)]
-    assert all(v == sorted(v) and v[0] == 0 for v in held)  # a sampler never goes back
-    assert len({tuple(v) for v in held}) == 3  # each reloads at its own times
+    assert all(v == sorted(v) and v[0] == 0 for v in held)  # versions never decrease
+    assert len({tuple(v) for v in held}) == 3  # different reload times
     for v in held:
         assert all(2 <= later - earlier <= 10 for earlier, later in pairwise(sorted(set(v))))
     assert got != versions(delayed(folders, tmp_path / "c", **changes, seed=1), 12, groups=3)
 
 
-def test_every_delay_is_a_draw_of_its_own(folders, tmp_path):
-    """By sampler and by number, each the quantile of its own uniform; 200 of them spread as the distribution does."""
+def test_every_delay_is_a_different_draw(folders, tmp_path):
+    """Each delay is the quantile of a uniform of its sampler and number; 200 draws have the distribution's median."""
     source = delayed(folders, tmp_path, delay="lognormal", delay_min=60.0, delay_max=1800.0, delay_samplers=2)
     draws = [[source.delay(i, n) for n in range(100)] for i in range(2)]
     every = [x for row in draws for x in row]
@@ -164,10 +164,10 @@ def test_every_delay_is_a_draw_of_its_own(folders, tmp_path):
     assert abs(below - 100) < 4 * math.sqrt(50)
 
 
-def test_what_waits_too_long_is_dropped_and_counted(folders, tmp_path):
+def test_groups_that_wait_too_long_are_dropped_and_counted(folders, tmp_path):
     source = delayed(folders, tmp_path / "a", sampler_rate=2.0, window_seconds=2.5, delay_max=1.0)
     got = versions(source, 8, groups=1)
-    assert got[:4] == [[0], [0], [1], [1]]  # two made a step, one used: first come, first served
+    assert got[:4] == [[0], [0], [1], [1]]  # two groups a step, one used: in order of sampling
     assert max(v - row[0] for v, row in enumerate(got)) <= 2
     assert source.dropped["window"] == 16 - 8 - len(source.tickets) > 0
     assert source.dropped["staleness"] == 0
@@ -212,8 +212,8 @@ def test_two_ranks_share_clock_and_groups(folders, tmp_path):
     assert {p.name for p in (tmp_path / "a").iterdir()} == {p.name for p in (tmp_path / "b").iterdir()}
 
 
-def test_a_version_stays_on_disk_as_long_as_a_group_of_any_rank_waits_for_it(folders, tmp_path, monkeypatch):
-    """With --dynamic_sampling ranks take unequal numbers of groups."""
+def test_a_version_stays_on_disk_while_a_group_of_any_rank_needs_it(folders, tmp_path, monkeypatch):
+    """With --dynamic_sampling, ranks take unequal numbers of groups."""
     elsewhere = {0}
     monkeypatch.setattr("delay.from_all", lambda needed, group: [needed, elsewhere])
     source = delayed(folders, tmp_path, delay="constant", delay_max=1.0)
@@ -226,9 +226,8 @@ def test_a_version_stays_on_disk_as_long_as_a_group_of_any_rank_waits_for_it(fol
     assert not source.path(0).exists() and source.path(6).exists()
 
 
-def test_nobody_holds_a_second_model(folders, tmp_path):
-    """A version is written and loaded tensor by tensor, once for both ranks, which ask for every tensor as
-    often; where no broadcast is due, neither asks."""
+def test_versions_are_written_and_loaded_tensor_by_tensor(folders, tmp_path):
+    """One rank writes for both, and both read every tensor equally often. Without a due broadcast no rank reads."""
     ranks = [delayed(folders, tmp_path / str(rank), sync_every=2) for rank in range(2)]
     ranks[1].rank = 1
     for source in ranks:
@@ -242,17 +241,17 @@ def test_nobody_holds_a_second_model(folders, tmp_path):
     source.load = lambda version, tensors: loaded.append(Watched(tensors))
     source.sample = list
     source.sample_tickets([Ticket(0, 4, 4.0)])
-    for _ in range(2):  # as often as a proof does
+    for _ in range(2):  # the weight check reads twice
         assert all((x == 4.0 + int(name[1:])).all() for name, x in loaded[0])
     assert loaded[0].most <= 2
 
 
-def shown(groups):
-    """What tells groups apart: their names, their weights, their tokens."""
+def identity(groups):
+    """The identity of each group: uid, version, digest and tokens."""
     return [(g.uid, g.version, g.digest, [r.tokens.tolist() for r in g.responses]) for g in groups]
 
 
-def test_state_survives_in_the_middle(folders, tmp_path):
+def test_state_is_restored_in_the_middle_of_a_run(folders, tmp_path):
     changes = dict(
         delay="weibull", delay_min=1.0, delay_max=6.0, delay_samplers=2, sampler_rate=1.5, window_seconds=1.5
     )
@@ -263,7 +262,7 @@ def test_state_survives_in_the_middle(folders, tmp_path):
             source.publish(v, weights(v).items())
             source.next(2, v)
     state = part.state_dict()
-    for v in range(4, 8):  # goes on past the checkpoint, then dies
+    for v in range(4, 8):  # continues after the checkpoint, then dies
         part.publish(v, weights(v).items())
         part.next(2, v)
     back = delayed(folders, tmp_path / "b", **changes)
@@ -271,7 +270,7 @@ def test_state_survives_in_the_middle(folders, tmp_path):
     for v in range(4, 10):
         for source in (whole, back):
             source.publish(v, weights(v).items())
-        assert shown(whole.next(2, v)) == shown(back.next(2, v))
+        assert identity(whole.next(2, v)) == identity(back.next(2, v))
     assert whole.metrics() == back.metrics()
     assert whole.dropped["window"] > 0
     for p in (tmp_path / "b").iterdir():
@@ -292,8 +291,8 @@ LOGNORMAL = dict(
 )
 
 
-def test_a_bound_of_0_is_the_plain_loop(solvers, tmp_path, train_here):
-    """Delayed samplers that may never be stale train the very run of the loop without delays, metric for metric."""
+def test_a_staleness_bound_of_0_is_the_plain_loop(solvers, tmp_path, train_here):
+    """Delayed samplers without staleness give the metrics of a run without delays."""
     sizes = dict(rollout_batch=16, train_batch=16, steps=3, save_every=0)
     for name, more in (("plain", {}), ("bounded", {**LOGNORMAL, "delay_samplers": 4, "max_staleness": 0})):
         train_here(flags(solvers, tmp_path / name, **{**more, **sizes}))
@@ -307,7 +306,7 @@ def test_a_bound_of_0_is_the_plain_loop(solvers, tmp_path, train_here):
 
 
 def without_sync(run):
-    """The rows of a run without what its engine's loads have proved: a resumed engine has a load more."""
+    """The rows of a run without weight syncs: a resumed engine has one load more."""
     return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in timeless(run)]
 
 
@@ -327,12 +326,12 @@ def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path, tra
     for row in rows:  # an update takes one virtual second
         assert row["staleness/mean_seconds"] == pytest.approx(row["staleness/mean_updates"])
     on_disk = list((tmp_path / "whole" / "versions").iterdir())
-    assert len(on_disk) <= 2 + 1 + 2 * 3  # held, newest, pinned by two checkpoints
+    assert len(on_disk) <= 2 + 1 + 2 * 3  # held, newest, kept for two checkpoints
 
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
-def test_a_waiting_learner_waits_as_long_whatever_a_batch_has_of_updates(folders, tmp_path, updates):
-    """Samplers make a quarter of what is wanted: of 8 updates' groups the time is that of 32, and 24 are waited for."""
+def test_waiting_time_does_not_depend_on_updates_a_batch(folders, tmp_path, updates):
+    """Samplers make a quarter of the needed groups: the groups of 8 updates take 32 steps, 24 of them waiting."""
     batch = dict(train_batch=8, rollout_batch=8 * updates)
     source = delayed(folders, tmp_path, sampler_rate=0.25, step_seconds=10.0, **batch)
     source.sample_tickets = lambda taken: taken
@@ -343,7 +342,7 @@ def test_a_waiting_learner_waits_as_long_whatever_a_batch_has_of_updates(folders
 
 
 @pytest.mark.parametrize("rate, window", [(0.5, 1.1), (0.3, 3.1), (0.25, 3.1), (1.0, 0.5), (0.6, 1.001)])
-def test_the_narrowest_windows_that_are_allowed_still_fill_an_update(folders, tmp_path, rate, window):
+def test_the_narrowest_allowed_windows_fill_an_update(folders, tmp_path, rate, window):
     source = delayed(folders, tmp_path, sampler_rate=rate, window_seconds=window)
     source.publish(0, weights(0).items())
     source.sample_tickets = lambda taken: taken
@@ -351,8 +350,8 @@ def test_the_narrowest_windows_that_are_allowed_still_fill_an_update(folders, tm
         assert len(source.next(3, v)) == 3
 
 
-def test_both_last_checkpoints_can_be_gone_on_from(folders, tmp_path):
-    """The newest may not be whole yet: the versions of the one before stay until it is."""
+def test_both_last_checkpoints_can_be_resumed(folders, tmp_path):
+    """The newest checkpoint may be incomplete: the previous checkpoint's versions stay until it is complete."""
     source, states = delayed(folders, tmp_path, delay_max=1.0), []
     for v in range(9):
         source.publish(v, weights(v).items())

@@ -1,4 +1,4 @@
-"""Deltas of weights: the same bytes after a thousand of them, as small as updates are, and none need be trusted."""
+"""Deltas of weights: exact after a thousand updates, small, and verified."""
 
 import os
 import random
@@ -9,7 +9,7 @@ import pytest
 import test_hub
 import torch
 from safetensors.torch import load, save
-from test_hub import closed_behind, until
+from test_hub import opened_objects, until
 
 from remote import account, delta, link, wire
 from remote.sampler import SamplerFlags
@@ -18,12 +18,12 @@ rng = np.random.default_rng(0)
 
 
 @pytest.fixture
-def made(tmp_path):
-    yield from closed_behind(tmp_path)
+def opened(tmp_path):
+    yield from opened_objects(tmp_path)
 
 
 def rebuilt(tmp_path, base, deltas, after):
-    """What comes out of the base and the deltas, and of the leaves that were written."""
+    """The bytes rebuilt from the base and the deltas."""
     (tmp_path / "base").write_bytes(base)
     sink = bytearray(len(after))
     for _ in delta.rebuild(tmp_path / "base", deltas, wire.manifest("x", after), sink):
@@ -32,7 +32,7 @@ def rebuilt(tmp_path, base, deltas, after):
 
 
 def test_a_delta_by_hand():
-    """Words 3, 3, 7 ... : the second of five goes from 7 to 8, the last from 0 to 65535."""
+    """The second of five words goes from 7 to 8, the last from 0 to 65535."""
     before = np.array([3, 7, 9, 1, 0], "<u2").tobytes()
     after = np.array([3, 8, 9, 1, 65535], "<u2").tobytes()
     data = delta.encode_block(np.frombuffer(before, "<u2"), np.frombuffer(after, "<u2"))
@@ -49,27 +49,27 @@ def test_gaps_of_any_length(at):
 
 
 @pytest.mark.parametrize("size", [2, 3, 100_000, 100_001, delta.BLOCK, 2 * delta.BLOCK + 3 * wire.LEAF + 7])
-def test_any_change_comes_back(size, tmp_path):
+def test_any_change_is_rebuilt(size, tmp_path):
     before = rng.integers(0, 256, size, dtype=np.uint8)
     after = before.copy()
     after[rng.integers(0, size, max(1, size // 300))] += 1
     after[-1] ^= 255
     data = delta.encode(before, after)
     if size < 1000:
-        assert data is None  # not worth it
+        assert data is None  # a delta would not be smaller
     else:
         assert len(data) < size / 10 and rebuilt(tmp_path, before.tobytes(), [data], after) == after.tobytes()
 
 
-def test_what_is_not_worth_it_and_what_has_not_changed():
+def test_unprofitable_deltas_and_unchanged_weights():
     a, b = os.urandom(100_000), os.urandom(100_000)
     assert delta.encode(a, b) is None and delta.encode(a, a + b"xx") is None
     assert len(delta.encode(a, a)) < 40
 
 
 def test_bit_identical_after_a_thousand_updates(tmp_path):
-    """float32 masters that move by 1e-6 of themselves in a thousand updates; what is published is their bfloat16. The
-    file is rebuilt from the first one by the deltas alone, and the tensors in it are those that were published."""
+    """float32 master weights change by a relative 1e-6 in a thousand updates and are published in bfloat16. The file is
+    rebuilt from the first file and the deltas, and contains the published tensors."""
     torch.manual_seed(0)
     masters = {"a": torch.randn(40, 300) * 0.02, "b.bias": torch.ones(300), "c": torch.randn(7, 11)}
 
@@ -90,8 +90,8 @@ def test_bit_identical_after_a_thousand_updates(tmp_path):
         assert torch.equal(tensor, masters[name].bfloat16())
 
 
-def test_no_delta_is_trusted(tmp_path):
-    """Damaged in any way: a WireError, or the leaves that the manifest says; nothing else, and little memory."""
+def test_damaged_deltas_are_refused(tmp_path):
+    """Every damaged delta gives a WireError or the leaves of the manifest, in bounded memory."""
     r = random.Random(0)
     before = rng.integers(0, 256, 70_000, dtype=np.uint8)
     after = before.copy()
@@ -103,11 +103,11 @@ def test_no_delta_is_trusted(tmp_path):
     cases += [delta.HEAD.pack(n, len(bomb), values) + bomb + good[12 + gaps :]]
     cases += [delta.HEAD.pack(n, gaps, len(bomb)) + good[12 : 12 + gaps] + bomb]
     cases += [delta.HEAD.pack(2**32 - 1, len(bomb), values) + bomb + good[12 + gaps :]]
-    cases += [delta.encode(before, before)]  # whole, and of other weights
+    cases += [delta.encode(before, before)]  # a valid delta of different weights
     cases += [delta.HEAD.pack(m, gaps, values) + good[12:] for m in (0, n - 1, n + 1, 2**32 - 1)]
     last = delta.zlib.compress(delta.encode_gaps(np.array([35_000])))
     one = delta.zlib.compress(b"\x01\x00")
-    cases += [delta.HEAD.pack(1, len(last), len(one)) + last + one]  # behind the end
+    cases += [delta.HEAD.pack(1, len(last), len(one)) + last + one]  # beyond the end
     for _ in range(300):
         cases.append(bytearray(good))
         for _ in range(r.randrange(1, 4)):
@@ -121,7 +121,9 @@ def test_no_delta_is_trusted(tmp_path):
             refused += "a delta" in str(e)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert refused >= len(cases) - 5 and peak < 2 * delta.BLOCK  # but for a byte that was drawn as it stood
+    assert (
+        refused >= len(cases) - 5 and peak < 2 * delta.BLOCK
+    )  # except bytes that were overwritten with the same value
     with pytest.raises(wire.WireError, match="of a different size"):
         rebuilt(tmp_path, before.tobytes()[:-2], [good], after)
     (tmp_path / "base").unlink()
@@ -129,7 +131,7 @@ def test_no_delta_is_trusted(tmp_path):
         next(delta.rebuild(tmp_path / "base", [good], wire.manifest("x", after), bytearray(len(after))))
 
 
-def test_the_chain_goes_as_far_back_as_it_is_worth():
+def test_the_chain_is_as_long_as_it_saves_bytes():
     chain = delta.Chain()
     for v in range(30):
         chain.add(wire.manifest(f"v{v}.safetensors", b"%100d" % v), bytes(10))
@@ -147,7 +149,7 @@ def test_the_chain_goes_as_far_back_as_it_is_worth():
 
 
 def changed(data, seed):
-    """Weights after an update: one word in a hundred moves by one place."""
+    """Weights after an update: one word in a hundred changes by 1."""
     words = np.frombuffer(data, "<u2").copy()
     words[np.random.default_rng(seed).integers(100, len(words), len(words) // 100)] += 1
     return words.tobytes()
@@ -159,14 +161,14 @@ def broadcast(h, folder, version, data, before=None):
     h.broadcast(version, path, float(version), delta.encode(before, data) if before else None)
 
 
-def test_over_the_wire_only_what_has_changed(made, tmp_path, capsys):
-    """A sampler that is there for each version; one that has missed some; one that is new; one whose learner lies."""
-    h, weights = made.hub(), [os.urandom(3 * wire.LEAF + 100)]
+def test_only_changes_are_sent(opened, tmp_path, capsys):
+    """A sampler connected for each version, a sampler that missed versions, a new sampler, a wrong delta."""
+    h, weights = opened.hub(), [os.urandom(3 * wire.LEAF + 100)]
     for seed in range(6):
         weights.append(changed(weights[-1], seed))
     (tmp_path / "learner").mkdir()
     spool = account.Spool(tmp_path / "spool", ["box"], 1)
-    end = made.add(link.Link([h.address], ["box"], SamplerFlags(), spool, tmp_path / "spool", None))
+    end = opened.add(link.Link([h.address], ["box"], SamplerFlags(), spool, tmp_path / "spool", None))
 
     def here(version):
         assert until(lambda: end.newest is not None and end.newest.version == version)
@@ -184,36 +186,36 @@ def test_over_the_wire_only_what_has_changed(made, tmp_path, capsys):
     assert one == len(delta.encode(weights[0], weights[1])) < len(weights[0]) / 20
     fetcher = end.lines["box"].fetcher
     turn = fetcher.turn
-    fetcher.turn = lambda: None  # it is busy for a while
+    fetcher.turn = lambda: None  # busy for a while
     for version in (2, 3, 4):
         broadcast(h, tmp_path / "learner", version, weights[version], weights[version - 1])
     assert until(lambda: getattr(fetcher.wanted, "version", None) == 4)
     fetcher.turn = turn
     assert 2 * one < here(4) < 4 * one  # three deltas in a row
-    late = made.add(
+    late = opened.add(
         link.Link(
             [h.address], ["late"], SamplerFlags(), account.Spool(tmp_path / "l", ["late"], 1), tmp_path / "l", None
         )
     )
     assert until(lambda: late.newest is not None and late.newest.path.read_bytes() == weights[4])
     h.counts["bytes_out"] = 0
-    (tmp_path / "l" / "v000004.safetensors").unlink()  # somebody cleaned up there
+    (tmp_path / "l" / "v000004.safetensors").unlink()  # the base was deleted
 
     lie = delta.encode(weights[0], weights[1])
     path = tmp_path / "learner" / "v000005.safetensors"
     path.write_bytes(weights[5])
     h.broadcast(5, path, 5.0, lie)
     assert here(5) >= len(weights[5])
-    said = capsys.readouterr().out
-    assert "a delta that leads to other weights; its weights are fetched whole" in said
+    printed = capsys.readouterr().out
+    assert "a delta that leads to other weights; its weights are fetched whole" in printed
     assert until(lambda: late.newest.version == 5 and late.newest.path.read_bytes() == weights[5])
     h.counts["bytes_out"] = 0
     broadcast(h, tmp_path / "learner", 6, weights[6], weights[5])
-    assert here(6) < 4 * one  # and the next one is a delta again
+    assert here(6) < 4 * one  # the next update is a delta again
 
 
-def test_a_learner_publishes_what_has_changed(made, tmp_path):
-    """Where the store makes deltas, and only then; after a start the first weights are whole."""
+def test_a_learner_publishes_deltas(opened, tmp_path):
+    """Only if the store makes deltas; the first weights after a start are complete."""
     for with_deltas in (True, False):
         s = test_hub.source(tmp_path / str(with_deltas), with_deltas=with_deltas, sync_every=1)
         heard: list = []

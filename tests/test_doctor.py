@@ -1,4 +1,4 @@
-"""The doctor: planted causes are named, columns of other programs are read, numbers are those of a loop."""
+"""The doctor: planted causes are named, columns of different programs are read, numbers equal a loop's."""
 
 import json
 import math
@@ -29,8 +29,8 @@ def top(logits, k):
 
 
 def sampled(sampler, trainer, seed=0):
-    """[(ids, log p of the sampler, of the trainer)] of tokens that the sampler's distribution draws. Both are functions
-    of (number of the response, its logits)."""
+    """[(ids, log p of the sampler, log p of the trainer)] of tokens drawn from the sampler's distribution. sampler and
+    trainer: functions of (number of the response, its logits)."""
     draws = np.random.default_rng(seed)
     rows = []
     for i, logits in enumerate(LOGITS):
@@ -58,7 +58,7 @@ def suppressed(_, logits):
 
 
 def changed(rows, change):
-    """The rows with another column of the trainer: change(number, ids, inf, ref)."""
+    """The rows with a changed column of the trainer: change(number, ids, inf, ref)."""
     return [(ids, inf, change(i, ids, inf, ref)) for i, (ids, inf, ref) in enumerate(rows)]
 
 
@@ -117,7 +117,7 @@ def test_every_cause_is_planted():
     assert {name for name, *_ in (*doctor.BROKEN, *doctor.CAUSES)} == set(PLANTED)
 
 
-def test_numbers_are_those_of_a_loop(tmp_path, capsys):
+def test_numbers_against_a_loop(tmp_path, capsys):
     rows = PLANTED["another policy"]
     result = main([f"--rollouts={dump(tmp_path, rows)}", f"--out={tmp_path / 'r.json'}"])
     log_r = [ref - inf for _, inf, ref in rows]
@@ -144,17 +144,17 @@ def test_numbers_are_those_of_a_loop(tmp_path, capsys):
     assert "largest gaps" in capsys.readouterr().out
 
 
-NAMES = [  # sampler, trainer, tokens as these programs call them
+NAMES = [  # columns of sampler, trainer, tokens in each program
     ("rollout_log_probs", "old_log_probs", "responses"),  # verl
     ("sampling_per_token_logps", "old_per_token_logps", "completion_ids"),  # TRL
     ("inference_logprobs", "trainer_logprobs", "completion_ids"),  # prime-rl
     ("rollout_log_probs", "log_probs", "tokens"),  # slime
-    ("logp_inf", "logp_ref", "tokens"),  # here
+    ("logp_inf", "logp_ref", "tokens"),  # this repository
 ]
 
 
 @pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0] + "-" + names[1])
-def test_columns_of_other_programs_are_known(tmp_path, names):
+def test_columns_of_different_programs_are_known(tmp_path, names):
     result = main([f"--rollouts={dump(tmp_path, SAME, names)}"])
     assert result["causes"][0]["cause"] == "16-bit arithmetic"
 
@@ -173,7 +173,7 @@ def test_a_dump_of_trl():
 
 
 def test_masks_prompts_and_named_columns(tmp_path):
-    """Masked tokens do not count, whatever stands there; a side that begins with the prompt is cut to its end."""
+    """Masked tokens do not count; a column that begins with the prompt is cut to its end."""
     masks = [(np.arange(len(ids)) % 3 > 0).astype(int).tolist() for ids, *_ in SAME]
     spoiled = [
         (ids, np.where(np.array(m) > 0, inf, 55.0), np.concatenate([[-7.0] * 5, ref]))

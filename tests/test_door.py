@@ -1,4 +1,4 @@
-"""What others may leave in a shared folder, what a learner may send to a sampler, and what flags may say."""
+"""Odd files in a shared folder, odd messages of a learner to a sampler, bad flags."""
 
 import gc
 import logging
@@ -12,7 +12,7 @@ import pytest
 import test_hub
 import torch
 import zmq
-from test_hub import WELCOME, closed_behind, hand_over, until, weights
+from test_hub import WELCOME, hand_over, opened_objects, until, weights
 
 from machinery.flags import UserError, parse_flags
 from remote import account, files, files_link, hub, keys, sampler, wire
@@ -22,17 +22,17 @@ from tasks import Arithmetic
 
 
 @pytest.fixture
-def made(tmp_path):
-    yield from closed_behind(tmp_path)
+def opened(tmp_path):
+    yield from opened_objects(tmp_path)
 
 
 def source(folder, **changes):
-    """One that waits for a busy machine."""
+    """A source with enough patience for a busy machine."""
     return test_hub.source(folder, **{"give_up": 60.0, **changes})
 
 
 def logged(s, folder):
-    """The lines that a source's log has from now on."""
+    """A function that returns the log lines of a source, from now on."""
     handler = logging.FileHandler(folder / "source.log")
     s.log.handlers = [handler]
     return lambda: (folder / "source.log").read_text()
@@ -42,7 +42,7 @@ def logged(s, folder):
 
 
 def test_odd_files_stop_no_stream(tmp_path):
-    """A stream of every odd thing there is, and an honest one beside it."""
+    """A stream with odd files of every kind, and a normal stream."""
     s = source(tmp_path / "f")
     log = logged(s, tmp_path)
     s.publish(0, weights(0))
@@ -79,8 +79,8 @@ def test_odd_files_stop_no_stream(tmp_path):
     assert sorted(p.name for p in (tmp_path / "f" / "held").iterdir()) == ["a-first", "box"]
 
 
-def test_a_hello_in_the_name_of_another_or_of_a_path(tmp_path):
-    """A Hello whose sampler is ../../victim had the learner write there."""
+def test_a_hello_under_a_wrong_name_or_a_path(tmp_path):
+    """The learner must not write to ../../victim for a Hello of this name."""
     folder = tmp_path / "deep" / "er"
     folder.mkdir(parents=True)
     s = source(folder)
@@ -109,7 +109,7 @@ def test_a_hello_in_the_name_of_another_or_of_a_path(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["deleted", "junk", "link"])
-def test_a_welcome_that_was_spoilt_is_written_again(kind, tmp_path):
+def test_a_damaged_welcome_is_written_again(kind, tmp_path):
     s = source(tmp_path / "f")
     s.publish(0, weights(0))
     welcome, victim = tmp_path / "f" / "welcome", tmp_path / "victim"
@@ -125,10 +125,10 @@ def test_a_welcome_that_was_spoilt_is_written_again(kind, tmp_path):
     assert not welcome.is_symlink() and wire.decode(welcome.read_bytes()) == WELCOME
     assert victim.read_bytes() == b"of another program" and victim.stat().st_mtime == 5.0
     os.utime(welcome, (5.0, 5.0))
-    assert until(lambda: welcome.stat().st_mtime > 5.0)  # a sign of life
+    assert until(lambda: welcome.stat().st_mtime > 5.0)  # the heartbeat
 
 
-def test_a_rank_reads_its_own_streams(tmp_path):
+def test_a_rank_reads_only_its_streams(tmp_path):
     ends = []
     for rank, ranks in ((0, 1), (1, 12)):
         ends.append(files.FilesHub(str(tmp_path), WELCOME, SimpleNamespace(room=9), None, rank, ranks))
@@ -137,7 +137,7 @@ def test_a_rank_reads_its_own_streams(tmp_path):
     assert [end._streams("rollouts") for end in ends] == [["a"], ["a.1", "b.1"]]
 
 
-def test_a_problem_that_the_task_does_not_have(tmp_path):
+def test_unknown_problems_are_refused(tmp_path):
     s = source(tmp_path)
     s.task = Arithmetic()
     s.publish(0, weights(0))
@@ -150,13 +150,13 @@ def test_a_problem_that_the_task_does_not_have(tmp_path):
 # -- a sampler's end ---------------------------------------------------------------------------------------------------
 
 
-def folder_link(made, folder, **changes):
+def folder_link(opened, folder, **changes):
     spool = account.Spool(folder / "rollouts", ["box"], 1)
-    return made.add(files_link.FilesLink(str(folder), ["box"], SamplerFlags(**changes), spool))
+    return opened.add(files_link.FilesLink(str(folder), ["box"], SamplerFlags(**changes), spool))
 
 
-def test_a_sampler_survives_what_lies_in_the_folder(made, tmp_path):
-    """Junk in the place of each message, weights under a path, weights that are a link; then what is right."""
+def test_a_sampler_survives_odd_files_in_the_folder(opened, tmp_path):
+    """Junk instead of each message, weights under a path, weights as a link; then valid files."""
     s = source(tmp_path / "f")
     s.publish(0, weights(0))
     folder = tmp_path / "f"
@@ -165,7 +165,7 @@ def test_a_sampler_survives_what_lies_in_the_folder(made, tmp_path):
     (folder / "models" / "newest").write_bytes(b"junk")
     (folder / "held" / "box").mkdir()
     os.mkfifo(folder / "got" / "box")
-    end = folder_link(made, folder)
+    end = folder_link(opened, folder)
     end.spool.hand_over("box", "box/1/0", b"a group")
     (tmp_path / "v000000.safetensors").write_bytes((folder / "models" / offer.of.name).read_bytes())
 
@@ -190,7 +190,7 @@ def test_a_sampler_survives_what_lies_in_the_folder(made, tmp_path):
     assert until(lambda: not end.spool.waiting["box"]) and end.error == ""
 
 
-def test_a_learner_that_says_nothing_sensible(tmp_path):
+def test_invalid_welcomes_are_ignored(tmp_path):
     flags = SamplerFlags(connect=str(tmp_path), give_up=0.1)
     for welcome in (b"junk", wire.encode(wire.Want()), *(wire.encode(with_world(x)) for x in (None, "1", 0, 10**9))):
         (tmp_path / "welcome").write_bytes(welcome)
@@ -204,11 +204,11 @@ def with_world(ranks):
     return msgspec.structs.replace(WELCOME, run={"world": ranks})
 
 
-def test_a_sampler_survives_what_its_learner_sends(made, tmp_path):
-    """Names of groups it never had, an offer without a version, leaves nobody asked for, welcomes without end."""
+def test_a_sampler_survives_odd_messages_of_its_learner(opened, tmp_path):
+    """Names of unknown groups, an offer without a version, leaves without an ask, many welcomes."""
     spool = account.Spool(tmp_path / "spool", ["box"], 1)
     spool.hand_over("box", "box/1/0", b"a group")
-    learner = made.learner(spool)
+    learner = opened.learner(spool)
     line = learner.end.lines["box"]
     many = [f"box/1/{n}" for n in range(1, 50_000)]
     learner.say(WELCOME, wire.Got(many), wire.Held(many), wire.Leaves("x", 10**17), wire.Ask("box/1/0", 10**17, 10**17))
@@ -229,16 +229,16 @@ RUN = dict(
 
 
 @pytest.mark.parametrize(
-    "learners, own, engines",
+    "learners, samplers, engines",
     [("bfloat16", None, "bfloat16"), ("bfloat16", "float16", "float16"), (None, None, "float32")],
 )
-def test_a_sampler_computes_in_the_learners_precision_unless_told(learners, own, engines):
+def test_a_samplers_precision_is_the_learners_by_default(learners, samplers, engines):
     run = {**RUN, "config": {**RUN["config"], "rollout_dtype": learners}}
-    flags = sampler.SamplerFlags(rollout="hf", rollout_dtype=own)
+    flags = sampler.SamplerFlags(rollout="hf", rollout_dtype=samplers)
     assert sampler.configure(run, flags).rollout_dtype == engines
 
 
-def test_a_sampler_on_a_gpu_asks_for_products_that_there_are(monkeypatch):
+def test_a_sampler_on_a_gpu_refuses_unsupported_products(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     run = {**RUN, "config": {**RUN["config"], "rollout_quant": "int8", "rollout_dtype": "float32"}}
     with pytest.raises(UserError, match="in 16 bits with this format; add --rollout_dtype=bfloat16"):
@@ -262,13 +262,13 @@ def test_a_sampler_on_a_gpu_asks_for_products_that_there_are(monkeypatch):
         dict(model=7),
     ],
 )
-def test_a_learner_that_describes_no_run(changes):
+def test_invalid_descriptions_of_a_run_are_refused(changes):
     sampler.check_description({**RUN, "later": "an entry of a later revision"})
     with pytest.raises(UserError, match="this sampler does not know the learner's kind of run .*one revision"):
         sampler.check_description({**RUN, **changes})
 
 
-def test_nothing_is_built_for_a_learner_that_describes_no_run(tmp_path):
+def test_a_refused_description_writes_no_file(tmp_path):
     with pytest.raises(UserError, match="this sampler does not know the learner's kind of run"):
         sampler.open_source(WELCOME, SamplerFlags(), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -285,7 +285,7 @@ def test_nothing_is_built_for_a_learner_that_describes_no_run(tmp_path):
         (["--name=\n"], "a sampler's name is 1 to 64 letters"),
     ],
 )
-def test_sampler_flags_that_cannot_be(argv, sentence, tmp_path, monkeypatch):
+def test_bad_sampler_flags_are_refused(argv, sentence, tmp_path, monkeypatch):
     base = ["--connect=tcp://127.0.0.1:9", f"--spool={tmp_path}"]
     if "--keys=" in argv:
         keys.make_keys(str(tmp_path / "keys"), 1)
@@ -295,14 +295,14 @@ def test_sampler_flags_that_cannot_be(argv, sentence, tmp_path, monkeypatch):
     assert sentence in str(e.value)
 
 
-def test_a_host_whose_name_has_a_domain_has_a_name(monkeypatch):
+def test_the_default_name_of_a_sampler(monkeypatch):
     for host, name in (("box.example.com", "box"), ("B\u00fcro 7", "B-ro-7"), (".", "sampler")):
         monkeypatch.setattr(sampler.os, "uname", lambda host=host: SimpleNamespace(nodename=host))
         assert sampler.sampler_name(SamplerFlags()) == name
 
 
-def test_a_hub_that_cannot_listen_leaves_nothing_open(tmp_path):
-    """ZeroMQ waits for open sockets at the end of a process: a clear sentence, and then it hung."""
+def test_a_hub_that_cannot_listen_closes_its_sockets(tmp_path):
+    """ZeroMQ waits for open sockets at the end of a process, so a process with an open socket would hang."""
     keys.make_keys(str(tmp_path / "keys"), 1)
 
     def still_open():
@@ -313,10 +313,10 @@ def test_a_hub_that_cannot_listen_leaves_nothing_open(tmp_path):
         hub.Hub(
             "tcp://nowhere.invalid:5555", str(tmp_path / "keys" / "learner"), WELCOME, SimpleNamespace(room=1), None
         )
-    assert error and still_open() == before  # while the error holds on to the hub
+    assert error and still_open() == before  # the error still references the hub
 
 
-def test_samplers_walk_the_task_from_places_of_their_own():
+def test_samplers_start_at_different_problems():
     me, first = sampler.SamplerSource.__new__(sampler.SamplerSource), set()
     for owner in (("a", 1), ("b", 1), ("a", 2), ("a.1", 1)):
         me.owner = owner

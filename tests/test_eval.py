@@ -1,4 +1,4 @@
-"""Evaluation: the estimator, the command, the bad calls."""
+"""Evaluation: the estimator, the command, refused flags."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, tiny_model
-from test_tasks import with_ends
+from test_tasks import with_stop_tokens
 from transformers import AutoConfig
 
 import config
@@ -70,8 +70,8 @@ def table(path, *answers, problem="1 + {} :"):
     return path
 
 
-def test_several_sets_each_with_its_own_way(folders, tmp_path, monkeypatch, capsys):
-    """A line for every problem, of which the results are made; the mean of the sets beside them."""
+def test_several_sets_with_different_settings(folders, tmp_path, monkeypatch, capsys):
+    """One line for each problem; results are computed from the lines, and the mean over sets."""
     a, b = table(tmp_path / "a.jsonl", "1", "2", "3"), table(tmp_path / "b.jsonl", "4", "5")
     seen = []
 
@@ -107,7 +107,7 @@ def test_several_sets_each_with_its_own_way(folders, tmp_path, monkeypatch, caps
     assert 0 < result["mean"] < 1
     assert result["mean"] == pytest.approx((result["sets"]["a"]["mean@3"] + result["sets"]["b"]["mean@5"]) / 2)
     assert "mean of the 2 sets" in capsys.readouterr().out
-    # killed after two problems, with a third half written: the same command goes on, and its results are the same
+    # killed after two problems and half of a third: the same command resumes and gives the same results
     whole = file.read_text()
     lines = whole.splitlines(keepends=True)
     file.write_text("".join(lines[:3]) + lines[3][:40])
@@ -116,20 +116,20 @@ def test_several_sets_each_with_its_own_way(folders, tmp_path, monkeypatch, caps
     assert seen[2:] == [(1, 3, 1.0, 8, 50), (2, 5, 0.5, 4, 50)]
     assert evaluation.main([*common, "--k=1"])["sets"]["a"]["mean@3"] == result["sets"]["a"]["mean@3"]
     assert len(seen) == 4  # nothing was sampled
-    another = "the file has responses of a different evaluation or to different problems; name a different --out"
-    with pytest.raises(ValueError, match=another):
+    refusal = "the file has responses of a different evaluation or to different problems; name a different --out"
+    with pytest.raises(ValueError, match=refusal):
         evaluation.main([*common, "--temperature=0.7"])
     file.write_text("".join([*lines[:2], lines[2][:40] + "\n", *lines[3:]]))
     with pytest.raises(ValueError, match="r.responses.jsonl, line 3: not valid JSON .*; fix or remove that line"):
         evaluation.main(common)
     file.write_text(whole)
     table(b, "4", "6")
-    with pytest.raises(ValueError, match=another):
+    with pytest.raises(ValueError, match=refusal):
         evaluation.main(common)
 
 
-def test_responses_of_a_model_that_was_overwritten_are_not_gone_on_with(folders, tmp_path, capsys):
-    """The folder is called as before, its weights are others."""
+def test_responses_of_overwritten_weights_are_refused(folders, tmp_path, capsys):
+    """The same folder name, different weights."""
     model, file = tmp_path / "model", table(tmp_path / "x.jsonl", "1", "2")
     shutil.copytree(folders / "policy", model)
     common = [f"--model={model}", "--rollout=hf", "--max_tokens=2", "--samples=1", f"--task={file}", "--reward=boxed"]
@@ -144,12 +144,12 @@ def test_responses_of_a_model_that_was_overwritten_are_not_gone_on_with(folders,
 
 
 def test_angles_that_depend_on_the_batch_are_refused(folders, tmp_path):
-    """Before the model loads: its own sampler turns a short row as the longest of its batch."""
+    """Refused before the model loads: the plain sampler would rotate a short row by the longest row of its batch."""
     model = tmp_path / "model"
     shutil.copytree(folders / "policy", model)
-    made = json.loads((model / "config.json").read_text())
-    made["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
-    (model / "config.json").write_text(json.dumps(made))
+    config_json = json.loads((model / "config.json").read_text())
+    config_json["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    (model / "config.json").write_text(json.dumps(config_json))
     (model / "model.safetensors").unlink()
     with pytest.raises(
         UserError, match=r"model: rotary angles of the kind dynamic: with \d+ tokens of prompt and resp"
@@ -157,8 +157,8 @@ def test_angles_that_depend_on_the_batch_are_refused(folders, tmp_path):
         evaluation.main([f"--model={model}", "--rollout=hf", "--max_tokens=2"])
 
 
-def test_responses_are_written_as_they_come(folders, tmp_path, monkeypatch):
-    """Where each problem has many responses, few problems are sampled at once; pass@k is of 1 and of all."""
+def test_responses_are_written_during_sampling(folders, tmp_path, monkeypatch):
+    """With many responses a problem, few problems are sampled at once; pass@k has k = 1 and k = all."""
     file = table(tmp_path / "x.jsonl", *"12345")
     written, generate = [], HFEngine.generate
 
@@ -177,7 +177,7 @@ def test_responses_are_written_as_they_come(folders, tmp_path, monkeypatch):
     assert {key for key in result if key.startswith("pass@") and "_" not in key} == {"pass@1"}
 
 
-def test_long_prompts_may_be_left_out(folders, tmp_path, capsys):
+def test_long_prompts_can_be_dropped(folders, tmp_path, capsys):
     file = table(tmp_path / "x.jsonl", "1", "2", problem="1 + {} :" + " 1" * 20)
     with open(file, "a") as f:
         f.write('{"problem": "1", "answer": "1"}\n')
@@ -188,7 +188,7 @@ def test_long_prompts_may_be_left_out(folders, tmp_path, capsys):
     assert "x: 2 prompts of more than 20 tokens dropped" in capsys.readouterr().out
 
 
-def test_held_out_prompts_of_a_run_may_be_left_out_too(folders, tmp_path, capsys):
+def test_long_held_out_prompts_of_a_run_can_be_dropped(folders, tmp_path, capsys):
     file = table(tmp_path / "x.jsonl", "1", "2", problem="1 + {} :" + " 1" * 60)
     with open(file, "a") as f:
         f.write('{"problem": "1", "answer": "1"}\n')
@@ -215,8 +215,8 @@ def test_show_prompt_samples_nothing(folders, tmp_path, monkeypatch, capsys):
     ]
 
 
-def made_run(folders, tmp_path, monkeypatch, **changes):
-    """The folder of a run with such flags, of one checkpoint."""
+def make_run(folders, tmp_path, monkeypatch, **changes):
+    """A run folder with these flags and one checkpoint."""
     run = tmp_path / "run"
     shutil.copytree(folders / "policy", run / "checkpoints" / "step_000001" / "policy")
     cfg = replace(make_cfg(out=str(run), model=str(folders / "policy"), actor="none"), **changes)
@@ -225,24 +225,24 @@ def made_run(folders, tmp_path, monkeypatch, **changes):
     return run
 
 
-def test_a_run_is_evaluated_as_it_was_asked(folders, tmp_path, monkeypatch, capsys):
-    """Its own template and length, unless one is given."""
+def test_a_run_is_evaluated_with_its_prompts(folders, tmp_path, monkeypatch, capsys):
+    """The run's template and length are the defaults."""
     file = table(tmp_path / "x.jsonl", "1")
-    run = made_run(folders, tmp_path, monkeypatch, max_tokens=9, task=str(file), prompt_template="{problem} #")
+    run = make_run(folders, tmp_path, monkeypatch, max_tokens=9, task=str(file), prompt_template="{problem} #")
     flags = [f"--model={run}", "--rollout=hf", f"--task={file}", "--show_prompt"]
     evaluation.main(flags)
-    said = capsys.readouterr().out
-    assert f"as in {run}: --max_tokens=9 --prompt_template={{problem}} #\n" in said and "1 + 0 : #" in said
+    printed = capsys.readouterr().out
+    assert f"as in {run}: --max_tokens=9 --prompt_template={{problem}} #\n" in printed and "1 + 0 : #" in printed
     evaluation.main([f"--model={run}/checkpoints/step_000001/policy", *flags[1:]])
     assert "1 + 0 : #" in capsys.readouterr().out
     evaluation.main([*flags, "--prompt_template=plain", "--max_tokens=8"])
     assert "#" not in capsys.readouterr().out
 
 
-def test_a_run_on_sums_is_evaluated_on_its_own(folders, tmp_path, monkeypatch, capsys):
-    """Not on eval.py's default sums; what is given goes first, and files are another task."""
+def test_a_run_on_sums_is_evaluated_on_its_sums(folders, tmp_path, monkeypatch, capsys):
+    """Not on eval.py's default sums; flags take precedence, and a file is a different task."""
     hard = {"task": "arith", "arith": "min_ops=2,max_ops=4,operand=7,seed=5", "max_tokens": 9}
-    run = made_run(folders, tmp_path, monkeypatch, **hard)
+    run = make_run(folders, tmp_path, monkeypatch, **hard)
     seen = []
     monkeypatch.setattr(
         evaluation, "solve", lambda engine, task, *more: seen.append(vars(task)) or solve(engine, task, *more)
@@ -261,34 +261,34 @@ solve = evaluation.solve
 
 def graded(monkeypatch) -> list[tuple]:
     """(first part of the reward, the template) of each file that `main` evaluates."""
-    found = []
+    parts = []
 
     def watched(engine, task, *more):
         if isinstance(task, Table):
-            found.append((task.reward.parts[0].name, task.style.template))
+            parts.append((task.reward.parts[0].name, task.style.template))
         return solve(engine, task, *more)
 
     monkeypatch.setattr(evaluation, "solve", watched)
-    return found
+    return parts
 
 
-def test_a_run_is_evaluated_as_it_was_graded(folders, tmp_path, monkeypatch, capsys):
-    """By its --reward, unless others are given; rows with choices and sums are another kind of task."""
-    ways = {"reward": "gsm8k*2,think", "prompt_template": "{problem} #"}
-    run = made_run(folders, tmp_path, monkeypatch, max_tokens=9, task="elsewhere.jsonl", **ways)
+def test_a_run_is_evaluated_with_its_reward(folders, tmp_path, monkeypatch, capsys):
+    """The run's --reward is the default; rows with choices and sums are different kinds of task."""
+    reward_flags = {"reward": "gsm8k*2,think", "prompt_template": "{problem} #"}
+    run = make_run(folders, tmp_path, monkeypatch, max_tokens=9, task="elsewhere.jsonl", **reward_flags)
     sums, more = table(tmp_path / "x.jsonl", "1"), table(tmp_path / "y.jsonl", "1")
     letters = tmp_path / "letters.jsonl"
     letters.write_text(json.dumps({"question": "1 +", "choices": ["1", "2"], "answer": 1}) + "\n")
-    found = graded(monkeypatch)
+    parts = graded(monkeypatch)
     common = [f"--model={run}", "--rollout=hf", "--samples=1", "--problems=1"]
     evaluation.main([*common, f"--task={sums},{more}:samples=2"])
-    assert found == 2 * [("gsm8k", "{problem} #")]
+    assert parts == 2 * [("gsm8k", "{problem} #")]
     assert "--max_tokens=9 --prompt_template={problem} # --reward=gsm8k*2,think\n" in capsys.readouterr().out
     evaluation.main([*common, f"--task={sums}", "--reward=boxed", "--prompt_template=plain"])
-    assert found[2:] == [("boxed", "{problem}")]
+    assert parts[2:] == [("boxed", "{problem}")]
     capsys.readouterr()
     evaluation.main([*common, f"--task={letters}"])
-    assert found[3:] == [("letter", prompts.TEMPLATES["letter"])]
+    assert parts[3:] == [("letter", prompts.TEMPLATES["letter"])]
     assert f"not as in {run}: --reward=gsm8k*2,think" in capsys.readouterr().out
     assert evaluation.main(common)["task"] == "arith"
     with pytest.raises(
@@ -297,33 +297,33 @@ def test_a_run_is_evaluated_as_it_was_graded(folders, tmp_path, monkeypatch, cap
         evaluation.main([*common, f"--task={sums},{letters}"])
 
 
-def test_rows_with_choices_are_graded_by_letters_where_the_run_names_no_reward(folders, tmp_path, monkeypatch):
-    """As in QaRL's row out of distribution; and by the run's letters where it has such rows itself."""
+def test_rows_with_choices_are_graded_by_letters_without_a_reward(folders, tmp_path, monkeypatch):
+    """As in QaRL's out-of-distribution row; a letter reward of the run itself applies too."""
     letters = tmp_path / "letters.jsonl"
     letters.write_text(json.dumps({"question": "1 +", "choices": ["1", "2"], "answer": 1}) + "\n")
     for i, reward in enumerate(("", "letter*2")):
-        run = made_run(folders, tmp_path / str(i), monkeypatch, task="elsewhere.jsonl", reward=reward)
-        found = graded(monkeypatch)
+        run = make_run(folders, tmp_path / str(i), monkeypatch, task="elsewhere.jsonl", reward=reward)
+        parts = graded(monkeypatch)
         evaluation.main([f"--model={run}", "--rollout=hf", "--samples=1", f"--task={letters}"])
-        assert found == [("letter", prompts.TEMPLATES["letter"])]
+        assert parts == [("letter", prompts.TEMPLATES["letter"])]
 
 
 @pytest.mark.parametrize("name", ["policy", "actor"])
-def test_the_embedded_models_are_those_of_training(name, monkeypatch):
-    """Training and eval.py ask for one folder."""
-    asked = []
-    monkeypatch.setattr(warmstart, "base_model", lambda *given: asked.append(given) or "folder")
+def test_eval_and_training_share_embedded_models(name, monkeypatch):
+    """Training and eval.py use the same folder."""
+    calls = []
+    monkeypatch.setattr(warmstart, "base_model", lambda *given: calls.append(given) or "folder")
     sums = ["--arith=min_ops=2,operand=7"]
     flags = parse_flags(evaluation.EvalFlags, [f"--model=base:{name}", *sums])
     assert evaluation.find_model(flags, "model", name) == "folder"
     trained = settings.parse(["--actor=base:actor", *sums])
-    [(flag, value, cfg)] = asked
+    [(flag, value, cfg)] = calls
     keys = {warmstart.recipe_key(name, make_task(one), 0.3) for one in (cfg, trained)}
     assert (flag, value, len(keys)) == ("model", f"base:{name}", 1)
 
 
-class Knows:
-    """An engine that writes the gold answer to every `every`-th problem, and a wrong one to the others."""
+class GoldEngine:
+    """An engine that writes the gold answer to every `every`-th problem, and a wrong answer to the rest."""
 
     def __init__(self, task, tokenizer, every: int):
         self.task, self.tokenizer = task, tokenizer
@@ -351,17 +351,17 @@ class Knows:
 
 
 @pytest.mark.parametrize("every, score", [(1, 1.0), (2, 0.5)])
-def test_a_model_that_always_answers_right_scores_one(every, score):
-    """An engine that writes the gold answer: 1; one that errs on every other problem: 1/2."""
+def test_right_answers_score_one(every, score):
+    """The gold answer to every problem: 1; to every second problem: 1/2."""
     task, tokenizer = Arithmetic(), arithmetic_tokenizer()
-    engine = Knows(task, tokenizer, every)
+    engine = GoldEngine(task, tokenizer, every)
     right, length = evaluation.solve(engine, task, tokenizer, list(range(40)), 2, Sampling(), 0, [1])
     assert right.shape == (40, 2) and right.mean() == score
     assert length == 3
 
 
 def test_right_is_above_a_half(monkeypatch):
-    """A reward for the form alone is no right answer."""
+    """A reward for the format alone is no right answer."""
 
     def grade(task, tokenizer, problems, groups):
         for group in groups:
@@ -370,7 +370,7 @@ def test_right_is_above_a_half(monkeypatch):
 
     monkeypatch.setattr(evaluation, "grade_all", grade)
     task, tokenizer = Arithmetic(), arithmetic_tokenizer()
-    right, _ = evaluation.solve(Knows(task, tokenizer, 1), task, tokenizer, [0, 1], 4, Sampling(), 0, [1])
+    right, _ = evaluation.solve(GoldEngine(task, tokenizer, 1), task, tokenizer, [0, 1], 4, Sampling(), 0, [1])
     assert right.tolist() == 2 * [[0, 0, 1, 1]]
     written = SimpleNamespace(known={"x": {task.problem("test", 0).id: {"rewards": [0.1, 0.5, 0.51], "tokens": [1]}}})
     one = SimpleNamespace(label="x", task=task)
@@ -378,26 +378,26 @@ def test_right_is_above_a_half(monkeypatch):
     assert read.tolist() == [[0, 0, 1]]
 
 
-@pytest.mark.parametrize("own", [[0], [0, 1, 2], []])
-def test_ranks_of_one_engine_sample_equally_often(own, monkeypatch):
-    """The other rank of this engine has two problems, at one a round: its calls are waited for, and none is missing."""
+@pytest.mark.parametrize("indices", [[0], [0, 1, 2], []])
+def test_ranks_of_one_engine_sample_equally_often(indices, monkeypatch):
+    """The second rank of this engine has two problems, one a round: this rank joins every round."""
     monkeypatch.setattr(tasks, "at_once", lambda samples: 1)
     task, tokenizer = Arithmetic(), arithmetic_tokenizer()
-    engine, calls = Knows(task, tokenizer, 1), []
+    engine, calls = GoldEngine(task, tokenizer, 1), []
     engine.any_rank = lambda condition: condition or len(calls) < 2
     generate = engine.generate
     engine.generate = lambda prompts, *more: calls.append(len(prompts)) or generate(prompts, *more)
-    right, length = evaluation.solve(engine, task, tokenizer, own, 3, Sampling(), 0, [1])
-    assert calls == [1] * len(own) + [0] * (2 - len(own))
-    assert right.size == 3 * len(own) and (length == 3 if own else math.isnan(length))
+    right, length = evaluation.solve(engine, task, tokenizer, indices, 3, Sampling(), 0, [1])
+    assert calls == [1] * len(indices) + [0] * (2 - len(indices))
+    assert right.size == 3 * len(indices) and (length == 3 if indices else math.isnan(length))
 
 
-def test_every_response_has_a_seed_of_its_own():
-    """Another for each problem, sample and --seed; the same whichever problems are evaluated with it."""
+def test_every_response_has_a_different_seed():
+    """Seeds depend on problem, sample and --seed, not on the set of evaluated problems."""
     task, tokenizer = Arithmetic(), arithmetic_tokenizer()
 
     def seeds_of(indices, seed):
-        engine, seen = Knows(task, tokenizer, 1), []
+        engine, seen = GoldEngine(task, tokenizer, 1), []
         generate = engine.generate
         engine.generate = lambda prompts, seeds, *more: seen.extend(seeds) or generate(prompts, seeds, *more)
         evaluation.solve(engine, task, tokenizer, indices, 3, Sampling(), seed, [1])
@@ -409,10 +409,10 @@ def test_every_response_has_a_seed_of_its_own():
     assert not {s for group in seeds_of([0, 1, 2, 3], 1) for s in group} & {s for g in all_of_them for s in g}
 
 
-def test_the_ends_of_a_model_hold_in_evaluation_and_in_the_probe(folders, tmp_path, monkeypatch):
-    """They are read from the model's folder; --stop adds to them; in the probe the sampler's join the learner's."""
-    policy = with_ends(folders / "policy", tmp_path / "policy", list(range(1, 60)))
-    actor = with_ends(folders / "actor", tmp_path / "actor", list(range(60, 120)))
+def test_stop_tokens_in_evaluation_and_in_the_probe(folders, tmp_path, monkeypatch):
+    """Stop tokens come from the model folder and --stop; in the probe, the sampler's and the learner's are joined."""
+    policy = with_stop_tokens(folders / "policy", tmp_path / "policy", list(range(1, 60)))
+    actor = with_stop_tokens(folders / "actor", tmp_path / "actor", list(range(60, 120)))
     seen = []
 
     def watched(self, prompts, seeds, sampling, topk, stop_ids, max_allowed=0):
@@ -434,10 +434,10 @@ def test_the_ends_of_a_model_hold_in_evaluation_and_in_the_probe(folders, tmp_pa
         assert not any(ends & set(r.tokens[:-1].tolist()) for r in responses)
 
 
-def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders, tmp_path, monkeypatch):
-    """Both models' ends in either model's evaluation and in fresh samples; --eval_task is graded by --reward."""
-    policy = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
-    actor = with_ends(folders / "actor", tmp_path / "actor", [1, 9])
+def test_evaluation_in_training_has_the_runs_stop_tokens_and_reward(folders, tmp_path, monkeypatch):
+    """Stop tokens of both models apply to both evaluations; --eval_task is graded by --reward."""
+    policy = with_stop_tokens(folders / "policy", tmp_path / "policy", [1, 8])
+    actor = with_stop_tokens(folders / "actor", tmp_path / "actor", [1, 9])
     file = tmp_path / "x.jsonl"
     file.write_text('{"problem": "p", "answer": "1"}\n' * 3)
     flags = {"task": str(file), "reward": "gsm8k", "eval_task": f"{file}:temperature=0.5:samples=2"}
@@ -467,13 +467,13 @@ def test_evaluation_in_training_has_the_ends_and_the_grading_of_the_run(folders,
     for name in ("policy", "actor"):
         evaluation.held_out(learner, name, run)
     assert seen == 2 * [[1, 8, 9]]
-    found = [(t.name, t.reward.parts[0].name, *how) for t, *how in tasks]
-    assert found == 2 * [(str(file), "gsm8k", 2, 0.5, 4)]
+    graded_tasks = [(t.name, t.reward.parts[0].name, *settings_of_set) for t, *settings_of_set in tasks]
+    assert graded_tasks == 2 * [(str(file), "gsm8k", 2, 0.5, 4)]
 
 
-def test_a_checkpoint_keeps_the_ends(folders, tmp_path):
-    """Its generation_config.json is the one that the run started from, byte for byte."""
-    origin = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
+def test_a_checkpoint_keeps_the_stop_tokens(folders, tmp_path):
+    """Its generation_config.json is a byte copy from the starting folder."""
+    origin = with_stop_tokens(folders / "policy", tmp_path / "policy", [1, 8])
     config = AutoConfig.from_pretrained(origin)
     save_model(config, tiny_model(0, layers=2).state_dict(), arithmetic_tokenizer(), tmp_path / "saved", str(origin))
     name = "generation_config.json"
@@ -483,9 +483,9 @@ def test_a_checkpoint_keeps_the_ends(folders, tmp_path):
     assert (tmp_path / "again" / "config.json").is_file()
 
 
-def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path, monkeypatch):
-    """From the folder that it starts from through a resume to what is evaluated afterwards."""
-    origin = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
+def test_a_run_keeps_its_stop_tokens_to_the_last_checkpoint(folders, tmp_path, monkeypatch):
+    """From the starting folder through a resume to the evaluation of the last checkpoint."""
+    origin = with_stop_tokens(folders / "policy", tmp_path / "policy", [1, 8])
     out = tmp_path / "run"
     flags = [
         "--rollout=hf",
@@ -522,9 +522,9 @@ def test_a_run_keeps_its_ends_to_the_last_checkpoint(folders, tmp_path, monkeypa
     assert seen == [[1, 8, stop], [1, 8]]
 
 
-def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
-    """Through the very message that welcomes it, also where another of its files says nothing of them."""
-    origin = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
+def test_a_remote_sampler_has_the_learners_stop_tokens_and_reward(folders, tmp_path):
+    """Through the welcome message, even if the sampler's host has none of the prompt files."""
+    origin = with_stop_tokens(folders / "policy", tmp_path / "policy", [1, 8])
     file = tmp_path / "x.jsonl"
     file.write_text('{"problem": "1 + 1", "answer": "2"}\n' * 3 + '{"problem": "1 + 1 + 1 + 1", "answer": "4"}\n')
     texts = {"system_prompt": "3 + 4", "prompt_template": "{problem} =", "chat_template": "{{ messages[1].content }} #"}
@@ -550,27 +550,27 @@ def test_a_remote_sampler_has_the_learners_ends_and_grading(folders, tmp_path):
     welcome = wire.Welcome("session", describe_run(cfg, run, "policy", 0, 0, 1), setup)
     for name in texts:  # the sampler's host has no such files
         (tmp_path / name).unlink()
-    own = SamplerFlags(rollout="hf", task=str(file))
-    source = open_source(wire.decode(wire.encode(welcome)), own, tmp_path / "sampler")
+    sampler_flags = SamplerFlags(rollout="hf", task=str(file))
+    source = open_source(wire.decode(wire.encode(welcome)), sampler_flags, tmp_path / "sampler")
     assert source.stop_ids == [1, 8, arithmetic_tokenizer().convert_tokens_to_ids("<spare0>")]
     assert source.task.reward.parts[0].name == "gsm8k"
-    assert source.task.size == run.task.size == 3  # the long one is dropped on both sides
+    assert source.task.size == run.task.size == 3  # the long prompt is dropped on both sides
     prompts = [one.tokenizer.decode(encode(one.tokenizer, one.task.problem("test", 0))) for one in (source, run)]
     assert prompts == 2 * ["1 + 1 = #"]
 
 
-def test_a_remote_sampler_is_told_every_flag_of_task_and_prompts(tmp_path):
+def test_a_remote_sampler_gets_every_flag_of_task_and_prompts(tmp_path):
     file = str(table(tmp_path / "x.jsonl", "2"))
     cfg = replace(make_cfg(max_tokens=8), task=file, reward="gsm8k*0.5,think", overlong=3, columns="prompt=problem")
     run = SimpleNamespace(context=20, stop_ids=[1], probe_ids=lambda: np.zeros((1, 3), int))
-    said = describe_run(cfg, run, "policy", 0, 0, 1)
-    own = {f.name for kind in (config.TaskFlags, config.PromptFlags) for f in fields(kind)}
-    assert {k: said["config"].get(k, "-") for k in own} == {k: getattr(cfg, k) for k in own}
-    theirs = configure(said, SamplerFlags(rollout="hf", task=file))
-    assert make_task(theirs).reward == make_task(cfg).reward
+    description = describe_run(cfg, run, "policy", 0, 0, 1)
+    names = {f.name for kind in (config.TaskFlags, config.PromptFlags) for f in fields(kind)}
+    assert {k: description["config"].get(k, "-") for k in names} == {k: getattr(cfg, k) for k in names}
+    sampler_cfg = configure(description, SamplerFlags(rollout="hf", task=file))
+    assert make_task(sampler_cfg).reward == make_task(cfg).reward
 
 
-def test_held_out_adds_up_over_ranks(monkeypatch):
+def test_held_out_sums_over_ranks(monkeypatch):
     """Two ranks with equal scores: the same mean, and the standard error of twice as many problems."""
     cfg = make_cfg(objective="grpo", eval_problems=20, max_tokens=8)
     seen = []
@@ -594,8 +594,8 @@ def test_held_out_adds_up_over_ranks(monkeypatch):
     assert result["se"] == pytest.approx(math.sqrt(0.21 / 19))
 
 
-def test_shards_are_evaluated_by_a_whole_copy_in_float32():
-    """Whatever type the config names; no random number is drawn for it."""
+def test_shards_are_evaluated_with_a_full_copy_in_float32():
+    """For every dtype in the config; without a random draw."""
     model = tiny_model(3)
     model.config.dtype = torch.bfloat16
     learner = SimpleNamespace(
@@ -626,8 +626,8 @@ def test_the_mean_of_several_sets_by_hand():
     assert got == pytest.approx({"pass@1": 0.4, "se": 0.025, **each})
 
 
-def test_the_context_is_that_of_the_longest_prompt_and_response_of_one_set(folders, tmp_path):
-    """Not of the longest prompt of one and the longest response of another; and it must fit into the actor's, too."""
+def test_the_context_is_the_maximum_over_sets(folders, tmp_path):
+    """Prompt and response lengths of one set count together; the sum must also fit the actor's context."""
     for name, problem in (("a", "7 + " * 20 + "7"), ("b", "7")):
         row = {"problem": problem, "answer": "1"}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
@@ -642,8 +642,8 @@ def test_the_context_is_that_of_the_longest_prompt_and_response_of_one_set(folde
     assert alone[0] != alone[1] and context(sets) == max(alone)
     short = tmp_path / "short"
     shutil.copytree(folders / "actor", short)
-    made = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps({**made, "max_position_embeddings": max(alone) - 1}))
+    config_json = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config_json, "max_position_embeddings": max(alone) - 1}))
     probe = [*common, "--dtype=float32", f"--task={tmp_path / 'a.jsonl'}", "--max_tokens=30"]
     with pytest.raises(UserError, match="it exceeds the model's context of"):
         probe_command.main([*probe, f"--actor={short}"])
@@ -656,7 +656,7 @@ def test_the_context_is_that_of_the_longest_prompt_and_response_of_one_set(folde
         ({}, ["--samples=2", "--model=x"], "leave out --model"),
     ],
 )
-def test_what_cannot_be_followed_is_said_at_once(tmp_path, saved, argv, sentence):
+def test_follow_refuses_other_flags(tmp_path, saved, argv, sentence):
     cfg = asdict(config.Config(eval_task="a.jsonl", **saved))
     (tmp_path / "config.json").write_text(json.dumps({"config": cfg, "objective": "x", "command": "x"}))
     (tmp_path / "checkpoints").mkdir()
@@ -664,14 +664,14 @@ def test_what_cannot_be_followed_is_said_at_once(tmp_path, saved, argv, sentence
         evaluation.main([f"--follow={tmp_path}", *argv])
 
 
-def test_a_follower_says_when_nothing_trains_there(tmp_path, capsys):
+def test_a_follower_reports_a_folder_without_training(tmp_path, capsys):
     cfg = asdict(config.Config(eval_task="a.jsonl"))
     (tmp_path / "config.json").write_text(json.dumps({"config": cfg, "objective": "x", "command": "x"}))
     evaluation.main([f"--follow={tmp_path}"])
     assert capsys.readouterr().out == f"{tmp_path}: no process trains in this folder; checkpoints evaluated: 0\n"
 
 
-def test_a_follower_rounds_the_model_that_samples_alone(tmp_path, monkeypatch):
+def test_a_follower_rounds_only_the_sampling_model(tmp_path, monkeypatch):
     seen = []
     failed = SimpleNamespace(returncode=1)
     monkeypatch.setattr(evaluation.subprocess, "run", lambda command, **_: seen.append(command) or failed)
@@ -692,7 +692,7 @@ def test_a_follower_rounds_the_model_that_samples_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_evaluation_samples_in_the_checkpoints_own_type(solvers, tmp_path, monkeypatch, dtype):
+def test_an_evaluation_samples_in_the_checkpoints_dtype(solvers, tmp_path, monkeypatch, dtype):
     load_model(str(solvers / "policy")).to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
     checkpoint.read_tokenizer(solvers / "policy").save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1 :", "answer": "2"}\n')

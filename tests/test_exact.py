@@ -1,6 +1,6 @@
-"""--exact: log-probabilities of the sampler and of the learner are the same bits, whatever stands around a token.
+"""--exact: the sampler's and the learner's log-probabilities are bit-identical in every batch.
 
-Run under torchrun (by `test_two_ranks`) this file samples and scores on each rank."""
+Under torchrun (see `test_two_ranks`) this file samples and scores on each rank."""
 
 import itertools
 import os
@@ -40,18 +40,18 @@ FORMATS = {
 }
 DISTRIBUTIONS = {"temperature": {"temperature": 0.7}, "kept sets": {"temperature": 1.3, "top_p": 0.9, "top_k": 40}}
 BF16 = {"dtype": "bfloat16", "rollout_dtype": "bfloat16"}
-TOKENS = 24  # of a response at most
+TOKENS = 24  # longest response
 
 
 def make_pair(hidden: int = 32, comm=None, **changes):
-    """(engine, learner) of one tiny model, the learner's weights published."""
+    """(engine, learner) of one tiny model, with the learner's weights published."""
     cfg = make_cfg(**{"objective": "tis", "exact": True, "micro_tokens": 2500, **changes})
     learner = Learner(tiny_model(0, layers=2, hidden=hidden), None, cfg, comm or Comm())
     model = tiny_model(0, layers=2, hidden=hidden)
     if not cfg.exact:
         model = model.to(getattr(torch, cfg.rollout_dtype))
-    how = {"dtype": cfg.rollout_dtype, "exact": cfg.exact, "head_fp32": cfg.lm_head_fp32}
-    engine = HFEngine(model, **how, fmt=quant.format_of(cfg.rollout_quant, cfg.quant_group))
+    settings = {"dtype": cfg.rollout_dtype, "exact": cfg.exact, "head_fp32": cfg.lm_head_fp32}
+    engine = HFEngine(model, **settings, fmt=quant.format_of(cfg.rollout_quant, cfg.quant_group))
     engine.load(learner.published("policy", engine.packed))
     return engine, learner
 
@@ -59,7 +59,7 @@ def make_pair(hidden: int = 32, comm=None, **changes):
 def sample(
     engine, n: int = 12, G: int = 4, seed: int = 0, longest: int = 30, vocabulary: int = VOCAB, **distribution
 ) -> list[Rollout]:
-    """n groups behind prompts of unequal lengths, below `longest`; some responses end early, and some contexts are
+    """n groups with prompts of unequal lengths below `longest`; a few responses end early, and a few contexts are
     longer than a block of keys."""
     draws = [np.random.default_rng((seed, i)) for i in range(n)]
     prompts = [rng.integers(0, vocabulary, rng.integers(2, longest)) for rng in draws]
@@ -91,8 +91,8 @@ def n_tokens(groups) -> int:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
-def test_ten_thousand_tokens_are_equal_however_they_are_read(dtype, fmt, distribution, monkeypatch):
-    """In few micro-batches and in many, prompts shared or not, the head in large chunks and in small ones."""
+def test_ten_thousand_tokens_are_equal_in_every_split(dtype, fmt, distribution, monkeypatch):
+    """Few and many micro-batches, shared and separate prompts, large and small chunks of the head."""
     engine, learner = make_pair(**dtype, **FORMATS[fmt], **DISTRIBUTIONS[distribution])
     groups = sample(engine, n=125, **DISTRIBUTIONS[distribution])
     assert n_tokens(groups) >= 10**4
@@ -111,8 +111,8 @@ def test_ten_thousand_tokens_are_equal_however_they_are_read(dtype, fmt, distrib
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
 def test_a_single_row_equals_a_batch(dtype, fmt):
-    """A response that is decoded or read alone has the log-probabilities that it has among others. Rows are wide: sums
-    of few numbers are taken in one order anyway."""
+    """A response decoded or read alone has the log-probabilities of a batch. Rows are wide: sums of few numbers have
+    only one order."""
     engine, learner = make_pair(hidden=192, micro_tokens=1, **dtype, **FORMATS[fmt])
     groups = sample(engine, n=10, longest=5)
     alone = sample(engine, n=1, G=1, longest=5)
@@ -133,14 +133,14 @@ def test_a_single_row_equals_a_batch(dtype, fmt):
         (BF16, "w4a16", ""),
     ],
 )
-def test_ten_thousand_tokens_of_two_threads(dtype, fmt, distribution):
-    """Wide enough that products and sums are divided between them."""
-    how = DISTRIBUTIONS.get(distribution, {})
+def test_ten_thousand_tokens_with_two_threads(dtype, fmt, distribution):
+    """The model is wide enough that products and sums are divided between threads."""
+    settings = DISTRIBUTIONS.get(distribution, {})
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        engine, learner = make_pair(hidden=256, **dtype, **FORMATS[fmt], **how)
-        groups = sample(engine, n=125, **how)
+        engine, learner = make_pair(hidden=256, **dtype, **FORMATS[fmt], **settings)
+        groups = sample(engine, n=125, **settings)
         assert n_tokens(groups) >= 10**4
         assert gap(learner, groups) == 0
     finally:
@@ -148,16 +148,16 @@ def test_ten_thousand_tokens_of_two_threads(dtype, fmt, distribution):
 
 
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
-def test_without_it_they_differ(dtype):
-    """The control: else zero would say nothing."""
+def test_without_exact_the_gap_is_not_zero(dtype):
+    """The control experiment for the tests above."""
     engine, learner = make_pair(exact=False, **dtype)
     assert gap(learner, sample(engine)) > (1e-3 if dtype else 1e-7)
 
 
 @pytest.mark.parametrize("head_fp32", [False, True])
 @pytest.mark.parametrize("family", exact.FAMILIES)
-def test_every_family_that_is_let_through(family, head_fp32):
-    """Biases, scaled logits, untied heads, heads with keys of their own, embeddings with rows beyond the vocabulary."""
+def test_every_supported_family(family, head_fp32):
+    """Biases, scaled logits, untied heads, a head dimension from the config, embeddings with unused rows."""
     changes = {"sliding_window": None} if family == "mistral" else {}
     vocabulary = 290
     models = [standins.model(family, vocab_size=vocabulary + 9, **changes) for _ in range(2)]
@@ -169,7 +169,7 @@ def test_every_family_that_is_let_through(family, head_fp32):
     learner.check_heads(np.arange(40).reshape(2, 20))
 
 
-def test_the_actor_that_samples_and_the_actor_that_is_scored():
+def test_the_sampling_actor_equals_the_scored_actor():
     cfg = make_cfg(objective="jackpot", exact=True, actor="base:actor", obrs_topk=3, **BF16)
     learner = Learner(tiny_model(0, layers=2), tiny_model(1), cfg, Comm())
     engine = HFEngine(tiny_model(1), dtype="bfloat16", exact=True)
@@ -180,22 +180,21 @@ def test_the_actor_that_samples_and_the_actor_that_is_scored():
     assert not torch.equal(stats.logp[batch.exists], batch.logp_inf[batch.exists])
 
 
-def test_the_learners_own_cut_is_the_samplers():
-    """--keep_sampling_mask=recompute: no token that was sampled is cut."""
+def test_recomputed_truncation_equals_the_samplers():
+    """--keep_sampling_mask=recompute truncates no sampled token."""
     cut = {"top_p": 0.8, "min_p": 0.02}
     engine, learner = make_pair(keep_sampling_mask="recompute", **cut, **BF16)
     assert gap(learner, sample(engine, n=40, **cut)) == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# It is the same function, with its gradient
+# The same function and the same gradient as without --exact
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", [[3, 7, 5], [30, 32, 31], [32, 32, 32]])
 def test_the_samplers_cache_is_in_order(lengths):
-    """Beside lists of a row's keys: after prompts that are padded on the left, new tokens, a row less, and more than a
-    block of keys."""
+    """Against lists of a row's keys: left-padded prompts, new tokens, a dropped row, more than one block of keys."""
     torch.manual_seed(0)
     P, cache = max(lengths), DynamicCache()
     cache.update(torch.randn(len(lengths), 2, P, 4), torch.randn(len(lengths), 2, P, 6), 0)
@@ -208,31 +207,31 @@ def test_the_samplers_cache_is_in_order(lengths):
             cache.batch_select_indices(torch.tensor([2, 0]))
         mask = cache.layers[0].mask()
         new = torch.randn(len(kept), 2, 1, 4), torch.randn(len(kept), 2, 1, 6)
-        found = cache.update(*new, 0)
-        assert found[0].shape[2] == found[1].shape[2] == mask.shape[1] and mask.shape[1] == exact.room(mask.shape[1])
+        cached = cache.update(*new, 0)
+        assert cached[0].shape[2] == cached[1].shape[2] == mask.shape[1] and mask.shape[1] == exact.room(mask.shape[1])
         for row, lists in enumerate(kept):
-            for wanted, x, more in zip(lists, found, new, strict=True):
+            for wanted, x, more in zip(lists, cached, new, strict=True):
                 wanted.append(more[row, :, 0])
                 assert torch.equal(x[row][:, mask[row]], torch.stack(wanted, 1))
 
 
-def test_attention_is_attention():
-    """Against softmax(q k / sqrt(D)) v written out: heads that share keys, padding on the left, several blocks."""
+def test_exact_attention_against_plain_attention():
+    """Against softmax(q k / sqrt(D)) v: heads with shared keys, left padding, several blocks."""
     torch.manual_seed(0)
     B, heads, shared, Q, K, D = 3, 2, 3, 5, 70, 8
     query = torch.randn(B, heads * shared, Q, D, requires_grad=True)
     key, value = (torch.randn(B, heads, K, D, requires_grad=True) for _ in range(2))
-    first = torch.tensor([0, 4, 33])  # of each row's keys
+    first = torch.tensor([0, 4, 33])  # first visible key of each row
     place = torch.arange(K)
     mask = (place >= first[:, None, None, None]) & (place <= torch.arange(K - Q, K)[:, None])
-    ours, _ = exact.attention(None, query, key, value, exact.Seen.of(mask), 0.3)
+    got, _ = exact.attention(None, query, key, value, exact.Seen.of(mask), 0.3)
     scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(shared, 1)) * 0.3
     p = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     want = (p @ value.repeat_interleave(shared, 1)).transpose(1, 2)
-    assert torch.allclose(ours, want, atol=1e-5)
+    assert torch.allclose(got, want, atol=1e-5)
     tensors, g = (query, key, value), torch.randn_like(want)
-    found = torch.autograd.grad(ours, tensors, g)
-    for x, y in zip(found, torch.autograd.grad(want, tensors, g), strict=True):
+    grads = torch.autograd.grad(got, tensors, g)
+    for x, y in zip(grads, torch.autograd.grad(want, tensors, g), strict=True):
         assert torch.allclose(x, y, atol=1e-5)
 
 
@@ -241,9 +240,9 @@ ALONE += [(2, 1100, 37, 32), (1, 700, 23, 128)]
 
 
 @pytest.mark.parametrize(("shared", "T", "stride", "D"), ALONE)
-def test_a_query_alone_sees_what_it_sees_among_others(shared, T, stride, D):
-    """Bit for bit: a row of T queries at once, and some alone, with others in their batch and places behind their keys.
-    The longest have more keys than the kernel takes at a time."""
+def test_a_single_query_equals_the_same_query_in_a_batch(shared, T, stride, D):
+    """Bit for bit: T queries of a row at once against single queries in a different batch, with places after their
+    keys. The longest rows have more keys than the kernel processes at a time."""
     torch.manual_seed(shared)
     B, heads = 5 if T < 100 else 2, 2
     query = torch.randn(B, heads * shared, T, D)
@@ -252,34 +251,34 @@ def test_a_query_alone_sees_what_it_sees_among_others(shared, T, stride, D):
     whole, _ = exact.attention(None, query, key, value, exact.Seen.of(mask), 0.25)
     for t in range(0, T, stride):
         for room in (exact.room(t + 1), exact.room(t + 301)):
-            some = torch.tensor([t % B, (t + 3) % B, t % B])
+            rows = torch.tensor([t % B, (t + 3) % B, t % B])
             seen = exact.Seen.of((torch.arange(room) <= t).expand(3, 1, 1, room))
-            behind = (0, 0, 0, room - t - 1)  # what no query sees counts exactly 0, whatever stands there
-            k = F.pad(key[some, :, : t + 1], behind, value=9.0)
-            v = F.pad(value[some, :, : t + 1], behind, value=1e34)
-            alone, _ = exact.attention(None, query[some, :, t : t + 1], k, v, seen, 0.25)
-            assert torch.equal(alone[:, 0], whole[some, t]), (t, room)
+            behind = (0, 0, 0, room - t - 1)  # invisible keys count exactly 0 for every content
+            k = F.pad(key[rows, :, : t + 1], behind, value=9.0)
+            v = F.pad(value[rows, :, : t + 1], behind, value=1e34)
+            alone, _ = exact.attention(None, query[rows, :, t : t + 1], k, v, seen, 0.25)
+            assert torch.equal(alone[:, 0], whole[rows, t]), (t, room)
 
 
-def test_a_query_that_sees_no_key_is_a_number():
-    """A place of a padded prompt; no other reads it, but a NaN times 0 would be one."""
+def test_a_query_without_visible_keys_is_finite():
+    """A place in a padded prompt: no token reads it, but NaN times 0 would be NaN."""
     mask = torch.ones(1, 1, 3, 40, dtype=torch.bool)
     mask[:, :, 0] = False
     x = torch.randn(1, 2, 40, 8)
-    ours, _ = exact.attention(None, x[:, :, :3], x, x, exact.Seen.of(mask), 0.25)
-    assert ours.isfinite().all()
+    got, _ = exact.attention(None, x[:, :, :3], x, x, exact.Seen.of(mask), 0.25)
+    assert got.isfinite().all()
 
 
 def test_blocks_of_several_queries(monkeypatch):
-    """As a GPU takes them: the last block is filled up, and every query is itself wherever it stands in its block."""
+    """Blocks as on a GPU: the last block is padded, and the position of a query in its block does not matter."""
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 6, 11, 16), torch.randn(2, 3, 30, 16), torch.randn(2, 3, 30, 16)
     seen = exact.Seen.of(torch.ones(11, 30, dtype=torch.bool).tril(19).expand(2, 1, 11, 30))
     want, _ = exact.attention(None, query, key, value, seen, 0.25)
     monkeypatch.setitem(exact.QUERIES, "cpu", 4)
     monkeypatch.setattr(exact, "AT_ONCE", 8)
-    ours, _ = exact.attention(None, query, key, value, seen, 0.25)
-    assert torch.allclose(ours, want, atol=1e-6)
+    got, _ = exact.attention(None, query, key, value, seen, 0.25)
+    assert torch.allclose(got, want, atol=1e-6)
 
 
 ROWS_OF_A_PRODUCT = """
@@ -297,15 +296,15 @@ for threads in (1, 2, 4):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("processor", ["AVX512", "AVX2"])
-def test_a_row_of_a_product_is_itself_wherever_it_stands(processor):
-    """Also on a processor that has no more than AVX2, and divided between threads."""
+def test_rows_of_a_product_do_not_depend_on_their_position(processor):
+    """Also on a processor with only AVX2, and with several threads."""
     env = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": processor}
     done = subprocess.run([sys.executable, "-c", ROWS_OF_A_PRODUCT], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
 
 
-def test_a_norm_of_few_rows_is_one_of_many_on_a_gpu():
-    """Their number decides there by how many threads a row is added up. (meta stands for the GPU.)"""
+def test_norms_of_few_rows_are_padded_on_a_gpu():
+    """On a GPU the number of rows decides how many threads sum a row. (meta stands for the GPU.)"""
     seen = []
 
     def norm(x):
@@ -327,8 +326,8 @@ def test_silu_far_from_zero_has_a_gradient():
 
 
 @pytest.mark.parametrize("fmt", ["plain", "w4a16"])
-def test_the_gradient_is_the_ordinary_one(fmt):
-    """An update's gradient with --exact and without, with activations kept and computed again."""
+def test_the_gradient_equals_the_gradient_without_exact(fmt):
+    """An update's gradient with and without --exact, with and without gradient checkpointing."""
     engine, _ = make_pair(**FORMATS[fmt])
     groups = sample(engine)
     grads = []
@@ -342,8 +341,8 @@ def test_the_gradient_is_the_ordinary_one(fmt):
     assert float(grads[0].norm()) > 1e-3
 
 
-def test_a_layer_that_is_written_to_is_read_anew():
-    """An engine's layer keeps its weight in 16 bits until another one is loaded."""
+def test_a_changed_weight_is_cast_again():
+    """An engine's layer caches its weight in 16 bits until new weights are loaded."""
     layer = exact.ExactLinear.from_linear(torch.nn.Linear(16, 8)).requires_grad_(False)
     x = torch.randn(3, 16)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
@@ -354,7 +353,7 @@ def test_a_layer_that_is_written_to_is_read_anew():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where it holds, and what happens where it does not
+# Requirements and checks
 # ---------------------------------------------------------------------------------------------------------------------
 
 REFUSED = [
@@ -371,7 +370,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "says"), REFUSED)
-def test_what_cannot_be_exact_is_refused(flags, says):
+def test_flags_that_exclude_exact_are_refused(flags, says):
     with pytest.raises(UserError, match="--exact") as e:
         make_cfg(objective="tis", exact=True, **flags)
     assert says in str(e.value)
@@ -381,18 +380,18 @@ def test_what_cannot_be_exact_is_refused(flags, says):
     ("family", "changes"),
     [("gemma2", {}), ("mistral", {}), ("qwen3_moe", {}), ("phi", {}), ("llama", {"hidden_act": "gelu"})],
 )
-def test_models_that_are_not_known_are_refused(family, changes, tmp_path):
+def test_unsupported_models_are_refused(family, changes, tmp_path):
     folder = standins.save(standins.model(family, **changes), tmp_path)
     with pytest.raises(UserError, match="--exact"):
         exact.check_model(make_cfg(objective="tis", exact=True), folder, None)
 
 
-def test_a_run_is_zero_and_stops_where_it_is_not(folders, tmp_path):
-    """Two batches of two updates; then one log-probability is off by its last bit."""
+def test_a_run_stops_at_a_gap_above_zero(folders, tmp_path):
+    """Two batches of two updates; then one log-probability is changed in its last bit."""
     (tmp_path / "run").mkdir()
     size = dict(rollout_batch=16, train_batch=8, group_size=4, steps=8, eval_every=-1, max_tokens=8)
-    about = dict(model=str(folders / "policy"), out=str(tmp_path / "run"), overwrite=True, objective="tis")
-    t = Training(make_cfg(exact=True, **about, **size), Comm())
+    paths = dict(model=str(folders / "policy"), out=str(tmp_path / "run"), overwrite=True, objective="tis")
+    t = Training(make_cfg(exact=True, **paths, **size), Comm())
     for _ in range(4):
         if not t.pending:
             t.roll_out()
@@ -406,7 +405,7 @@ def test_a_run_is_zero_and_stops_where_it_is_not(folders, tmp_path):
 
 
 @pytest.mark.parametrize(("gap", "is_zero"), [(0.0, True), (-np.inf, True), (1e-9, False), (np.nan, False)])
-def test_a_difference_that_is_no_number_is_not_zero(gap, is_zero):
+def test_a_nan_gap_is_not_zero(gap, is_zero):
     """-inf: a step without a token."""
     cfg, logged = make_cfg(exact=True, objective="tis"), {"rollout_corr/largest_gap": gap, "staleness/max_updates": 0}
     if is_zero:
@@ -429,7 +428,7 @@ RANK_CASES += [{"parallel": "fsdp", **DISTRIBUTIONS["temperature"]}]
 
 @pytest.mark.timeout(300)
 def test_two_ranks(tmp_path):
-    """Each rank samples for itself and scores its share, before and after an update of both: 10^4 tokens a case."""
+    """Each rank samples and scores its share, before and after a joint update: 10^4 tokens a case."""
     out = tmp_path / "gaps.pt"
     torchrun("test_exact.py", out)
     gaps, tokens = zip(*itertools.chain.from_iterable(torch.load(out)), strict=True)
@@ -445,9 +444,9 @@ def main(out: str) -> None:
         for turn in range(2):
             distribution = {name: case[name] for name in ("temperature", "top_p", "top_k") if name in case}
             groups = sample(engine, n=36 + comm.rank, seed=1 + comm.rank, **distribution)
-            said = [None] * comm.size
-            dist.all_gather_object(said, (gap(learner, groups), n_tokens(groups)))
-            gaps.append(said)
+            results = [None] * comm.size
+            dist.all_gather_object(results, (gap(learner, groups), n_tokens(groups)))
+            gaps.append(results)
             batch = batching.collate(groups, learner.cfg)
             if turn == 0:
                 learner.update(batch, objectives.prepare(batch, comm, learner.cfg, {}, None))

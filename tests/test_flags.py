@@ -1,4 +1,4 @@
-"""The command line: what is read, what is refused and in which words, and the page that --help prints."""
+"""The command line: values, errors, and the page of --help."""
 
 import contextlib
 import errno
@@ -95,7 +95,7 @@ def parse(*argv) -> Command:
 
 
 def test_the_page():
-    """A command's own flags first, then its groups in the order of its bases; a flag's default and its choices."""
+    """A command's flags first, then its groups in the order of its bases; a flag's default and its choices."""
     assert flags.help_page(Command, "python command.py --key=value ...") == PAGE
 
 
@@ -107,8 +107,8 @@ def test_help_prints_the_page_and_exits_with_0(argv, capsys):
     assert capsys.readouterr().out.strip() == PAGE
 
 
-def test_rare_flags_stand_on_the_page_of_all_flags(capsys):
-    """A command that adds flags to train.py's shows its own."""
+def test_rare_flags_are_on_the_page_of_all_flags(capsys):
+    """A command that extends train.py's flags shows its additional flags."""
     both = dataclass(frozen=True)(type("Both", (Rules, Config), {}))
     for argv, n in (
         (["--help"], 30),
@@ -116,7 +116,7 @@ def test_rare_flags_stand_on_the_page_of_all_flags(capsys):
         (["--help=all"], len(fields(Config))),
         (["--help", "all"], len(fields(Config))),
     ):
-        for command, more in ((Config, 0), (both, 3)):  # kind, target and cap; clip is train.py's too
+        for command, more in ((Config, 0), (both, 3)):  # kind, target and cap; clip is a flag of train.py
             with pytest.raises(SystemExit):
                 flags.parse_flags(command, argv)
             page = capsys.readouterr().out
@@ -132,16 +132,16 @@ ONE_LINE = "from machinery import flags; flags.run_command(lambda: print('less t
 @pytest.mark.parametrize(
     "argv", [["objectives.py"], ["metrics.py"], ["-m", "machinery.plot", "--help"], ["-c", ONE_LINE]]
 )
-def test_a_page_ends_quietly_where_nobody_reads_it(argv):
-    """As with `| head`; the reader is gone before the first line."""
+def test_a_closed_pipe_ends_a_command_quietly(argv):
+    """Like `| head`; the reader is gone before the first line."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    with os.fdopen(write_end) as nobody:
+    with os.fdopen(write_end) as closed_pipe:
         done = subprocess.run(
             [sys.executable, *argv],
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": ""},  # with a buffer, as is usual
-            stdout=nobody,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # with the default buffer
+            stdout=closed_pipe,
             stderr=subprocess.PIPE,
             text=True,
             timeout=120,
@@ -149,8 +149,8 @@ def test_a_page_ends_quietly_where_nobody_reads_it(argv):
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_another_broken_pipe_keeps_its_traceback():
-    """Of a process that this one writes to: its output is read."""
+def test_a_different_broken_pipe_keeps_its_traceback():
+    """The pipe to a different process breaks; standard output is open."""
 
     def command():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
@@ -160,7 +160,7 @@ def test_another_broken_pipe_keeps_its_traceback():
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback():
-    """With the exit code of shells."""
+    """The exit code is the shells'."""
 
     def command():
         raise KeyboardInterrupt
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback():
 
 
 def in_a_pipe(do) -> None:
-    """Call it with standard output a pipe that somebody could read."""
+    """Call a function with an open pipe as standard output."""
     read_end, write_end = os.pipe()
     with os.fdopen(read_end), os.fdopen(write_end, "w") as out, contextlib.redirect_stdout(out):
         do()
@@ -189,7 +189,7 @@ def groups_on(page: str) -> dict[str, list[str]]:
 
 
 def test_the_groups_of_train():
-    """In the order of Config's bases, and of their bases, each with the flags that its class defines."""
+    """In the order of Config's bases and of their bases, each with the flags of its class."""
     want = {}
     for base in [group for parent in Config.__bases__ for group in flags.groups_of(parent)]:
         want[base.__doc__.splitlines()[0]] = list(base.__annotations__)
@@ -200,7 +200,7 @@ def test_the_groups_of_train():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_flag_stands_on_the_page_once(command):
+def test_every_flag_is_on_the_page_once(command):
     listed = [key for group in groups_on(flags.help_page(command)).values() for key in group]
     assert sorted(listed) == sorted(f.name for f in fields(command))
 
@@ -218,7 +218,7 @@ def test_every_flag_has_its_sentence(command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_group_has_a_title(command):
     for group in flags.groups_of(command):
-        assert not group.__doc__.startswith(group.__name__), group  # what dataclass writes where there is none
+        assert not group.__doc__.startswith(group.__name__), group  # dataclass's default docstring
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -227,7 +227,7 @@ def test_the_page_fits_a_screen(command):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is read
+# Values
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +238,7 @@ def test_defaults(command):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_default_can_be_written(command):
-    """Each flag reads its own default as it is printed: of its type, and among its choices."""
+    """Each flag reads its printed default: type and value are equal."""
     for f in fields(command):
         got = getattr(flags.parse_flags(command, [f"--{f.name}={f.default}"]), f.name)
         assert got == f.default, f.name
@@ -289,19 +289,19 @@ def test_several_flags_at_once():
     )
 
 
-def test_the_process_own_arguments(monkeypatch):
+def test_the_default_arguments_are_the_processs(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["command.py", "--steps=9"])
     assert flags.parse_flags(Command) == Command(steps=9)
 
 
-def test_reading_leaves_the_arguments_alone():
+def test_reading_does_not_change_the_arguments():
     argv = ["--steps", "9"]
     flags.parse_flags(Command, argv)
     assert argv == ["--steps", "9"]
 
 
-def test_further_names_are_let_through():
-    """config.parse translates them; a bare one takes the next word as its value."""
+def test_additional_names_are_passed_on():
+    """config.parse translates them; a bare name takes the next word as its value."""
     argv = ["--config=x.toml", "--num-steps", "3", "--steps=4"]
     want = [("config", "x.toml"), ("num_steps", "3"), ("steps", "4")]
     assert flags.read(Command, argv, also={"config", "num_steps"}) == want
@@ -319,7 +319,7 @@ def test_types_and_choices():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is refused
+# Errors
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -380,7 +380,7 @@ def test_one_sentence(argv, sentence):
         ("train-bach", "train_batch"),
     ],
 )
-def test_a_slip_of_the_finger_gets_a_guess(typed, meant):
+def test_a_misspelled_flag_gets_a_suggestion(typed, meant):
     with pytest.raises(ValueError, match=f"no such flag; did you mean --{meant}\\?"):
         flags.parse_flags(Config, [f"--{typed}=1"])
 
@@ -397,7 +397,7 @@ def test_a_slip_of_the_finger_gets_a_guess(typed, meant):
         "x",
     ],
 )
-def test_a_flag_that_is_like_no_other_gets_none(typed):
+def test_an_unknown_flag_gets_no_suggestion(typed):
     with pytest.raises(ValueError) as e:
         flags.parse_flags(Config, [f"--{typed}=8"])
     assert str(e.value) == f"--{typed}: no such flag; see --help"

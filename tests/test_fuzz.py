@@ -1,4 +1,4 @@
-"""A short run of remote_tools/fuzz.py; the long one is made by hand."""
+"""A short run of remote_tools/fuzz.py; long runs are started by hand."""
 
 import random
 
@@ -19,14 +19,14 @@ def test_a_short_attack(where, tmp_path):
     assert report.honest >= 10 and not report.broken, report
 
 
-def test_a_report_says_what_is_broken():
+def test_a_report_with_failures_is_broken():
     good = fuzz.Report(frames=9, crashes=0, honest=3, lost=0, doubled=0, growth=63.0)
     assert not good.broken
     for changes in (dict(crashes=1), dict(lost=1), dict(doubled=1), dict(growth=65.0)):
         assert fuzz.Report(**{**vars(good), **changes}).broken
 
 
-def test_the_attackers_groups_are_poisoned_and_the_honest_ones_are_not():
+def test_poisoned_groups_are_refused_and_honest_groups_accepted():
     r = random.Random(3)
     taken = 0
     for n in range(300):
@@ -34,7 +34,7 @@ def test_the_attackers_groups_are_poisoned_and_the_honest_ones_are_not():
         assert groups.decode_group(groups.encode_group(group), poison.LIMITS).uid == group.uid
         try:
             groups.decode_group(poison.poison(r, group), poison.LIMITS)
-            taken += 1  # some prompts only the task knows, and some bytes may be any
+            taken += 1  # a few prompts only the task can check, and a few bytes are arbitrary
         except wire.WireError:
             pass
     assert taken < 60

@@ -18,9 +18,9 @@ def t(*x):
     return torch.tensor(x, dtype=f64)
 
 
-def group_mean(logq, group, how="weighted"):
+def group_mean(logq, group, method="weighted"):
     """E of each response's group."""
-    return corrections.log_group_mean(logq, group, how).exp()
+    return corrections.log_group_mean(logq, group, method).exp()
 
 
 def test_expectations_by_hand():
@@ -45,11 +45,11 @@ def test_a_response_without_tokens_has_no_q():
     assert corrections.log_group_mean(empty, torch.tensor([0, 1, 0])).isfinite().all()
 
 
-@pytest.mark.parametrize("how", ["weighted", "mean"])
-def test_one_response_or_equal_ones_give_their_own_q(how):
+@pytest.mark.parametrize("method", ["weighted", "mean"])
+def test_the_expectation_of_one_or_equal_responses_is_q(method):
     logq, same = t(-3.0, -0.5, -900.0), t(-2.0, -2.0, -2.0)
-    assert torch.allclose(corrections.log_group_mean(logq, torch.arange(3), how), logq, atol=1e-12)
-    assert torch.allclose(corrections.log_group_mean(same, torch.zeros(3), how), same, atol=1e-12)
+    assert torch.allclose(corrections.log_group_mean(logq, torch.arange(3), method), logq, atol=1e-12)
+    assert torch.allclose(corrections.log_group_mean(same, torch.zeros(3), method), same, atol=1e-12)
 
 
 def test_extremes_stay_finite():
@@ -58,14 +58,14 @@ def test_extremes_stay_finite():
     assert far.isfinite().all()
 
 
-def test_what_p_is_divided_by():
+def test_the_denominator_of_p():
     assert torch.equal(corrections.group_log_base(t(-5.0), t(-1000.0), t(0.0)), t(-1000.0))
     mixed = corrections.group_log_base(t(LN(0.2)), t(LN(0.6)), t(0.25)).exp()
     assert float(mixed) == pytest.approx(0.25 * 0.2 + 0.75 * 0.6)
 
 
-def test_weighted_is_another_number_than_the_expectation_and_mean_is_not():
-    """Eq. 11 over ever larger groups goes to E_q[q^2] / E_q[q]; the mean is unbiased at any size."""
+def test_weighted_is_biased_and_mean_is_not():
+    """Eq. 11 converges to E_q[q^2] / E_q[q] for large groups; the mean is unbiased at any size."""
     q = t(0.6, 0.3, 0.1)
     generator = torch.Generator().manual_seed(0)
     draws = torch.multinomial(q, 40_000, replacement=True, generator=generator)
@@ -101,18 +101,18 @@ def two_groups(moved):
 
 
 def rows_from(batch, first):
-    """The batch without the rows before `first`, and without its groups."""
+    """The batch from row `first`, without its groups."""
     columns = {name: getattr(batch, name)[first:] for name in ("logp_ref", "logp_inf", "mask", "adv")}
     return TinyBatch(**columns)
 
 
 def of_groups(f, q):
-    """f of each pair of responses, for each of them: (4,)."""
+    """f of each pair of responses, repeated for both: (4,)."""
     return torch.stack([f(q[:2]), f(q[:2]), f(q[2:]), f(q[2:])])
 
 
 @pytest.mark.parametrize("c", [0.0, 4.0])
-def test_loss_and_gradient_are_the_texts(c):
+def test_loss_and_gradient_equal_the_papers(c):
     cfg = make_cfg(objective="gepo", gepo_defence=c)
     new, b = two_groups(MOVED)
     stats = objectives.prepare(b, One, cfg, {})
@@ -128,8 +128,8 @@ def test_loss_and_gradient_are_the_texts(c):
     assert float(total.detach()) == pytest.approx(float(want.detach()), rel=1e-12)
     grad = torch.autograd.grad(want, p)[0] * p.detach() / b.mask.sum(1)  # d p / d log p_t = p / T
     assert torch.allclose(new.logp.grad, grad[:, None] * b.mask, atol=1e-12)
-    assert torch.allclose(logs["weight"][:, 0], w.detach(), atol=1e-12)  # what the metrics call the weight
-    assert float(w.detach()[3]) < 0.3  # the group's mean, not its own q
+    assert torch.allclose(logs["weight"][:, 0], w.detach(), atol=1e-12)  # logged as the weight
+    assert float(w.detach()[3]) < 0.3  # the group's mean, not the response's q
     assert c == 0 or float(e[2]) > 0.1
     # a micro-batch keeps its groups' numbers
     again, _ = objectives.loss(TokenStats(new.logp.detach()[2:]), rows_from(b, 2), stats.select([2, 3]), cfg)
@@ -145,8 +145,8 @@ def test_half_a_group_still_divides_by_the_whole_groups_expectation():
     assert torch.equal(alone, whole.detach()[3:])
 
 
-def test_cppo_kl_estimates_what_its_name_says():
-    """Exact expectations under q over three tokens: the released code's version is no KL."""
+def test_expectations_of_the_cppo_kl_estimators():
+    """Exact expectations under q over three tokens: the released code's version is not a KL."""
     p, q = t(0.5, 0.3, 0.2), t(0.2, 0.2, 0.6)
     k3 = float((q * corrections.cppo_kl(p.log(), q.log(), "k3", 20.0)).sum())
     official = float((q * corrections.cppo_kl(p.log(), q.log(), "official", 20.0)).sum())
@@ -159,12 +159,12 @@ def test_cppo_kl_estimates_what_its_name_says():
     assert corrections.cppo_kl(p.log(), q.log(), "k2", 20.0).tolist() == pytest.approx(k2)
 
 
-@pytest.mark.parametrize("how, d", [("official", -0.5), ("k3", 0.5)])
-def test_cppo_kl_pulls_the_policy_back(how, d):
-    """One token of p_new = e^0.5 p_inf: its drift in the loss, and a gradient that lowers p_new again."""
+@pytest.mark.parametrize("method, d", [("official", -0.5), ("k3", 0.5)])
+def test_cppo_kl_pulls_the_policy_back(method, d):
+    """One token of p_new = e^0.5 p_inf: its drift in the loss, and a gradient that lowers p_new."""
     new, b = two_groups([[0.0, 0.5], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     base = make_cfg(objective="gepo")
-    cfg = replace(base, cppo_beta=0.1, cppo_kl=how)
+    cfg = replace(base, cppo_beta=0.1, cppo_kl=method)
     stats = objectives.prepare(b, One, cfg, {})
     plain, _ = objectives.loss(new, b, stats, base)
     value, logs = objectives.loss(new, b, stats, cfg)
@@ -173,14 +173,14 @@ def test_cppo_kl_pulls_the_policy_back(how, d):
     assert torch.allclose((value - plain).detach(), 0.1 * drift, atol=1e-12)
     assert float(logs["cppo_kl"][0, 1]) == pytest.approx(math.exp(d) - d - 1)
     (value - plain).sum().backward()
-    slope = 0.1 * abs(1 - math.exp(d))  # above 0: descent lowers p_new back towards p_inf
+    slope = 0.1 * abs(1 - math.exp(d))  # above 0: descent lowers p_new towards p_inf
     assert float(new.logp.grad[0, 1]) == pytest.approx(slope)
     assert float(new.logp.grad.abs().sum()) == pytest.approx(slope)
 
 
 @pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_cppo_kl_is_a_mean_over_responses_under_any_reduction(reduction):
-    """Responses of 1 and 2 tokens: the drift of each counts by its own length, whatever divides the surrogate."""
+    """Responses of 1 and 2 tokens: each drift is divided by its response's length, for every reduction."""
     new, b = two_groups([[0.4, 0.0], [0.3, -0.2], [0.0, 0.0], [0.1, 0.1]])
     b = replace(b, mask=torch.tensor([[1, 0], [1, 1], [1, 1], [1, 1]]).bool())
     base = make_cfg(objective="grpo", ratio_base="inf", reduction=reduction, max_tokens=7)
@@ -195,8 +195,8 @@ def test_cppo_kl_is_a_mean_over_responses_under_any_reduction(reduction):
     assert float(got.detach()) == pytest.approx(want, abs=1e-12)
 
 
-def test_prime_rls_k2_counts_by_tokens_as_the_surrogate_does():
-    """Responses of 1 and 2 tokens: half the squared log-ratio of each token, not over its response's length."""
+def test_prime_rls_k2_is_a_mean_over_tokens():
+    """Responses of 1 and 2 tokens: half the squared log-ratio of each token, not divided by the response's length."""
     log_ratio = [[0.4, 0.0], [0.3, -0.2], [0.0, 0.5], [0.1, 0.1]]
     new, b = two_groups(log_ratio)
     b = replace(b, mask=torch.tensor([[1, 0], [1, 1], [1, 1], [1, 1]]).bool())

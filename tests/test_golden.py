@@ -1,4 +1,4 @@
-"""Named corrections against tests/golden: values from formulas alone, by a program that knows nothing of ours."""
+"""Named corrections against tests/golden: values from formulas, by a program independent of this repository."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ def lines(name: str) -> list[dict]:
 
 BATCHES = {row["batch"]: row for row in lines("batches.jsonl")}
 VALUES = {(row["case"], row["batch"]): row for row in lines("values.jsonl")}
-PADDING = {"inf": -0.7, "ref": -0.1, "new": -3.0}  # numbers that would show if they were read
+PADDING = {"inf": -0.7, "ref": -0.1, "new": -3.0}  # values that would change the result if they were read
 
 
 class OneRank(One):
@@ -33,15 +33,15 @@ class OneRank(One):
 
 
 def tensors(responses: list[dict]) -> tuple[TokenStats, Batch]:
-    """The batch as the learner has it, in float64, padded on the right."""
+    """The batch as the learner's tensors, in float64, padded on the right."""
     B, T = len(responses), max(len(r["mask"]) for r in responses)
     columns = {}
-    for which, fill in PADDING.items():
-        columns[which] = torch.tensor([r[which] + [fill] * (T - len(r[which])) for r in responses], dtype=f64)
+    for name, fill in PADDING.items():
+        columns[name] = torch.tensor([r[name] + [fill] * (T - len(r[name])) for r in responses], dtype=f64)
     words = {}
-    for which, fill in PADDING.items():
-        rows = [r["words"][which] + [[fill] * 4] * (T - len(r["mask"])) for r in responses]
-        words[which] = torch.tensor(rows, dtype=f64)  # (B, T, 4): the whole vocabulary, so the bracket of Z is closed
+    for name, fill in PADDING.items():
+        rows = [r["words"][name] + [[fill] * 4] * (T - len(r["mask"])) for r in responses]
+        words[name] = torch.tensor(rows, dtype=f64)  # (B, T, 4): the whole vocabulary, so the bracket of Z is exact
     draws = [r["draws"] + [0.5] * (T - len(r["mask"])) for r in responses]
     mask = torch.tensor([[flag == "1" for flag in r["mask"].ljust(T, "0")] for r in responses])
     length = torch.tensor([len(r["mask"]) for r in responses])
@@ -73,7 +73,7 @@ def tensors(responses: list[dict]) -> tuple[TokenStats, Batch]:
 
 
 def flags_of(case: str) -> dict:
-    """A case is an objective and further flags, as on the command line."""
+    """The flags of a case: an objective and flags of the command line."""
     objective, *further = case.split()
     values = dict(word[2:].split("=") for word in further)
     return {"objective": objective} | {key: typed(text) for key, text in values.items()}
@@ -94,7 +94,7 @@ def logged(new, batch, stats, logs, cfg) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case, batch", VALUES, ids=lambda x: str(x))
-def test_weights_masks_loss_gradient_and_metrics_are_the_formulas(case, batch):
+def test_weights_masks_loss_gradient_and_metrics_equal_the_formulas(case, batch):
     want = VALUES[case, batch]
     cfg = make_cfg(**flags_of(case), max_tokens=9)
     new, data = tensors(BATCHES[batch]["responses"])
@@ -104,7 +104,7 @@ def test_weights_masks_loss_gradient_and_metrics_are_the_formulas(case, batch):
     value, logs = objectives.loss(new, data, stats, cfg)
     loss = objectives.reduce(value, data.mask, stats, cfg)
     loss.backward()
-    ratio_is_weight = cfg.ratio_base in ("inf", "group")  # the log has the two multiplied
+    ratio_is_weight = cfg.ratio_base in ("inf", "group")  # the log has the product of both
     for i, on in enumerate(data.mask):
         if not ratio_is_weight:
             assert logs["weight"][i][on].tolist() == pytest.approx(want["weight"][i], rel=1e-11)
@@ -112,20 +112,20 @@ def test_weights_masks_loss_gradient_and_metrics_are_the_formulas(case, batch):
         assert new.logp.grad[i][on].tolist() == pytest.approx(want["grad"][i], rel=1e-10, abs=1e-12)
         assert not new.logp.grad[i][~on].any()
     assert float(loss.detach()) == pytest.approx(want["loss"], rel=1e-10, abs=1e-12)
-    found = logged(new, data, stats, logs, cfg)
+    metrics_of_batch = logged(new, data, stats, logs, cfg)
     for name, x in BATCHES[batch]["mismatch"].items() if cfg.ref_from == "pass" else ():
-        assert found[f"rollout_corr/{name}"] == pytest.approx(x, rel=1e-9), name
+        assert metrics_of_batch[f"rollout_corr/{name}"] == pytest.approx(x, rel=1e-9), name
     for name, x in want["metrics"].items():
         if not (ratio_is_weight and name == "rollout_is_eff_sample_size"):
-            assert found[f"rollout_corr/{name}"] == pytest.approx(x, rel=1e-9, abs=1e-12), name
+            assert metrics_of_batch[f"rollout_corr/{name}"] == pytest.approx(x, rel=1e-9, abs=1e-12), name
 
 
-def test_the_files_are_what_the_program_writes(tmp_path):
-    """And it imports nothing of this repository."""
+def test_the_program_writes_these_files(tmp_path):
+    """The program imports nothing of this repository."""
     source = (ROOT / "tests" / "tools" / "make_golden.py").read_text(encoding="utf-8")
-    made = runpy.run_path(str(ROOT / "tests" / "tools" / "make_golden.py"), run_name="golden")
-    made["main"].__globals__["HERE"] = tmp_path
-    made["main"]()
+    program = runpy.run_path(str(ROOT / "tests" / "tools" / "make_golden.py"), run_name="golden")
+    program["main"].__globals__["HERE"] = tmp_path
+    program["main"]()
     for name in ("batches.jsonl", "values.jsonl"):
         assert (tmp_path / name).read_text(encoding="utf-8") == (GOLDEN / name).read_text(encoding="utf-8")
     modules = [line.split()[1] for line in source.splitlines() if line.startswith(("import ", "from "))]
@@ -133,10 +133,10 @@ def test_the_files_are_what_the_program_writes(tmp_path):
     assert sum(path.stat().st_size for path in GOLDEN.iterdir() if path.is_file()) < 350_000
 
 
-def test_no_two_formulas_have_the_same_values():
-    """Else a row could have another's formula, and nobody would see it."""
-    made = runpy.run_path(str(ROOT / "tests" / "tools" / "make_golden.py"), run_name="golden")
-    formula = {case: made["PLAIN"] | how for case, how in made["CASES"].items()}
+def test_different_formulas_have_different_values():
+    """Otherwise a row could have the formula of a different row without a failing test."""
+    program = runpy.run_path(str(ROOT / "tests" / "tools" / "make_golden.py"), run_name="golden")
+    formula = {case: program["PLAIN"] | case_settings for case, case_settings in program["CASES"].items()}
     results = {
         case: [{k: x for k, x in VALUES[case, batch].items() if k not in ("case", "batch")} for batch in BATCHES]
         for case in formula
@@ -149,10 +149,10 @@ def test_every_objective_has_golden_values():
     assert {case.split()[0] for case, _ in VALUES} == set(presets.OBJECTIVES)
 
 
-def test_the_batches_have_what_hurts():
-    """Holes, empty responses, responses without a token that counts, ratios beyond the clamp; no number twice."""
+def test_the_batches_contain_the_difficult_cases():
+    """Masked tokens, empty responses, fully masked responses, ratios beyond the clamp; no number twice."""
     rows = [r for row in BATCHES.values() for r in row["responses"]]
-    numbers = [x for r in rows for which in PADDING for x in r[which]]
+    numbers = [x for r in rows for name in PADDING for x in r[name]]
     assert len(set(numbers)) == len(numbers)
     masks = [r["mask"] for r in rows]
     assert "" in masks and "0000" in masks and any("10" in mask and mask.endswith("1") for mask in masks)
@@ -162,8 +162,8 @@ def test_the_batches_have_what_hurts():
 
 
 @pytest.mark.parametrize("case", sorted({case for case, _ in VALUES}))
-def test_what_drops_drops_some_and_not_all(case):
-    """Of the batches together; so a mask that is all 1 or all 0 does not pass."""
+def test_rejections_drop_a_part_of_the_tokens(case):
+    """Over all batches: a mask that is all 1 or all 0 would fail."""
     cfg = make_cfg(**flags_of(case), max_tokens=9)
     flags = "".join(mask for batch in BATCHES for mask in VALUES[case, batch]["keep"])
     assert set(flags) == ({"0", "1"} if objectives.can_drop(cfg) else {"1"})

@@ -1,7 +1,7 @@
-"""On a GPU: what the rest of the suite shows on CPUs, and what there is nowhere else. Skipped where there is none.
+"""GPU versions of CPU tests, and tests that need a GPU. Skipped without a GPU.
 
-python -m pytest tests/test_gpu.py                        # or all of the GPU list: python -m bench gpu
-GPU_LIST_DEVICE=cpu python -m pytest tests/test_gpu.py    # a trial on a CPU of what runs there"""
+python -m pytest tests/test_gpu.py                        # the whole GPU list: python -m bench gpu
+GPU_LIST_DEVICE=cpu python -m pytest tests/test_gpu.py    # the same tests on a CPU"""
 
 import importlib.util
 import json
@@ -66,25 +66,25 @@ def prompts_and_seeds() -> tuple[list, list]:
 @pytest.mark.parametrize("kernels", ["compile", "liger"])
 @pytest.mark.parametrize("objective", ["grpo", "jackpot"])
 def test_kernels_give_the_gradient_up_to_rounding(kernels, objective):
-    """No further from float32's than the plain layers' in bfloat16, with room."""
+    """In bfloat16 the distance from the float32 gradient is at most 1.5 times the plain layers'."""
     if kernels == "liger" and (DEVICE == "cpu" or not importlib.util.find_spec("liger_kernel")):
         pytest.skip("liger-kernel is not installed, or there is no GPU")
     case = dict(objective=objective, rollout="hf")
     groups = make_groups(4, seed=3, prompt=(6, 12))
     exact = gradient(case, torch.float32, DEVICE, groups)
     half = {**case, "dtype": "bfloat16"}
-    plain, other = (gradient(half, torch.float32, DEVICE, groups, kernels=k) for k in ("plain", kernels))
-    assert relative(exact, other) < 1.5 * relative(exact, plain)
+    plain, fused = (gradient(half, torch.float32, DEVICE, groups, kernels=k) for k in ("plain", kernels))
+    assert relative(exact, fused) < 1.5 * relative(exact, plain)
     assert relative(exact, gradient(case, torch.float32, DEVICE, groups, kernels=kernels)) < 1e-5
 
 
-def test_the_plain_engine_samples_what_it_samples_on_a_cpu():
-    """The same tokens but where a draw falls between two roundings, and the log-probabilities of the model."""
-    how = (*prompts_and_seeds(), Sampling(max_tokens=12, temperature=0.8), 5, [1])
-    here, there = (HFEngine(tiny_model(0), device=device).generate(*how) for device in (DEVICE, "cpu"))
+def test_the_plain_engine_samples_as_on_a_cpu():
+    """Tokens are equal unless a draw falls between two roundings; log-probabilities are the model's."""
+    args = (*prompts_and_seeds(), Sampling(max_tokens=12, temperature=0.8), 5, [1])
+    on_gpu, on_cpu = (HFEngine(tiny_model(0), device=device).generate(*args) for device in (DEVICE, "cpu"))
     lm, equal = tiny_model(0).eval(), 0
-    for prompt, ours, theirs in zip(how[0], here, there, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
+    for prompt, group, cpu_group in zip(args[0], on_gpu, on_cpu, strict=True):
+        for a, b in zip(group, cpu_group, strict=True):
             equal += np.array_equal(a.tokens, b.tokens)
             ids = torch.from_numpy(np.concatenate([prompt, a.tokens])).long()
             with torch.no_grad():
@@ -106,26 +106,26 @@ CASES = [
 
 @pytest.mark.parametrize("micro_tokens", [10**6, 45])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_gradient_is_that_of_a_cpu(case, micro_tokens):
+def test_the_gradient_equals_the_cpus(case, micro_tokens):
     there = gradient(case, f64, "cpu", micro_tokens=10**6)
     assert relative(there, gradient(case, f64, DEVICE, micro_tokens=micro_tokens)) < 1e-6
 
 
 @pytest.mark.parametrize("flags", [{}, {"actor": "base:actor", "objective": "jackpot"}, {"dtype": "bfloat16"}], ids=str)
-def test_activations_that_are_computed_again_give_the_same_gradient(flags):
+def test_gradient_checkpointing_gives_the_same_gradient(flags):
     case, dtype = {"objective": "tis", **flags}, torch.float32 if "dtype" in flags else f64
-    once, again = (gradient(case, dtype, DEVICE, gradient_checkpointing=how) for how in (False, True))
+    once, again = (gradient(case, dtype, DEVICE, gradient_checkpointing=enabled) for enabled in (False, True))
     assert relative(once, again) < (1e-2 if "dtype" in flags else 1e-6)
 
 
 @pytest.mark.parametrize("dtype, rounding", [("bfloat16", 3e-2), ("float16", 1e-2)])
-def test_a_gradient_in_16_bits_is_near_that_in_32(dtype, rounding):
+def test_a_gradient_in_16_bits_is_near_the_gradient_in_32(dtype, rounding):
     exact = gradient({"objective": "tis"}, torch.float32, DEVICE)
     rough = gradient({"objective": "tis", "dtype": dtype}, torch.float32, DEVICE)
     assert 0 < relative(exact, rough) < rounding
 
 
-def test_states_that_wait_on_the_host_make_the_same_step():
+def test_offload_gives_the_same_step():
     models = []
     for offload in (False, True):
         cfg = make_cfg(objective="tis", lr=1e-2, offload=offload)
@@ -151,15 +151,15 @@ def test_shards_of_one_rank_give_the_same_gradient(case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ends", [[], list(range(0, 256, 9))], ids=["long", "ends"])
 def test_sampler_and_learner_are_equal_with_exact(dtype, ends):
-    """10^4 tokens, in few micro-batches and in many; and responses that end, so that the last ones decode in few rows.
-    Has never run on a GPU: a difference there is a finding."""
+    """10^4 tokens, in few and in many micro-batches; with early ends the last rows decode in small batches. This test
+    has never run on a GPU: a difference there is a finding."""
     cfg = make_cfg(objective="tis", exact=True, dtype=dtype, rollout_dtype=dtype)
     learner = Learner(tiny_model(0, layers=2, hidden=256), None, cfg, Comm(DEVICE))
     engine = HFEngine(tiny_model(0, layers=2, hidden=256), dtype=dtype, device=DEVICE, exact=True)
     prompts, seeds = prompts_and_seeds()
     sampling = Sampling(max_tokens=80)
-    made = engine.generate(prompts, seeds, sampling, 1, ends)
-    batch = batching.collate(as_groups("q", prompts, made, sampling), cfg)
+    responses = engine.generate(prompts, seeds, sampling, 1, ends)
+    batch = batching.collate(as_groups("q", prompts, responses, sampling), cfg)
     assert batch.exists.sum() >= (10**3 if ends else 10**4)
     for micro_tokens in (10**4, 200):
         learner.cfg = make_cfg(**{**vars(cfg), "micro_tokens": micro_tokens})
@@ -176,20 +176,20 @@ FORMATS = ["int8", "fp8", "w4a16"]
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_compiled_quantizer_is_the_plain_one(name, dtype):
+def test_the_compiled_quantizer_equals_the_plain_one(name, dtype):
     fmt, x = format_of(name, 32), torch.randn(40, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[3] = 0
     q, s = fmt.quantize(x.to(DEVICE))
     plain_q, plain_s = quantize.__wrapped__(x, fmt.qmax, fmt.dtype, fmt.group, fmt.scales)
     assert torch.allclose(s.cpu(), plain_s, rtol=1e-6, atol=0) and q.dtype == fmt.dtype
-    assert (q.cpu().float() != plain_q.float()).float().mean() < 1e-3  # a quotient between two numbers
+    assert (q.cpu().float() != plain_q.float()).float().mean() < 1e-3  # a quotient midway between two numbers
     assert torch.allclose(dequantize(q, s).cpu(), dequantize(q.cpu(), s.cpu()), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(1, 32, 8), (5, 72, 40), (40, 192, 64), (300, 1024, 512)])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_the_product_is_that_of_the_dequantized_matrices(name, shape):
-    """int8 to the last bits of float32; fp8 as its kernel rounds: bfloat16, and sums in fewer bits."""
+def test_the_product_equals_that_of_the_dequantized_matrices(name, shape):
+    """int8 exact up to float32 rounding; fp8 with its kernel's rounding: bfloat16, and sums in fewer bits."""
     M, K, N = shape
     g, fmt = torch.Generator().manual_seed(1), format_of(name)
     qx, sx = fmt.quantize(torch.randn(M, K, generator=g) * 3)
@@ -202,25 +202,25 @@ def test_the_product_is_that_of_the_dequantized_matrices(name, shape):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_aligned_layer_and_its_gradient_are_those_of_a_cpu(name, dtype):
+def test_an_aligned_layer_and_its_gradient_equal_the_cpus(name, dtype):
     g = torch.Generator().manual_seed(2)
     x, up = torch.randn(3, 7, 64, generator=g).to(dtype), torch.randn(3, 7, 48, generator=g).to(dtype)
-    weight, said = torch.randn(48, 64, generator=g), []
+    weight, results = torch.randn(48, 64, generator=g), []
     for device in (DEVICE, "cpu"):
         linear = torch.nn.Linear(64, 48, bias=False)
         linear.weight.data = weight.clone()
         layer = LowBitLinear.from_linear(linear.to(device, dtype), format_of(name, 32))
-        own = x.to(device).requires_grad_()
-        y = layer(own)
+        leaf = x.to(device).requires_grad_()
+        y = layer(leaf)
         (y * up.to(device)).sum().backward()
-        said.append({"y": y.detach(), "dx": own.grad, "dw": layer.weight.grad})
-    assert said[0]["y"].dtype == dtype
-    assert relative(*said) < 0.02
+        results.append({"y": y.detach(), "dx": leaf.grad, "dw": layer.weight.grad})
+    assert results[0]["y"].dtype == dtype
+    assert relative(*results) < 0.02
 
 
 @ON_A_GPU
-def test_scales_of_int4_are_numbers_of_bfloat16():
-    """So that vLLM, which keeps them in 16 bits, multiplies with the learner's own."""
+def test_scales_of_int4_are_bfloat16_numbers():
+    """vLLM keeps scales in 16 bits, so it uses the learner's scales exactly."""
     for dtype in (torch.bfloat16, torch.float16):
         _, s = format_of("w4a16", 32).quantize(torch.randn(16, 64, device=DEVICE) * 0.02)
         assert s.dtype == torch.float32 and torch.equal(s, s.to(dtype).float())
@@ -228,7 +228,7 @@ def test_scales_of_int4_are_numbers_of_bfloat16():
 
 @torch.no_grad()
 def move(learner, seed: int) -> None:
-    """Change every weight by 2 % or so."""
+    """Change every weight by about 2 %."""
     g = torch.Generator().manual_seed(seed)
     for p in learner.models.parameters():
         p.mul_((1 + 0.02 * torch.randn(p.shape, generator=g)).to(p.device))
@@ -241,7 +241,7 @@ def learners(name: str, *kinds: str):
 
 
 def mismatch(engine, learner) -> float:
-    """Mean |p_inf - p_ref| over the tokens of 16 groups that the engine samples."""
+    """Mean |p_inf - p_ref| over the tokens of 16 groups sampled by the engine."""
     prompts, seeds = prompts_and_seeds()
     responses = engine.generate(prompts, seeds, Sampling(max_tokens=12), 0, [1])
     b = batching.collate(as_groups("q", prompts, responses, Sampling()), learner.cfg)
@@ -249,8 +249,7 @@ def mismatch(engine, learner) -> float:
 
 
 def check_alignment(engine, name: str) -> None:
-    """An aligned learner computes what the engine samples from, before and after proved updates; a plain one does
-    not."""
+    """An aligned learner computes the engine's probabilities, before and after syncs; a plain learner does not."""
     aligned, plain = learners(name, "aligned", "none")
     check = WeightCheck(aligned.models.policy.config, np.arange(2, 14), engine.fmt)
     for version in range(3):
@@ -262,7 +261,7 @@ def check_alignment(engine, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_aligned_learners_compute_what_the_plain_engine_computes(name):
+def test_aligned_learners_agree_with_the_plain_engine(name):
     fmt = format_of(name, 32)
     check_alignment(HFEngine(tiny_model(1), device=DEVICE, fmt=fmt), name)
 
@@ -275,7 +274,7 @@ IDS = (uniforms(8 * 32, "probe") * 256).astype(np.int64).reshape(8, 32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_new_weights_are_proved_and_old_ones_found_out(dtype):
+def test_weight_syncs_are_checked(dtype):
     learner = Learner(tiny_model(1), None, make_cfg(), Comm(DEVICE))
     engine = HFEngine(tiny_model(2).to(getattr(torch, dtype)), dtype=dtype, device=DEVICE)
     check, changed = WeightCheck(learner.models.policy.config, IDS), []
@@ -283,18 +282,23 @@ def test_new_weights_are_proved_and_old_ones_found_out(dtype):
         changed.append(check.load(engine, version, learner.published("policy", False)).changed)
         move(learner, version)
     assert min(changed[1:]) > 0.5
-    engine.load = lambda tensors: [None for _ in tensors]  # read, and not used
+    engine.load = lambda tensors: [None for _ in tensors]  # read, but not loaded
     with pytest.raises(SyncError, match="the engine still holds the bytes of version 3"):
         check.load(engine, 4, learner.published("policy", False))
 
 
 @pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16", "rollout_dtype": "bfloat16"}], ids=str)
-def test_a_run_trains_saves_and_goes_on(flags, folders, tmp_path):
-    """train.py whole: policy and actor, the plain engine, evaluation, a checkpoint, a resume."""
-    how = {"model": str(folders / "policy"), "actor": str(folders / "actor"), "out": str(tmp_path / "run"), **flags}
-    how |= {"max_tokens": 6, "eval_problems": 4, "save_every": 2, "lr": 1e-3, "actor_lr": 1e-3}
-    train.train(make_cfg(objective="jackpot", steps=2, **how))
-    train.train(make_cfg(objective="jackpot", steps=4, resume=True, **how))
+def test_a_run_trains_saves_and_resumes(flags, folders, tmp_path):
+    """The whole train.py: policy and actor, the plain engine, evaluation, a checkpoint, a resume."""
+    flags_of_run = {
+        "model": str(folders / "policy"),
+        "actor": str(folders / "actor"),
+        "out": str(tmp_path / "run"),
+        **flags,
+    }
+    flags_of_run |= {"max_tokens": 6, "eval_problems": 4, "save_every": 2, "lr": 1e-3, "actor_lr": 1e-3}
+    train.train(make_cfg(objective="jackpot", steps=2, **flags_of_run))
+    train.train(make_cfg(objective="jackpot", steps=4, resume=True, **flags_of_run))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "loss" in line]
     assert [line["step"] for line in updates] == [0, 1, 2, 3]
@@ -311,17 +315,19 @@ VLLM = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is 
 @pytest.fixture(scope="module")
 def vllm(folders):
     """vLLM engines of the tiny actor by their format, each started once."""
-    made = {}
+    engines = {}
 
     def get(name: str = "none") -> VLLMEngine:
-        if name not in made:
-            how = {"max_len": 64, "max_logprobs": 20, "memory_gib": 0.1, "fmt": format_of(name, 32)}
-            how["sleep_level"] = int(name == "none")  # vLLM's allocator serves one engine of a process
-            made[name] = VLLMEngine(str(folders / "actor"), dtype="bfloat16" if DEVICE == "cuda" else "float32", **how)
-        return made[name]
+        if name not in engines:
+            settings = {"max_len": 64, "max_logprobs": 20, "memory_gib": 0.1, "fmt": format_of(name, 32)}
+            settings["sleep_level"] = int(name == "none")  # vLLM's allocator serves one engine of a process
+            engines[name] = VLLMEngine(
+                str(folders / "actor"), dtype="bfloat16" if DEVICE == "cuda" else "float32", **settings
+            )
+        return engines[name]
 
     yield get
-    for engine in made.values():
+    for engine in engines.values():
         engine.close()
 
 
@@ -342,12 +348,12 @@ def test_vllm_samples_from_the_model(vllm):
 
 @VLLM
 @pytest.mark.timeout(300)
-def test_vllm_gets_new_weights_and_old_ones_are_found_out(vllm):
+def test_weight_syncs_of_vllm_are_checked(vllm):
     check_syncs(vllm())
 
 
 def check_syncs(engine) -> None:
-    """Published weights are proved, and an engine that keeps its old ones is found out."""
+    """Published weights pass the check, and an engine that keeps old weights is found."""
     learner = Learner(tiny_model(1), None, make_cfg(), Comm(DEVICE))
     check, changed = WeightCheck(learner.models.policy.config, IDS), []
     for version in range(4):
@@ -365,7 +371,7 @@ def check_syncs(engine) -> None:
 @VLLM
 @ON_A_GPU
 @pytest.mark.timeout(300)
-def test_an_engine_in_a_process_of_its_own_gets_new_weights_by_ipc(folders):
+def test_an_engine_in_a_separate_process_gets_new_weights_by_ipc(folders):
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     command = [sys.executable, __file__, str(folders / "actor")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
@@ -373,7 +379,7 @@ def test_an_engine_in_a_process_of_its_own_gets_new_weights_by_ipc(folders):
 
 
 def sync_by_ipc(folder: str) -> None:
-    """What that process does."""
+    """The test in that process."""
     engine = VLLMEngine(folder, max_len=64, max_logprobs=20, memory_gib=0.1, dtype="bfloat16", sleep_level=1)
     assert engine.apart
     check_syncs(engine)
@@ -383,16 +389,16 @@ def sync_by_ipc(folder: str) -> None:
 @VLLM
 @ON_A_GPU
 @pytest.mark.timeout(300)
-def test_an_engine_that_sleeps_gives_its_memory_back(vllm):
+def test_a_sleeping_engine_frees_its_memory(vllm):
     engine = vllm()
     prompts, seeds = prompts_and_seeds()
-    how = (prompts, seeds, Sampling(max_tokens=4), 0, [1])
-    before = engine.generate(*how)
+    args = (prompts, seeds, Sampling(max_tokens=4), 0, [1])
+    before = engine.generate(*args)
     free = torch.cuda.mem_get_info()[0]
     engine.sleep()
     given_back = torch.cuda.mem_get_info()[0] - free
     assert given_back > 0.05 * torch.cuda.get_device_properties(0).total_memory  # of a tenth
-    after = engine.generate(*how)
+    after = engine.generate(*args)
     assert all(
         np.array_equal(a.tokens, b.tokens)
         for one, other in zip(before, after, strict=True)
@@ -403,7 +409,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back(vllm):
 @VLLM
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FORMATS)
-def test_aligned_learners_compute_what_vllm_computes(name, vllm):
+def test_aligned_learners_agree_with_vllm(name, vllm):
     engine = vllm(name)
     assert engine.packed == (DEVICE == "cuda" or name != "w4a16")
     check_alignment(engine, name)
@@ -412,9 +418,9 @@ def test_aligned_learners_compute_what_vllm_computes(name, vllm):
 @VLLM
 @ON_A_GPU
 @pytest.mark.timeout(300)
-def test_vllm_says_which_experts_its_tokens_went_to(tmp_path):
+def test_vllm_records_the_experts_of_each_token(tmp_path):
     folder = save(model("qwen3_moe", moe_intermediate_size=32), tmp_path)
-    torchrun("test_moe.py", "vllm_says_its_experts", folder, ranks=1)
+    torchrun("test_moe.py", "vllm_records_experts", folder, ranks=1)
 
 
 if __name__ == "__main__":

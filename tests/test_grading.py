@@ -1,4 +1,4 @@
-"""Grading: the built-in rewards on cases written for this repository, rewards of one's own, and the processes."""
+"""Grading: built-in rewards on hand-written cases, custom rewards, and the grading processes."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_right_answers(response, answer):
 
 
 def test_a_table_of_graded_responses():
-    """127 pairs of a gold answer and a response, right or wrong by hand: at most 2 % may be graded otherwise."""
+    """127 pairs of a gold answer and a response, labelled by hand: at most 2 % may be graded differently."""
     pairs = [json.loads(line) for line in (ROOT / "tests" / "graded.jsonl").read_text(encoding="utf-8").splitlines()]
     wrong = []
     for name in ("math", "gsm8k"):
@@ -115,12 +115,12 @@ BOXES = [
 
 
 @pytest.mark.parametrize("text, inside", BOXES)
-def test_the_last_box_alone_counts(text, inside):
+def test_only_the_last_box_counts(text, inside):
     assert last_box(text) == (None if inside is None else f"\\boxed{{{inside}}}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Grading processes. The power tower is one number of more digits than there are atoms: Python never comes back from it
+# Grading processes. Evaluating the power tower never returns: the number has more digits than there are atoms
 # ---------------------------------------------------------------------------------------------------------------------
 
 TOWER = "\\boxed{9^{9^{9^9}}}"
@@ -132,23 +132,23 @@ def math_task(tmp_path, *answers, **settings) -> Table:
     return Table(str(path), read_rows(str(path)), Style(), Reward(**settings))
 
 
-def said(task, *texts) -> list[Answer]:
-    """These responses to the task's first problem."""
+def answers_of(task, *texts) -> list[Answer]:
+    """Answers to the task's first problem with these texts."""
     return [Answer(task.problem("test", 0), text, True) for text in texts]
 
 
 def alive(pid: int) -> bool:
-    """Is there such a process, and not only what is left of it until its parent asks?"""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
 
 
-def test_an_answer_without_end_costs_itself_alone(tmp_path):
-    """Others in its chunk are graded, and the same answer again is not tried again."""
+def test_an_endless_answer_fails_alone(tmp_path):
+    """Answers in the same chunk are graded, and an equal endless answer is not tried again."""
     task = math_task(tmp_path, "5", seconds=0.5)
-    answers = said(
+    answers = answers_of(
         task, "\\boxed{5}", TOWER, "\\boxed{5.0}", "\\boxed{6}", TOWER, "5", *(f"\\boxed{{{i}}}" for i in range(40))
     )
     start = time.monotonic()
@@ -160,13 +160,13 @@ def test_an_answer_without_end_costs_itself_alone(tmp_path):
 
 
 def test_equal_answers_are_graded_once(tmp_path, monkeypatch):
-    """And an answer without a box not at all."""
+    """An answer without a box is not graded at all."""
     task = math_task(tmp_path, "5", "6", seconds=3.0)
-    asked = []
+    calls_made = []
 
     class Watched(Graders):
         def grade(self, function, calls, seconds):
-            asked.append((function, calls, seconds))
+            calls_made.append((function, calls, seconds))
             return super().grade(function, calls, seconds)
 
     pool = Watched(1)
@@ -180,12 +180,12 @@ def test_equal_answers_are_graded_once(tmp_path, monkeypatch):
         )
     finally:
         pool.close()
-    pairs = [(f"\\boxed{{{said}}}", gold) for gold in "56" for said in "56"]
-    assert asked == [("math", calls(*pairs), 3.0)]
+    pairs = [(f"\\boxed{{{text}}}", gold) for gold in "56" for text in "56"]
+    assert calls_made == [("math", calls(*pairs), 3.0)]
 
 
-def test_verdicts_do_not_depend_on_what_was_graded_before():
-    """sympy's random numbers start anew with every answer, and every process hashes alike."""
+def test_verdicts_do_not_depend_on_earlier_answers():
+    """sympy's random numbers restart with every answer, and all processes have the same hash seed."""
     states = []
     for seed in (1, 2):
         sympy.core.random.seed(seed)
@@ -200,7 +200,7 @@ def test_verdicts_do_not_depend_on_what_was_graded_before():
         pool.close()
 
 
-def test_what_counts_as_the_answer(tmp_path):
+def test_the_answer_is_in_the_last_box(tmp_path):
     texts = (
         "\\boxed{5}",
         "it is 5",
@@ -210,7 +210,7 @@ def test_what_counts_as_the_answer(tmp_path):
         "?",
     )
     task = math_task(tmp_path, "5")
-    assert task.rewards(said(task, *texts)) == (
+    assert task.rewards(answers_of(task, *texts)) == (
         [1, 0, 1, 0, 0, 0],
         Counter({"answers": 6, "unboxed": 3, "reward/math": 2, "plain": 6, "exact": 4}),
     )
@@ -236,7 +236,7 @@ def test_grading_processes_are_kept_light_and_replaced():
         assert [p.process.pid for p in pool.processes] == first
         os.kill(first[0], signal.SIGKILL)
         assert until(lambda: not alive(first[0]), within=10)
-        assert graded(pool, pairs, 5.0) == wanted  # an idle one that has died costs nothing
+        assert graded(pool, pairs, 5.0) == wanted  # a dead idle process costs no answer
         assert pool.grade("math", [], 5.0) == []
         assert first[0] not in [p.process.pid for p in pool.processes] and len(pool.processes) == 2
     finally:
@@ -244,15 +244,15 @@ def test_grading_processes_are_kept_light_and_replaced():
 
 
 def kill_when_busy(pid: int) -> None:
-    """End a process when it has used another second of a processor, as no short answer does."""
+    """Kill a process after another second of processor time; no short answer takes as long."""
     used = lambda: sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))  # noqa: E731
     start = used()
     assert until(lambda: used() - start > os.sysconf("SC_CLK_TCK"), within=90)
     os.kill(pid, signal.SIGSEGV)
 
 
-def test_a_process_that_dies_costs_the_answer_at_hand():
-    """As by a fault in a library, or by the kernel where memory runs out."""
+def test_a_dead_process_loses_only_its_answer():
+    """Death by a fault in a library, or by the kernel out of memory."""
     pool = Graders(1)
     lost = grading.Failure("it ended its process (exit code -11)")
     try:
@@ -264,11 +264,11 @@ def test_a_process_that_dies_costs_the_answer_at_hand():
         pool.close()
 
 
-def test_a_process_that_is_stopped_is_given_up(monkeypatch):
+def test_a_suspended_process_is_replaced(monkeypatch):
     monkeypatch.setattr(grading, "SILENCE", 1.0)
     pool = Graders(1)
     try:
-        while not pool.processes or not pool.processes[0].ready:  # on a busy machine its start may last longer
+        while not pool.processes or not pool.processes[0].ready:  # its start may take longer on a busy machine
             graded(pool, [("\\boxed{1}", "1")], 5.0)
         os.kill(pool.processes[0].process.pid, signal.SIGSTOP)
         assert graded(pool, [("\\boxed{1}", "1"), ("\\boxed{2}", "2")], 0.3) == [None, True]
@@ -277,7 +277,7 @@ def test_a_process_that_is_stopped_is_given_up(monkeypatch):
 
 
 def test_memory_is_bounded():
-    """An answer for which it does not suffice is wrong, and costs the next one nothing."""
+    """An answer that needs more memory is wrong; the next answer is not affected."""
     pool = Graders(1)
     large = "\\boxed{" + 200 * "0+" + "1}"
     try:
@@ -302,8 +302,8 @@ def test_processes_that_cannot_start_are_an_error(monkeypatch):
     assert pool.processes == []
 
 
-def test_an_exception_in_the_middle_leaves_nothing_behind():
-    """What was asked before it is not taken for the answer to what is asked next."""
+def test_an_exception_during_grading_leaves_no_stale_answer():
+    """The next call does not get an answer of the interrupted call."""
 
     class StopError(Exception):
         pass
@@ -340,24 +340,24 @@ print(pool.grade("math", [({"answer": "1"}, r"TOWER", "stop")], float(sys.argv[1
 
 
 def hanging(seconds: float):
-    """A process in which one of two graders has an answer without end; and the process ids of the graders."""
+    """A process with two graders, one of them with an endless answer; and the graders' process ids."""
     code = GRADES.replace("TOWER", TOWER)
     process = subprocess.Popen([sys.executable, "-c", code, str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 2
-    time.sleep(1.0)  # until the answer has arrived
+    time.sleep(1.0)  # until the grader has the answer
     return process, pids
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_are_heard_while_an_answer_hangs(number):
-    """They come to all processes of a job, from its scheduler or from the keyboard, and the graders go on."""
+def test_signals_are_handled_while_an_answer_hangs(number):
+    """A scheduler or a keyboard sends signals to all processes of a job; the graders continue."""
     process, pids = hanging(3.0)
     try:
         for pid in (*pids, process.pid):
             os.kill(pid, number)
         assert process.stdout.readline() == "heard\n"
-        time.sleep(0.5)  # a process that had died of it would be gone now
+        time.sleep(0.5)  # a process that dies of the signal is dead by now
         assert process.poll() is None and all(map(alive, pids))
         assert process.stdout.readline() == "[None]\n"
         assert process.wait(60) == 0
@@ -367,15 +367,15 @@ def test_signals_are_heard_while_an_answer_hangs(number):
 
 
 def test_graders_end_with_their_parent():
-    """The idle one at once, the other one when the time of its answer is over."""
+    """The idle grader ends immediately, the busy grader at its answer's time limit."""
     process, pids = hanging(3.0)
     process.kill()
     process.communicate()
     assert until(lambda: not any(map(alive, pids)), within=60)
 
 
-def test_a_forked_process_has_grading_processes_of_its_own():
-    """Those of its parent are no children of it, and listen to the parent."""
+def test_a_forked_process_starts_new_grading_processes():
+    """The parent's grading processes are not the fork's children, and they read from the parent."""
     assert graded(graders(), RIGHT[:2], 5) == [1.0, 1.0]
     started = [p.process.pid for p in graders().processes]
     pid = os.fork()
@@ -384,8 +384,8 @@ def test_a_forked_process_has_grading_processes_of_its_own():
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)
-            said = graded(graders(), [RIGHT[0], WRONG[0], RIGHT[2]], 5)
-            status = int(said != [1.0, 0.0, 1.0])
+            values = graded(graders(), [RIGHT[0], WRONG[0], RIGHT[2]], 5)
+            status = int(values != [1.0, 0.0, 1.0])
             graders().close()
         finally:
             os._exit(status)
@@ -394,7 +394,7 @@ def test_a_forked_process_has_grading_processes_of_its_own():
     assert [p.process.pid for p in graders().processes] == started
 
 
-def test_graders_are_shared_out_among_the_ranks_of_a_host(monkeypatch):
+def test_graders_are_divided_among_the_ranks_of_a_host(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
     sizes = []
     for ranks in ("1", "4", "24"):
@@ -406,7 +406,7 @@ def test_graders_are_shared_out_among_the_ranks_of_a_host(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The other built-in rewards
+# More built-in rewards
 # ---------------------------------------------------------------------------------------------------------------------
 
 CASES = {
@@ -474,7 +474,7 @@ def test_built_in_parts(name, answer, text, value):
     assert rewards.BUILT_IN[name]({"answer": answer}, text, "stop") == value
 
 
-def test_a_box_in_a_response_that_was_cut_has_no_form():
+def test_a_cut_response_is_not_boxed():
     assert not builtin.boxed({"answer": "1"}, "\\boxed{1}", "length")
 
 
@@ -487,7 +487,7 @@ def words(text: str) -> int:
 
 
 def test_praxis_is_a_gate_and_a_bonus():
-    """1 + min(tokens behind the answer's line, N) / N, and 0 for all that misses the gate."""
+    """1 + min(tokens after the answer's line, N) / N, and 0 for responses that miss the gate."""
     texts = ("a b\n#### 7", "a b c d e\n#### 7\none two", "#### 7\n" + 50 * "w ", "#### 8\none two", "#### 7 #### 7")
     answers = [Answer(problem("7"), text, False, words(text), words) for text in texts]
     earned, counts = Reward(parts_of("praxis"), max_tokens=8).of(answers)
@@ -496,7 +496,7 @@ def test_praxis_is_a_gate_and_a_bonus():
 
 
 def test_a_sum_with_weights_and_a_penalty_of_length():
-    """DAPO's Eq. 13: nothing up to 100 - 20 tokens, then one twentieth a token, 1 at the longest."""
+    """DAPO's Eq. 13: no penalty up to 100 - 20 tokens, then one twentieth a token, 1 at the limit."""
     answers = [Answer(problem("7"), "\\boxed{7}", True, tokens) for tokens in (80, 85, 100)]
     answers.append(Answer(problem("7"), "\\boxed{8}", False, 60))
     earned, counts = Reward(parts_of("math, boxed*0.5"), max_tokens=100, overlong=20).of(answers)
@@ -506,7 +506,7 @@ def test_a_sum_with_weights_and_a_penalty_of_length():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rewards of one's own
+# Custom rewards
 # ---------------------------------------------------------------------------------------------------------------------
 
 OWN = '''
@@ -589,23 +589,23 @@ def returns(row, text, finish_reason):
 
 
 @pytest.fixture
-def own(tmp_path):
+def custom(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(OWN)
     return lambda name, **settings: Reward(parts_of(f"{path}:{name}"), **settings)
 
 
-def test_a_function_of_ones_own_sees_its_row(own):
-    """Every column, the response, and why it ended."""
+def test_a_custom_function_gets_its_row(custom):
+    """Every column, the response, and the reason of its end."""
     answers = [Answer(problem("7", n=n), "four", finished) for n, finished in ((4, True), (8, True), (4, False))]
     answers = [replace(a, problem=replace(a.problem, id=f"x/{i}")) for i, a in enumerate(answers)]
-    earned, counts = own("score").of(answers)
+    earned, counts = custom("score").of(answers)
     assert earned == [1.0, 0.5, 0.0]
     assert counts == Counter({"answers": 3, "reward/score/long": 2.5, "reward/score/cut": -1.0})
 
 
-def test_numbers_of_numpy_are_numbers(own):
-    earned, counts = own("of_numpy").of([Answer(problem("7"), "x", True)])
+def test_numbers_of_numpy_are_numbers(custom):
+    earned, counts = custom("of_numpy").of([Answer(problem("7"), "x", True)])
     assert earned == [3.5] and counts["reward/of_numpy/half"] == 0.5 and counts["failures"] == 0
 
 
@@ -617,22 +617,22 @@ def test_numbers_of_numpy_are_numbers(own):
         ("ends", "it ended its process (exit code 4)"),
     ],
 )
-def test_a_function_that_ends_its_process_fails_at_its_own_answer(own, capsys, monkeypatch, name, why):
-    """It is counted as a failure and not as an answer that needs more time, and its end is named."""
+def test_a_function_that_ends_its_process_fails_only_its_answer(custom, capsys, monkeypatch, name, why):
+    """The answer counts as a failure, not as a timeout, and the warning names the cause."""
     monkeypatch.setattr(rewards, "TOLD", set())
-    earned, counts = own(name).of([Answer(problem("7"), "x", True)])
+    earned, counts = custom(name).of([Answer(problem("7"), "x", True)])
     assert (earned, counts["failures"], counts["timeouts"]) == ([0.0], 1, 0)
     assert why in capsys.readouterr().err
 
 
-def test_code_is_run_against_a_rows_tests(own):
+def test_code_in_a_response_runs_against_the_rows_tests(custom):
     row = {"tests": "assert double(3) == 6"}
     texts = ("def double(x): return 2 * x", "def double(x): return x", "def double(x: return", "while True: pass")
     answers = [Answer(problem("", **row), text, True) for text in texts[:3]]
-    assert own("runs", seconds=20.0).of(answers)[0] == [1.0, 0.0, 0.0]
+    assert custom("runs", seconds=20.0).of(answers)[0] == [1.0, 0.0, 0.0]
 
 
-def test_parts_that_earn_nothing_are_logged_too():
+def test_parts_with_reward_0_are_logged():
     answers = [Answer(problem("7"), "\\boxed{8}", False, tokens) for tokens in (90, 100)]
     _, counts = Reward(parts_of("math,boxed*0.5"), max_tokens=100, overlong=20).of(answers)
     assert grading_metrics(counts) == {
@@ -648,7 +648,7 @@ def test_parts_that_earn_nothing_are_logged_too():
 
 
 def test_the_readmes_examples(tmp_path):
-    """A reward and an environment, run as the page writes them."""
+    """A reward and an environment run exactly as on the page."""
     reward_code, task_code = re.findall(r"```python\n(.*?)\n```\n", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "mine.py").write_text(reward_code)
     (tmp_path / "own_task.py").write_text(task_code)
@@ -662,15 +662,15 @@ def test_the_readmes_examples(tmp_path):
     assert task.rewards([Answer(drawn, text, True) for text in ("it is 14", "15")])[0] == [1.0, 0.0]
 
 
-def test_a_function_that_waits_is_ended_with_what_it_started(own, tmp_path, monkeypatch):
-    """It uses no processor: the clock ends it; its child goes with it, and its neighbours are graded."""
+def test_a_waiting_function_is_ended_with_its_child_processes(custom, tmp_path, monkeypatch):
+    """The function uses no processor time, so the clock ends it and its child; its neighbours are graded."""
     monkeypatch.setattr(grading, "PATIENCE", 6)
     pool = Graders(1)
     monkeypatch.setattr(rewards, "graders", lambda: pool)
     try:
         row = {"pids": str(tmp_path / "pids")}
         answers = [Answer(problem("", **row), text, True) for text in ("a", "hang", "b")]
-        assert own("sleeps", seconds=0.5).of(answers) == (
+        assert custom("sleeps", seconds=0.5).of(answers) == (
             [1.0, 0.0, 1.0],
             Counter({"answers": 3, "timeouts": 1, "reward/sleeps": 2}),
         )
@@ -682,15 +682,15 @@ def test_a_function_that_waits_is_ended_with_what_it_started(own, tmp_path, monk
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("session", [False, True])
-def test_a_fork_that_outlives_its_process_is_not_waited_for(own, tmp_path, monkeypatch, session):
-    """It keeps the connection open; it ends with its process, unless it began a session of its own."""
+def test_a_fork_that_outlives_its_process_does_not_block(custom, tmp_path, monkeypatch, session):
+    """The fork keeps the connection open; it ends with its process unless it started a new session."""
     monkeypatch.setattr(grading, "PATIENCE", 4)
     pool, start = Graders(1), time.monotonic()
     monkeypatch.setattr(rewards, "graders", lambda: pool)
     row = {"pids": str(tmp_path / "pids"), "session": session}
     try:
         answers = [Answer(problem("", **row), text, True) for text in ("a", "hang", "b")]
-        assert own("forks", seconds=0.5).of(answers)[0] == [1.0, 0.0, 1.0]
+        assert custom("forks", seconds=0.5).of(answers)[0] == [1.0, 0.0, 1.0]
         assert time.monotonic() - start < 40
     finally:
         pool.close()
@@ -703,46 +703,46 @@ def test_a_fork_that_outlives_its_process_is_not_waited_for(own, tmp_path, monke
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("how", ["return", "exit", "raise"])
 @pytest.mark.parametrize("at", [0, 7, 39])
-def test_a_child_that_a_reward_forks_answers_nothing(own, how, at):
-    """However it ends: each response has the reward of its own, twice over."""
+def test_a_forked_child_of_a_reward_sends_no_answer(custom, how, at):
+    """For every end of the child, each response has its reward, in two calls."""
     answers = [Answer(problem("", at=at, how=how), str(n), True) for n in range(40)]
     for _ in range(2):
-        assert own("forks_once", seconds=5.0).of(answers)[0] == [float(n) for n in range(40)]
+        assert custom("forks_once", seconds=5.0).of(answers)[0] == [float(n) for n in range(40)]
 
 
 @pytest.mark.timeout(60)
-def test_a_process_that_died_idle_beside_its_fork_is_replaced(own, tmp_path, monkeypatch):
-    """The fork keeps the connection open, so that nothing says that it has died."""
+def test_a_process_that_died_idle_with_a_fork_is_replaced(custom, tmp_path, monkeypatch):
+    """The fork keeps the connection open, so the connection does not show the death."""
     pool = Graders(1)
     monkeypatch.setattr(rewards, "graders", lambda: pool)
     answer = Answer(problem("", pids=str(tmp_path / "pids")), "a", True)
     pids = []
     try:
-        assert own("leaves_a_fork", seconds=5.0).of([answer])[0] == [1.0]
+        assert custom("leaves_a_fork", seconds=5.0).of([answer])[0] == [1.0]
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         os.kill(pids[1], signal.SIGKILL)
         pool.processes[0].process.wait()
-        assert own("score").of([Answer(problem("7", n=4), "four", True)])[0] == [1.0]
+        assert custom("score").of([Answer(problem("7", n=4), "four", True)])[0] == [1.0]
     finally:
         pool.close()
         for pid in pids[:1]:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_function_that_raises_is_counted_and_told_once(own, capsys, monkeypatch):
+def test_a_function_that_raises_is_counted_and_reported_once(custom, capsys, monkeypatch):
     monkeypatch.setattr(rewards, "TOLD", set())
     answers = [Answer(problem("7"), text, True) for text in ("", "ab", "")]
     for _ in range(2):
-        assert own("fails").of(answers) == (
+        assert custom("fails").of(answers) == (
             [0.0, 0.5, 0.0],
             Counter({"answers": 3, "failures": 2, "reward/fails": 0.5}),
         )
-    said = capsys.readouterr().err
-    assert said.count("ZeroDivisionError: division by zero (own.py, line 28); such a response earns 0") == 1
+    printed = capsys.readouterr().err
+    assert printed.count("ZeroDivisionError: division by zero (own.py, line 28); such a response earns 0") == 1
     texts = ("", "none", "nan", "text", "list", "nosuch")
-    earned, counts = own("returns").of([Answer(problem("7"), text, True) for text in texts])
+    earned, counts = custom("returns").of([Answer(problem("7"), text, True) for text in texts])
     assert earned == [1.0, 0, 0, 0, 0, 0] and counts["failures"] == 5
-    assert capsys.readouterr().err.count("warning: ") == 1  # of five causes
+    assert capsys.readouterr().err.count("warning: ") == 1  # for five causes
 
 
 @pytest.mark.parametrize(
@@ -756,11 +756,11 @@ def test_a_function_that_raises_is_counted_and_told_once(own, capsys, monkeypatc
         ("returns", "own.py:returns: on the first problem with the answer as response: KeyError"),
     ],
 )
-def test_a_function_is_tried_before_a_model_loads(own, name, sentence):
+def test_a_function_is_called_before_a_model_loads(custom, name, sentence):
     answer = Answer(problem("" if name == "fails" else "7"), "" if name == "fails" else "7", True)
     with pytest.raises(ValueError, match=sentence):
-        rewards.try_out(own(name), answer)
-    rewards.try_out(own("score"), Answer(problem("7", n=2), "7", True))
+        rewards.try_out(custom(name), answer)
+    rewards.try_out(custom("score"), Answer(problem("7", n=2), "7", True))
 
 
 def test_a_file_that_ends_its_process_is_an_error(tmp_path):

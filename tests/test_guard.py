@@ -1,11 +1,11 @@
-"""Hostile and broken peers: malformed messages, names of others, groups that never come."""
+"""Hostile and broken peers: malformed messages, stolen names, groups that never arrive."""
 
 import logging
 import time
 
 import msgspec
 import pytest
-from test_hub import WELCOME, closed_behind, give, until
+from test_hub import WELCOME, give, opened_objects, until
 from test_wire import group, limits
 
 from remote import account, hub, keys, wire
@@ -13,8 +13,8 @@ from remote.groups import encode_group
 
 
 @pytest.fixture
-def made(tmp_path):
-    yield from closed_behind(tmp_path)
+def opened(tmp_path):
+    yield from opened_objects(tmp_path)
 
 
 HELLO = dict(sampler="box", incarnation=1, session="")
@@ -46,29 +46,29 @@ NO_MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("what", NO_MESSAGES)
-def test_whatever_is_no_message_is_a_wire_error(what):
+@pytest.mark.parametrize("kind", NO_MESSAGES)
+def test_malformed_messages_are_a_wire_error(kind):
     with pytest.raises(wire.WireError):
-        wire.decode(NO_MESSAGES[what])
+        wire.decode(NO_MESSAGES[kind])
 
 
-def test_no_message_ends_a_hub_or_a_link(made, tmp_path):
-    h = made.hub()
-    peer = made.raw(h)
-    for what in NO_MESSAGES.values():
-        peer.say(what)
+def test_malformed_messages_end_no_hub_and_no_link(opened, tmp_path):
+    h = opened.hub()
+    peer = opened.raw(h)
+    for message in NO_MESSAGES.values():
+        peer.say(message)
     peer.hello()
     assert peer.hear() == WELCOME and h.counts["malformed"] == len(NO_MESSAGES) and h.counts["faults"] == 0
-    learner = made.learner(account.Spool(tmp_path / "spool", ["box"], 1))
+    learner = opened.learner(account.Spool(tmp_path / "spool", ["box"], 1))
     learner.say(*NO_MESSAGES.values())
     learner.say(WELCOME)
     assert until(lambda: not learner.end.welcome.empty()) and learner.end.error == ""
 
 
-def test_a_fault_of_ours_ends_no_hub(made, monkeypatch):
-    """The last line of defence: an exception that no line expects."""
-    h = made.hub()
-    bad, good = made.raw(h, name="bad"), made.raw(h, name="good")
+def test_an_unexpected_exception_ends_no_hub(opened, monkeypatch):
+    """One peer's message raises an exception inside the hub."""
+    h = opened.hub()
+    bad, good = opened.raw(h, name="bad"), opened.raw(h, name="good")
     on_offer = h._on_offer
     monkeypatch.setattr(h, "_on_offer", lambda peer, of: 1 // (peer.sampler != "bad") and on_offer(peer, of))
     for peer in (bad, good):
@@ -83,14 +83,14 @@ def test_a_fault_of_ours_ends_no_hub(made, monkeypatch):
 # -- names and keys ----------------------------------------------------------------------------------------------------
 
 
-def test_a_name_belongs_to_keys(made, tmp_path):
-    """Another key says hello under it with a later incarnation: refused, and no group of the owner is booked."""
+def test_a_name_belongs_to_keys(opened, tmp_path):
+    """A different key uses the name with a later incarnation: refused, and no group of the owner is recorded."""
     keys.make_keys(str(tmp_path / "keys"), 3)
-    h = made.hub(keys=str(tmp_path / "keys" / "learner"))
-    owner = made.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler1"), name="sampler1-box.3")
+    h = opened.hub(keys=str(tmp_path / "keys" / "learner"))
+    owner = opened.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler1"), name="sampler1-box.3")
     owner.hello(incarnation=5)
     assert owner.hear(wire.Welcome).session == WELCOME.session
-    thief = made.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler2"), name="sampler1-box.3")
+    thief = opened.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler2"), name="sampler1-box.3")
     for name in ("sampler1-box.3", "sampler1", "sampler1.0", "sampler20", "box"):
         thief.hello(sampler=name, incarnation=9, handed=7, lost=[f"{name}/5/0", f"{name}/9/0"])
         sentence = f"--name={name.partition('.')[0]}: these keys belong to sampler2; use this name, or sampler2-NAME"
@@ -103,18 +103,20 @@ def test_a_name_belongs_to_keys(made, tmp_path):
     assert thief.hear(wire.Welcome)
 
 
-def test_a_connection_with_other_keys_under_a_known_identity_is_nobody(made, tmp_path):
-    """ZeroMQ lets each end choose its identity: whoever takes one that is free does not take over its sampler."""
+def test_a_known_identity_with_different_keys_is_refused(opened, tmp_path):
+    """In ZeroMQ each end chooses its identity: reusing a free identity does not take over its sampler."""
     keys.make_keys(str(tmp_path / "keys"), 2)
-    h = made.hub(keys=str(tmp_path / "keys" / "learner"))
-    first = made.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler0"), name="sampler0", identity=b"same")
+    h = opened.hub(keys=str(tmp_path / "keys" / "learner"))
+    first = opened.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler0"), name="sampler0", identity=b"same")
     first.hello()
     assert first.hear(wire.Welcome)
     first.close()
     heard, end = None, time.monotonic() + 60
     while heard is None and time.monotonic() < end:
-        # ZeroMQ is deaf to a connection that was made before it has noticed that the first one is closed.
-        second = made.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler1"), name="sampler1", identity=b"same")
+        # until ZeroMQ notices the closed first connection, it ignores a new one with the same identity
+        second = opened.raw(
+            h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler1"), name="sampler1", identity=b"same"
+        )
         second.say(wire.Offer(wire.manifest("sampler0/1/0", b"x")))
         heard = second.hear(within=3)
         if heard is None:
@@ -123,20 +125,20 @@ def test_a_connection_with_other_keys_under_a_known_identity_is_nobody(made, tmp
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a.01", "a b", "../x", "a\n", "é", "x" * 65, "a.0.0"])
-def test_names_that_nobody_may_have(name, made):
-    h = made.hub()
-    peer = made.raw(h)
+def test_invalid_names_are_refused(name, opened):
+    h = opened.hub()
+    peer = opened.raw(h)
     peer.hello(sampler=name, handed=3)
     assert "a sampler's name is 1 to 64 letters, digits, - and _" in peer.hear(wire.Refuse).why
     assert not h.peers and not h.reports
 
 
-# -- what grows --------------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_connection_that_goes_by_another_name_gives_its_room_back(made):
-    h = made.hub()
-    peer = made.raw(h)
+def test_memory_is_freed_if_a_connection_changes_its_name(opened):
+    h = opened.hub()
+    peer = opened.raw(h)
     peer.hello()
     peer.say(wire.Offer(wire.manifest("box/1/0", b"a group")))
     assert peer.hear(wire.Ask) and h.size == len(b"a group")
@@ -144,11 +146,11 @@ def test_a_connection_that_goes_by_another_name_gives_its_room_back(made):
     assert until(lambda: [p.sampler for p in h.peers.values()] == ["other"]) and h.size == 0
 
 
-def test_groups_that_never_come_give_their_room_back(made, monkeypatch):
+def test_the_memory_of_groups_that_never_arrive_is_freed(opened, monkeypatch):
     monkeypatch.setattr(hub, "UNANSWERED", 0.5)
     data = encode_group(group())
-    h = made.hub(room=6 * len(data) + 10)
-    hog, honest = made.raw(h, name="hog"), made.raw(h, name="honest")
+    h = opened.hub(room=6 * len(data) + 10)
+    hog, honest = opened.raw(h, name="hog"), opened.raw(h, name="honest")
     hog.hello()
     for n in range(6):
         hog.say(wire.Offer(wire.manifest(f"hog/1/{n}", data)))
@@ -158,9 +160,9 @@ def test_groups_that_never_come_give_their_room_back(made, monkeypatch):
     assert "sampler hog does not send the groups it offered" in h.log.seen.read_text()
 
 
-def test_a_hub_hears_nobody_before_it_is_open(made, tmp_path):
-    h = made.add(hub.Hub("tcp://127.0.0.1:*", "none", WELCOME, limits(group()), logging.getLogger("guard")))
-    peer = made.raw(h)
+def test_a_hub_answers_only_after_open(opened, tmp_path):
+    h = opened.add(hub.Hub("tcp://127.0.0.1:*", "none", WELCOME, limits(group()), logging.getLogger("guard")))
+    peer = opened.raw(h)
     peer.hello()
     assert peer.hear(within=0.5) is None and h.peers == {}
     h.open(account.Account())

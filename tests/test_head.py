@@ -1,4 +1,4 @@
-"""The chunked head and its rows against the whole (N, V) logits: values and gradients, in float64."""
+"""The chunked head and its rows against the full (N, V) logits: values and gradients, in float64."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ N, V, H1, H2, K = 23, 40, 8, 6, 5
 
 @pytest.fixture
 def data():
-    """Hidden states and head weights of two models, sampled tokens, supports, temperatures, made-up gradients."""
+    """Hidden states and head weights of two models, sampled tokens, supports, temperatures, random gradients."""
     g = torch.Generator().manual_seed(0)
     return SimpleNamespace(
         h1=torch.randn(N, H1, generator=g, dtype=f64),
@@ -33,7 +33,7 @@ def data():
 
 
 def leaves(d, *names):
-    """Copies of these tensors that collect a gradient."""
+    """Copies of these tensors with requires_grad."""
     return [getattr(d, name).clone().requires_grad_() for name in names]
 
 
@@ -42,7 +42,7 @@ def scored(target, inv_temperature=None, rule=None, allowed=None):
 
 
 def support_of(d):
-    """(ids, which of them count, p_K): the first entry repeats the second, so it is not counted."""
+    """(ids, mask of counted ids, p_K): the first id repeats the second, so it is not counted."""
     ids = d.ids.clone()
     ids[:, 0] = ids[:, 1]
     on = torch.ones(N, K, dtype=torch.bool)
@@ -51,7 +51,7 @@ def support_of(d):
 
 
 def apply(rows, chunk, *tensors) -> dict:
-    """The outputs of the chunked head by name. tensors: hidden states and weight of each model, which has no bias."""
+    """The outputs of the chunked head by name. tensors: hidden states and weight of each model, without bias."""
     threes = [x for i in range(0, len(tensors), 2) for x in (*tensors[i : i + 2], None)]
     heads = [Head()] * (len(tensors) // 2)
     return dict(zip(rows.outputs, ChunkedHead.apply(rows, chunk, heads, [None] * len(heads), *threes), strict=True))
@@ -62,7 +62,7 @@ def at(logp, target):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The naive way: everything from whole log-probabilities
+# The naive way: from full log-probabilities
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -138,8 +138,8 @@ def test_one_model_matches_the_naive_way(data, chunk):
 
 @pytest.mark.parametrize("asked", ["entropy", "both"])
 @pytest.mark.parametrize("cut", [False, True])
-def test_the_entropy_has_a_gradient_where_it_is_asked_for(data, asked, cut):
-    """Of the distribution that is scored: temperature, and allowed sets outside of which nothing is left."""
+def test_the_entropy_has_a_gradient_on_request(data, asked, cut):
+    """The entropy of the scored distribution: with temperature, and with allowed sets."""
     d = data
     target = d.ids[:, 0]
     needs = Needs(entropy=True, support=True, entropy_gradient=True)
@@ -169,12 +169,12 @@ def test_the_entropy_has_a_gradient_where_it_is_asked_for(data, asked, cut):
 ONE_MODEL = [
     Needs(entropy=entropy, support=support, tail=tail, lam=lam)
     for entropy, support, tail, lam in itertools.product([False, True], [False, True], [False, True], [0.7, 1.5])
-    if support or not tail  # the tail is what is outside the support
+    if support or not tail  # the tail is outside the support
 ]
 
 
 @pytest.mark.parametrize("needs", ONE_MODEL, ids=str)
-def test_one_model_yields_exactly_what_is_asked(data, needs):
+def test_one_model_returns_exactly_the_requested_outputs(data, needs):
     d = data
     rows = OneModelRows(scored(d.target, 1 / d.t), needs, *support_of(d))
     want = naive_one(d, (d.h1 @ d.w1.t() / d.t).log_softmax(-1), needs)
@@ -190,7 +190,7 @@ def test_one_model_yields_exactly_what_is_asked(data, needs):
 def test_allowed_sets_renormalise_and_a_cut_token_stays_finite(data):
     d = data
     target = d.ids[:, 0].clone()
-    target[3] = next(i for i in range(V) if i not in d.ids[3].tolist())  # sampled outside what is allowed here
+    target[3] = next(i for i in range(V) if i not in d.ids[3].tolist())  # outside its allowed set
     h, w = leaves(d, "h1", "w1")
     allowed = (torch.arange(N + 1) * K, d.ids.flatten())
     out = apply(OneModelRows(scored(target, allowed=allowed), Needs(entropy=True)), 6, h, w)
@@ -205,7 +205,7 @@ def test_allowed_sets_renormalise_and_a_cut_token_stays_finite(data):
     h_, w_ = leaves(d, "h1", "w1")
     cut = torch.ones(N, V, dtype=torch.bool).scatter_(1, d.ids, False)
     logp = (h_ @ w_.t()).masked_fill(cut, -1e30).log_softmax(-1)
-    at(logp, target)[good].sum().backward()  # the token at FLOOR is a constant, without gradient
+    at(logp, target)[good].sum().backward()  # the token at FLOOR is a constant without gradient
     assert torch.allclose(h.grad, h_.grad, atol=1e-10)
     assert torch.allclose(w.grad, w_.grad, atol=1e-10)
 
@@ -216,7 +216,7 @@ def test_allowed_sets_renormalise_and_a_cut_token_stays_finite(data):
 
 
 def two_rows(d, needs, inv_temperature=None):
-    """Rows of policy and actor as PolicyAndActor.forward makes them."""
+    """Rows of policy and actor, made like PolicyAndActor.forward."""
     s = scored(d.target, inv_temperature)
     return TwoModelRows(OneModelRows(s, needs, *support_of(d)), OneModelRows(s, Needs(entropy=needs.entropy)), needs)
 
@@ -256,8 +256,8 @@ TWO_MODELS = [
 
 
 @pytest.mark.parametrize("needs", TWO_MODELS, ids=str)
-def test_two_models_yield_exactly_what_is_asked(data, needs):
-    """Only logp, actor_logp and the distillation loss carry gradient, and they stand first."""
+def test_two_models_return_exactly_the_requested_outputs(data, needs):
+    """Only logp, actor_logp and the distillation loss have a gradient, and they come first."""
     d = data
     rows = two_rows(d, needs, 1 / d.t)
     logp, logq = ((h @ w.t() / d.t).log_softmax(-1) for h, w in ((d.h1, d.w1), (d.h2, d.w2)))
@@ -288,7 +288,7 @@ def test_distillation_never_reaches_the_policy(data):
 
 
 class Watch(TorchDispatchMode):
-    """Notes the size of every tensor that any operation makes."""
+    """Notes the size of the output of every operation."""
 
     def __init__(self):
         super().__init__()
@@ -303,7 +303,7 @@ class Watch(TorchDispatchMode):
 
 
 def test_memory_does_not_grow_with_the_number_of_tokens():
-    """The largest tensor autograd keeps or makes is a chunk, never (N, V)."""
+    """The largest tensor that autograd keeps or makes is a chunk, never (N, V)."""
     V, N = 5000, 2000
     h, w = torch.randn(N, 8, requires_grad=True), torch.randn(V, 8, requires_grad=True)
     rows = OneModelRows(scored(torch.zeros(N, dtype=torch.long)), Needs(entropy=True))
@@ -317,12 +317,12 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Heads that do more than multiply, and rows that stand for no token
+# Heads with scale, bias and cap, and rows without a token
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def naive_logits(h, w, b, scale, cap, vocabulary):
-    """Written out: scale, bias and cap on all rows, then the token ids that there are."""
+    """Scale, bias and cap on all rows, then only the existing token ids."""
     z = scale * (h @ w.t() + b)
     z = cap * torch.tanh(z / cap) if cap else z
     return z[:, :vocabulary]
@@ -335,7 +335,7 @@ def test_scale_bias_cap_and_padding_match_the_naive_way(data, cap, scale, vocabu
     d = data
     ids = vocabulary or V
     d.b1, d.b2 = torch.linspace(-1, 2, V + 5, dtype=f64), torch.linspace(1, -1, V, dtype=f64)
-    d.w1 = torch.cat([d.w1, d.w1.new_full((5, H1), 9.0)])  # the first model is padded further
+    d.w1 = torch.cat([d.w1, d.w1.new_full((5, H1), 9.0)])  # the first model has more padding
     d.target = d.target.clamp(max=ids - 1)
     needs = Needs(entropy=True, exact_z=True, distill="forward", lam=0.8)
     names = ("h1", "w1", "b1", "h2", "w2", "b2")
@@ -353,11 +353,11 @@ def test_scale_bias_cap_and_padding_match_the_naive_way(data, cap, scale, vocabu
         assert torch.allclose(out[name], want[name], atol=1e-9), name
     for name, x, y in zip(names, tensors, naive, strict=True):
         assert torch.allclose(x.grad, y.grad, atol=1e-8), name
-    assert float(tensors[1].grad[ids:].abs().sum()) == 0  # rows that stand for no token never move
+    assert float(tensors[1].grad[ids:].abs().sum()) == 0  # rows without a token have no gradient
 
 
-def test_a_plain_head_makes_no_tensor_beside_its_product():
-    """No soft cap, no bias, no padding: forward and backward stay as cheap as they were."""
+def test_a_plain_head_makes_only_its_product():
+    """Without soft cap, bias and padding, forward and backward need no additional tensor."""
     head, h, w = Head(), torch.randn(3, H1), torch.randn(V, H1)
     assert head.slope(head.logits(h, w)) is None
     assert torch.equal(head.logits(h, w), h @ w.t())

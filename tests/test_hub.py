@@ -1,4 +1,4 @@
-"""The hub's socket from outside: keys, strangers, protocols, sizes, replays, bounded room; raw peers, no models."""
+"""The hub's socket from outside: keys, unknown peers, protocols, sizes, replays, bounded memory, with raw peers."""
 
 import contextlib
 import hashlib
@@ -29,8 +29,8 @@ WELCOME = wire.Welcome("session", {"world": 1}, {})
 
 
 class Peer:
-    """One end of a wire, driven by hand. No call of it blocks: ZeroMQ holds back what is sent to a peer whose handshake
-    was refused, so a message that nobody takes is dropped after a second."""
+    """One end of a socket, for sending single messages. No call blocks: ZeroMQ holds back messages to a peer after a
+    refused handshake, so a message is dropped after a second."""
 
     def __init__(self, kind):
         self.context = zmq.Context()
@@ -43,7 +43,7 @@ class Peer:
             self.socket.send_multipart([f if isinstance(f, bytes) else wire.encode(f) for f in frames])
 
     def frames(self, within):
-        """The frames of the next message, or None when it stays silent for so many seconds."""
+        """The frames of the next message, or None after this many seconds of silence."""
         return self.socket.recv_multipart() if self.socket.poll(int(1000 * within)) else None
 
     def close(self):
@@ -51,7 +51,7 @@ class Peer:
 
 
 class Raw(Peer):
-    """A hand-driven sampler."""
+    """A sampler end for sending single messages."""
 
     def __init__(self, address, keys=None, name="box", identity=b""):
         super().__init__(zmq.DEALER)
@@ -68,7 +68,7 @@ class Raw(Peer):
         self.send(message, *payload)
 
     def hear(self, kind=None, within=20.0):
-        """The next message (of a kind), or None when it stays silent."""
+        """The next message (of a kind), or None."""
         end = time.monotonic() + within
         while (left := end - time.monotonic()) > 0:
             frames = self.frames(left)
@@ -84,7 +84,7 @@ class Raw(Peer):
 
 
 class Learner(Peer):
-    """A hand-driven learner, with the end of one real sampler that talks to it."""
+    """A learner end for sending single messages, connected to one real sampler end."""
 
     def __init__(self, tmp_path, spool):
         super().__init__(zmq.ROUTER)
@@ -99,12 +99,12 @@ class Learner(Peer):
             self.send(self.peer, message)
 
     def hear(self, within):
-        """The next message, or None when it stays silent."""
+        """The next message, or None."""
         frames = self.frames(within)
         return None if frames is None else wire.decode(frames[1])
 
     def hear_until(self, kind, name=None, within=20.0):
-        """The messages up to the first of a kind (about a name); all of them, if there is no such message."""
+        """The messages up to the first of a kind (about a name); all messages if there is none."""
         heard = []
         end = time.monotonic() + within
         while time.monotonic() < end:
@@ -116,7 +116,7 @@ class Learner(Peer):
         return heard
 
     def hear_rest(self, silence=0.3, within=10.0):
-        """The messages until it has been silent for a moment."""
+        """The messages until a silence."""
         heard = []
         end = time.monotonic() + within
         while time.monotonic() < end and (message := self.hear(silence)) is not None:
@@ -128,8 +128,8 @@ class Learner(Peer):
         super().close()
 
 
-class Made:
-    """Hubs, raw peers and learners that are closed behind the test."""
+class Opened:
+    """Hubs, raw peers and learners; closed after the test."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -159,23 +159,23 @@ class Made:
         return self.add(Learner(self.folder, spool))
 
 
-def closed_behind(folder):
-    """What the fixture `made` of a file of tests yields."""
-    made = Made(folder)
-    yield made
-    for thing in made.things:
+def opened_objects(folder):
+    """The generator of the fixture `opened` for a file of tests."""
+    opened = Opened(folder)
+    yield opened
+    for thing in opened.things:
         thing.close()
 
 
 @pytest.fixture
-def made(tmp_path):
-    yield from closed_behind(tmp_path)
+def opened(tmp_path):
+    yield from opened_objects(tmp_path)
 
 
 def until(condition, within=20.0):
-    """Whether the condition is met within so many seconds."""
+    """Whether the condition becomes true within this many seconds."""
     end = time.monotonic() + within
-    while not condition():  # asked once a turn: what was true may be false again a moment later
+    while not condition():  # evaluated once a turn: the condition may become false again
         if time.monotonic() > end:
             return False
         time.sleep(0.01)
@@ -183,7 +183,7 @@ def until(condition, within=20.0):
 
 
 def give(peer, data, name):
-    """Offer a group and answer the asks for it until the hub has it. The hub's last answer."""
+    """Offer a group and answer asks until the hub has the group. The hub's last answer."""
     peer.say(wire.Offer(wire.manifest(name, data)))
     end = time.monotonic() + 20
     while time.monotonic() < end:
@@ -196,12 +196,12 @@ def give(peer, data, name):
 
 
 def fates(h):
-    """(name, fate) of what has come."""
+    """(name, fate) of the arrived groups."""
     return [(arrived.name, arrived.fate) for arrived in h.drain()]
 
 
 def pull_all(peer, of):
-    """Fetch an object from the hub. Its bytes."""
+    """Fetch an object from the hub and return its bytes."""
     pull = wire.Pull(of, sink := bytearray(of.nbytes), wire.Window())
     end = time.monotonic() + 20
     while not pull.done and time.monotonic() < end:
@@ -212,35 +212,35 @@ def pull_all(peer, of):
     return bytes(sink)
 
 
-def test_a_group_arrives_once(made):
-    h = made.hub(held=["box/1/7"])
-    peer = made.raw(h)
+def test_a_group_arrives_once(opened):
+    h = opened.hub(held=["box/1/7"])
+    peer = opened.raw(h)
     peer.hello()
     assert peer.hear() == WELCOME
     data = encode_group(group())
     assert give(peer, data, "box/1/3") == wire.Got(["box/1/3"])
-    # offered again: not fetched again
+    # a second offer is not fetched
     assert give(peer, data, "box/1/3") == wire.Got(["box/1/3"]) and h.counts["duplicate"] == 1
-    # the checkpoint has it: forget it
+    # the checkpoint has it: the sampler may delete it
     assert give(peer, data, "box/1/7") == wire.Held(["box/1/7"]) and h.counts["duplicate"] == 2
     (arrived,) = h.drain()
     assert (arrived.name, arrived.data, arrived.fate) == ("box/1/3", data, "")
     assert abs(arrived.when - time.time()) < 30 and h.drain() == []
     h.held(["box/1/3"])
     assert peer.hear(wire.Held) == wire.Held(["box/1/3"])
-    for _ in range(2):  # a beat is answered, and what it says is kept
+    for _ in range(2):  # a heartbeat is answered, its values are kept
         peer.hello(session="session", handed=9, lost=["box/1/4", "box/1/3", "other/1/1", "junk"])
         assert peer.hear(wire.Got).names == [] and h.reports["box", 1] == 9
-    assert fates(h) == [("box/1/4", "lost")]  # one that is here already is not lost
+    assert fates(h) == [("box/1/4", "lost")]  # an arrived group is not lost
     h.held(["box/1/4"])
     assert peer.hear(wire.Held) == wire.Held(["box/1/4"])
-    peer.hello(session="session", handed=9, lost=["box/1/4"])  # not heard: said again
+    peer.hello(session="session", handed=9, lost=["box/1/4"])  # an unanswered message is repeated
     assert peer.hear(wire.Held) == wire.Held(["box/1/4"]) and h.drain() == []
 
 
-def test_damaged_leaves_are_asked_for_again(made):
-    h = made.hub()
-    peer = made.raw(h)
+def test_damaged_leaves_are_asked_for_again(opened):
+    h = opened.hub()
+    peer = opened.raw(h)
     peer.hello()
     data = encode_group(group())
     peer.say(wire.Offer(wire.manifest("box/1/0", data)))
@@ -251,15 +251,15 @@ def test_damaged_leaves_are_asked_for_again(made):
     assert peer.hear(wire.Got) == wire.Got(["box/1/0"])
 
 
-def test_weights_are_served_in_ranges(made, tmp_path):
-    h = made.hub()
-    early, late = made.raw(h, name="early"), made.raw(h, name="late")
+def test_weights_are_served_in_ranges(opened, tmp_path):
+    h = opened.hub()
+    early, late = opened.raw(h, name="early"), opened.raw(h, name="late")
     early.hello()
     early.hear(wire.Welcome)
     (tmp_path / "v000003.safetensors").write_bytes(BLOB)
     h.broadcast(3, tmp_path / "v000003.safetensors", 12.5)
     late.hello()
-    for peer in (early, late):  # who is there hears it, who comes later is told
+    for peer in (early, late):  # a connected peer gets the offer, a later peer too
         offer = peer.hear(wire.Offer)
         assert offer == wire.Offer(wire.manifest("v000003.safetensors", BLOB), 3, 12.5)
         assert pull_all(peer, offer.of) == BLOB
@@ -272,19 +272,19 @@ def test_weights_are_served_in_ranges(made, tmp_path):
     early.say(wire.Ask("v000003.safetensors", 0, 1))
     assert early.hear(wire.Gone) == wire.Gone("v000003.safetensors")
     early.hello(session="session")
-    # a beat is told what is newest, and may have the offer again
+    # the answer to a heartbeat names the newest weights; the offer can be repeated
     assert early.hear(wire.Got).newest == "v000005.safetensors"
     assert until(lambda: early.hear(wire.Offer, within=0.2) is None)
     early.say(wire.Want())
     assert early.hear(wire.Offer).version == 5
-    early.say(wire.Ask("v000005.safetensors", 3, 1))  # outside: no answer, and the hub lives
+    early.say(wire.Ask("v000005.safetensors", 3, 1))  # out of range: no answer
     early.say(wire.Ask("v000005.safetensors", 0, 1))
     assert early.hear(wire.Leaves)[1] == BLOB[:500]
 
 
-def test_what_a_hub_does_not_take(made):
-    h = made.hub()
-    odd, mute, peer = made.raw(h, name="a/b"), made.raw(h), made.raw(h)
+def test_messages_that_a_hub_refuses(opened):
+    h = opened.hub()
+    odd, mute, peer = opened.raw(h, name="a/b"), opened.raw(h), opened.raw(h)
     odd.hello()
     assert "--name=a/b: a sampler's name is 1 to 64 letters" in odd.hear(wire.Refuse).why
     mute.say(wire.Offer(wire.manifest("box/1/0", b"x")))  # without a hello
@@ -298,47 +298,47 @@ def test_what_a_hub_does_not_take(made):
     too_large = wire.Manifest("box/1/1", most + 1, leaves[1])
     for of in (too_large, wire.Manifest("box/1/2", 10, [])):
         peer.say(wire.Offer(of))
-        assert peer.hear(wire.Got).names == [of.name]  # not fetched, and booked
+        assert peer.hear(wire.Got).names == [of.name]  # not fetched, but recorded
     for of in (wire.manifest("other/1/0", b"x"), wire.manifest("box/1/-4", b"x"), wire.manifest("box", b"x")):
         peer.say(wire.Offer(of))
-    assert until(lambda: h.counts["malformed"] == 6)  # groups that are not its own
+    assert until(lambda: h.counts["malformed"] == 6)  # groups of a different sampler
     assert fates(h) == [("box/1/1", "refused"), ("box/1/2", "refused")]
     assert h.size == 0 and not h.peers[next(iter(h.peers))].pulls
-    peer.say(wire.Offer(wire.Manifest("box/1/3", most, leaves[0])))  # as large as it may be: asked for
+    peer.say(wire.Offer(wire.Manifest("box/1/3", most, leaves[0])))  # the maximum size is accepted
     assert peer.hear(wire.Ask).name == "box/1/3"
-    peer.say(b"y" * (17 << 20))  # over the socket's limit: cut off
-    again = made.raw(h, name="again")
+    peer.say(b"y" * (17 << 20))  # above the socket's limit: disconnected
+    again = opened.raw(h, name="again")
     again.hello()
     assert again.hear(wire.Welcome) is not None and h.counts["malformed"] == 6
     assert "other/1/0 is no group of sampler box" in h.log.seen.read_text()
 
 
-def test_room_is_bounded_and_comes_back(made):
+def test_memory_for_groups_is_bounded_and_freed(opened):
     data = encode_group(group())
-    h = made.hub(room=2 * len(data) + 10)
-    peer = made.raw(h)
+    h = opened.hub(room=2 * len(data) + 10)
+    peer = opened.raw(h)
     peer.hello()
     for i in range(4):
         peer.say(wire.Offer(wire.manifest(f"box/1/{i}", data)))
-    asked = [peer.hear(wire.Ask).name for _ in range(2)]
-    assert asked == ["box/1/0", "box/1/1"] and peer.hear(wire.Ask, within=0.3) is None and h.size == 2 * len(data)
-    for name in asked:
+    names = [peer.hear(wire.Ask).name for _ in range(2)]
+    assert names == ["box/1/0", "box/1/1"] and peer.hear(wire.Ask, within=0.3) is None and h.size == 2 * len(data)
+    for name in names:
         peer.say(wire.Leaves(name, 0), data)
-    assert until(lambda: len(h.arrived) == 2) and peer.hear(wire.Ask, within=0.3) is None  # here, but not looked at yet
+    assert until(lambda: len(h.arrived) == 2) and peer.hear(wire.Ask, within=0.3) is None  # arrived, but not processed
     for arrived in h.drain():
         h.free(len(arrived.data))
     assert [peer.hear(wire.Ask).name for _ in range(2)] == ["box/1/2", "box/1/3"]
-    again = made.raw(h)  # the same sampler on a new connection: what it was asked for is asked for again
+    again = opened.raw(h)  # the same sampler on a new connection: open asks are repeated
     again.hello()
     assert [again.hear(wire.Ask).name for _ in range(2)] == ["box/1/2", "box/1/3"]
     assert h.size == 2 * len(data) and len(h.peers) == 1
 
 
-def test_a_sampler_that_never_comes_back_gives_its_room_back(made, monkeypatch):
+def test_the_memory_of_a_silent_sampler_is_freed(opened, monkeypatch):
     monkeypatch.setattr(hub, "SILENT", 1.0)
     data = encode_group(group())
-    h = made.hub(room=len(data) // 2)  # a group that is bigger than the room is taken alone
-    gone, here = made.raw(h, name="gone"), made.raw(h, name="here")
+    h = opened.hub(room=len(data) // 2)  # one group larger than the limit is accepted
+    gone, here = opened.raw(h, name="gone"), opened.raw(h, name="here")
     for peer in (gone, here):
         peer.hello()
         peer.say(wire.Offer(wire.manifest(f"{peer.name}/1/0", data)))
@@ -351,11 +351,11 @@ def test_a_sampler_that_never_comes_back_gives_its_room_back(made, monkeypatch):
     assert "sampler gone sends nothing" in h.log.seen.read_text()
 
 
-def test_a_group_goes_on_from_its_last_good_leaf(made):
-    """A cut in the middle of a big group: on the new connection only what is missing is asked for."""
-    h = made.hub(max_tokens=1 << 20)
+def test_a_group_resumes_from_its_last_good_leaf(opened):
+    """A disconnect in the middle of a large group: on the new connection only missing leaves are asked for."""
+    h = opened.hub(max_tokens=1 << 20)
     data = os.urandom(7 * wire.LEAF)
-    first = made.raw(h)
+    first = opened.raw(h)
     first.hello()
     first.say(wire.Offer(wire.manifest("box/1/0", data)))
     asks = [first.hear(wire.Ask) for _ in range(2)]
@@ -363,7 +363,7 @@ def test_a_group_goes_on_from_its_last_good_leaf(made):
     first.say(wire.Leaves("box/1/0", 4), bytes(wire.leaves(data, 4, 3)))
     (pull,) = next(iter(h.peers.values())).pulls.values()
     assert until(lambda: 4 not in pull.asked)
-    again = made.raw(h)
+    again = opened.raw(h)
     again.hello()
     asks = [again.hear(wire.Ask)]
     assert (asks[0].first, asks[0].count) == (0, 4)
@@ -372,10 +372,10 @@ def test_a_group_goes_on_from_its_last_good_leaf(made):
     assert until(lambda: h.arrived) and [(a.name, a.data == data) for a in h.drain()] == [("box/1/0", True)]
 
 
-def test_two_samplers_of_one_name(made):
-    """The later one stays; the earlier one is told to stop."""
-    h = made.hub()
-    early, late = made.raw(h), made.raw(h)
+def test_two_samplers_of_one_name(opened):
+    """The later sampler stays; the earlier sampler is told to stop."""
+    h = opened.hub()
+    early, late = opened.raw(h), opened.raw(h)
     early.hello(incarnation=1)
     assert early.hear(wire.Welcome)
     late.hello(incarnation=2)
@@ -385,17 +385,17 @@ def test_two_samplers_of_one_name(made):
     assert [p.incarnation for p in h.peers.values()] == [2]
 
 
-def test_only_known_keys_come_in(made, tmp_path):
+def test_only_known_keys_are_accepted(opened, tmp_path):
     keys.make_keys(str(tmp_path / "keys"), 2)
     keys.make_keys(str(tmp_path / "others"), 1)
-    h = made.hub(keys=str(tmp_path / "keys" / "learner"))
-    known = keys.sampler_keys(tmp_path / "keys" / "sampler0")
-    unknown = keys.sampler_keys(tmp_path / "others" / "sampler0")
-    friend = made.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler1"), name="sampler1")
+    h = opened.hub(keys=str(tmp_path / "keys" / "learner"))
+    valid = keys.sampler_keys(tmp_path / "keys" / "sampler0")
+    foreign = keys.sampler_keys(tmp_path / "others" / "sampler0")
+    friend = opened.raw(h, keys=keys.sampler_keys(tmp_path / "keys" / "sampler1"), name="sampler1")
     refused = [
-        made.raw(h, keys=unknown._replace(learner=known.learner)),
-        made.raw(h, keys=known._replace(learner=unknown.learner)),
-        made.raw(h),  # without keys
+        opened.raw(h, keys=foreign._replace(learner=valid.learner)),
+        opened.raw(h, keys=valid._replace(learner=foreign.learner)),
+        opened.raw(h),  # without keys
     ]
     for peer in (friend, *refused):
         peer.hello()
@@ -407,12 +407,12 @@ def test_only_known_keys_come_in(made, tmp_path):
     assert secret.stat().st_mode & 0o077 == 0
 
 
-def test_damaged_names_stop_no_sampler_and_delete_nothing(made, tmp_path):
-    """A learner's messages as the way spoilt them: numbers that are none, a path out of the spool."""
+def test_damaged_names_stop_no_sampler_and_delete_no_file(opened, tmp_path):
+    """Damaged messages of a learner: invalid numbers, a path outside the spool."""
     spool = account.Spool(tmp_path / "spool", ["box"], 1)
     spool.hand_over("box", "box/1/2", b"a group")
     (tmp_path / "1-2").write_bytes(b"of another program")
-    learner = made.learner(spool)
+    learner = opened.learner(spool)
     bad = ["box/1/2&", "box/2", "box/../../1/2", "other/1/2"]
     learner.say(WELCOME, *(wire.Ask(name, 0, 1) for name in bad))
     learner.say(wire.Held(bad), wire.Got(bad), wire.Ask("box/1/2", 0, 1))
@@ -422,13 +422,13 @@ def test_damaged_names_stop_no_sampler_and_delete_nothing(made, tmp_path):
     assert (tmp_path / "1-2").exists() and spool.read("box/1/2") == b"a group"
 
 
-def test_what_a_sampler_finds_out_about_its_learner(tmp_path):
-    """That it started again with other flags, or trains on another task file."""
-    asked = queue.Queue()
-    end = SimpleNamespace(welcome=asked)
-    asked.put(msgspec.structs.replace(WELCOME, session="another"))
+def test_a_sampler_checks_its_learners_run(tmp_path):
+    """The learner restarted with different flags, or it trains on a different task file."""
+    welcomes = queue.Queue()
+    end = SimpleNamespace(welcome=welcomes)
+    welcomes.put(msgspec.structs.replace(WELCOME, session="another"))
     sampler.check_same_run(end, WELCOME)  # the same flags
-    asked.put(msgspec.structs.replace(WELCOME, run={**WELCOME.run, "topk": 20}))
+    welcomes.put(msgspec.structs.replace(WELCOME, run={**WELCOME.run, "topk": 20}))
     sentence = r"the learner restarted and its topk changed: restart this sampler"
     with pytest.raises(ValueError, match=sentence):
         sampler.check_same_run(end, WELCOME)
@@ -441,41 +441,41 @@ def test_what_a_sampler_finds_out_about_its_learner(tmp_path):
         sampler.check_task(f"{task}:Sums", "elsewhere/task.py:Sums", "0" * 64)
 
 
-def test_a_taken_address(made):
-    h = made.hub()
+def test_a_taken_address(opened):
+    h = opened.hub()
     with pytest.raises(ValueError, match="--samplers=tcp://127.0.0.1:.*: Address already in use; name a free address"):
         hub.Hub(h.address, "none", WELCOME, limits(group()), h.log)
 
 
-def test_a_sampler_that_starts_again_fetches_the_rest_of_the_weights(made, tmp_path):
-    """A process that died in the middle left a part of the file, some of it damaged: only what is not good crosses the
-    wire again."""
-    h, store = made.hub(), tmp_path / "store"
+def test_a_sampler_that_starts_again_fetches_the_rest_of_the_weights(opened, tmp_path):
+    """A process that died during a download left a part of the file, partly damaged: only bad and missing leaves are
+    sent again."""
+    h, store = opened.hub(), tmp_path / "store"
     leaf = wire.LEAF
     store.mkdir()
     weights = os.urandom(7 * leaf + 100)
     (tmp_path / "v000003.safetensors").write_bytes(weights)
     of = wire.manifest("v000003.safetensors", weights)
-    left = bytearray(weights[: 4 * leaf] + bytes(3 * leaf + 100))  # four of eight leaves had come
-    left[2 * leaf + 7] ^= 1  # and one of them went bad on the disk
+    left = bytearray(weights[: 4 * leaf] + bytes(3 * leaf + 100))  # four of eight leaves had arrived
+    left[2 * leaf + 7] ^= 1  # one of these is damaged
     (store / f"{of.root}.part").write_bytes(left)
     (store / "0123.part").write_bytes(b"of weights that are long gone")
     h.broadcast(3, tmp_path / "v000003.safetensors", 12.5)
     spool = account.Spool(tmp_path / "spool", ["box"], 1)
-    end = made.add(link.Link([h.address], ["box"], SamplerFlags(), spool, store, None))
+    end = opened.add(link.Link([h.address], ["box"], SamplerFlags(), spool, store, None))
     assert until(lambda: end.newest is not None, within=20)
     assert end.newest == (3, 12.5, store / "v000003.safetensors") and end.newest.path.read_bytes() == weights
     assert h.counts["bytes_out"] == 4 * leaf + 100 and [p.name for p in store.glob("*.part")] == []
-    (tmp_path / "v000004.safetensors").write_bytes(weights)  # an update that moved nothing
+    (tmp_path / "v000004.safetensors").write_bytes(weights)  # unchanged weights
     h.broadcast(4, tmp_path / "v000004.safetensors", 13.5)
     assert until(lambda: end.newest.version == 4, within=20)
     assert end.newest == (4, 13.5, store / "v000003.safetensors") and end.newest.path.read_bytes() == weights
     assert h.counts["bytes_out"] == 4 * leaf + 100
 
 
-def test_weights_that_are_gone_give_way_to_newer_ones(made, tmp_path):
-    """The newer offer may come before the word that the older ones are gone, or get lost."""
-    learner = made.learner(account.Spool(tmp_path / "spool", ["box"], 1))
+def test_withdrawn_weights_are_replaced_by_newer_weights(opened, tmp_path):
+    """The newer offer can come before the withdrawal, or be lost."""
+    learner = opened.learner(account.Spool(tmp_path / "spool", ["box"], 1))
 
     def is_asked_for(name):
         message = learner.hear_until(wire.Ask, name)[-1]
@@ -486,14 +486,14 @@ def test_weights_that_are_gone_give_way_to_newer_ones(made, tmp_path):
     learner.say(wire.Offer(wire.manifest("v4", BLOB[1:]), 4, 2.0), wire.Gone("v3"))
     assert is_asked_for("v4")
     learner.say(wire.Gone("v4"))
-    learner.hear_rest(silence=1.0)  # what was on its way
+    learner.hear_rest(silence=1.0)  # messages in flight
     learner.say(wire.Gone("v4"), wire.Got([], "v5"))
     heard = learner.hear_until(wire.Want) + learner.hear_rest()
     assert wire.Want() in heard and not any(isinstance(m, wire.Ask) for m in heard)
     assert learner.end.newest is None and learner.end.error == ""
 
 
-# -- the source: what becomes of groups --------------------------------------------------------------------------------
+# -- the source: fates of groups ---------------------------------------------------------------------------------------
 
 
 def source(folder, room=256 << 20, with_deltas=False, **changes):
@@ -507,7 +507,7 @@ def source(folder, room=256 << 20, with_deltas=False, **changes):
 
 
 def hand_over(folder, source, n, version=0, **changes):
-    """As a sampler does."""
+    """Write a group like a sampler."""
     g = replace(group(), uid=("box", 1, n), version=version, t_published=source.published.get(version, 0.0))
     data = account.with_digest(encode_group(replace(g, **changes)))
     (folder / "rollouts" / "box").mkdir(parents=True, exist_ok=True)
@@ -526,21 +526,21 @@ def test_every_group_has_one_fate(tmp_path, monkeypatch):
     s.published = {v: when - 3000.0 for v, when in s.published.items()}
     hand_over(tmp_path, s, 0, version=2, t_end=now - 900.0)
     hand_over(tmp_path, s, 1, version=0)  # two updates old
-    hand_over(tmp_path, s, 2, version=2, t_published=5.0)  # of another history's version 2
-    hand_over(tmp_path, s, 3, version=7)  # nobody published that
+    hand_over(tmp_path, s, 2, version=2, t_published=5.0)  # version 2 of a different history
+    hand_over(tmp_path, s, 3, version=7)  # never published
     hand_over(tmp_path, s, 4, version=1, sampling=Sampling(temperature=0.5))
-    hand_over(tmp_path, s, 5, version=1, uid=("box", 1, 9))  # another group's name inside
+    hand_over(tmp_path, s, 5, version=1, uid=("box", 1, 9))  # a different group's name inside
     (tmp_path / "rollouts" / "box" / "1-6").write_bytes(account.with_digest(b"damaged")[:-1])
-    hand_over(tmp_path, s, 7, version=1, t_end=now - 1100.0)  # it was made too long ago
-    os.utime(tmp_path / "rollouts" / "box" / "1-0", (1.0, 1.0))  # by a clock that nobody believes
+    hand_over(tmp_path, s, 7, version=1, t_end=now - 1100.0)  # sampled too long ago
+    os.utime(tmp_path / "rollouts" / "box" / "1-0", (1.0, 1.0))  # an implausible clock
     hand_over(tmp_path, s, 8, version=1, t_end=now + 9000.0)
-    too_big = account.with_digest(bytes(s.limits.nbytes + 1))  # whole, and bigger than any group
+    too_big = account.with_digest(bytes(s.limits.nbytes + 1))  # valid, but larger than any group
     (tmp_path / "rollouts" / "box" / "1-9").write_bytes(too_big)
-    hello = wire.Hello("box", 1, "session", 11)  # it says 11, and the last one is nowhere
+    hello = wire.Hello("box", 1, "session", 11)  # 11 groups reported, the last one is missing
     account.write_atomically(tmp_path / "samplers" / "box", wire.encode(hello))
     (tmp_path / "rollouts" / "box" / "1-2~").write_bytes(b"an editor's")
     got = s.next(2, 2)
-    assert [g.uid[2] for g in got] == [0, 8] and s.counts["lost"] == 0  # not yet: it may come
+    assert [g.uid[2] for g in got] == [0, 8] and s.counts["lost"] == 0  # it may still arrive
     monkeypatch.setattr(files, "PATIENCE", 0.0)
     s.hub.beat = -files.BEAT
     assert s.next(1, 2, stop=[]) == []
@@ -558,8 +558,8 @@ def test_every_group_has_one_fate(tmp_path, monkeypatch):
     assert again.metrics()["remote/handed"] == 11 and again.counts == s.counts
 
 
-def test_a_signal_while_waiting_and_a_rank_without_groups(tmp_path):
-    """Nobody trains on what was given back, the account does not hold it, and the next call gives it again."""
+def test_groups_given_back_are_returned_again(tmp_path):
+    """Groups given back are not trained on and not in the account; the next call returns them again."""
     s = source(tmp_path)
     s.publish(0, weights(0))
     for n in range(2):
@@ -567,7 +567,7 @@ def test_a_signal_while_waiting_and_a_rank_without_groups(tmp_path):
     assert s.next(3, 0, stop=["SIGTERM"]) == [] and s.error == "" and not s.counts
     assert s.next(2, 0) and s.counts["trained"] == 2 and s.hub.size == 0
     assert s.next(1, 0, stop=["SIGTERM"]) == []
-    s.give_back()  # nothing: those two were trained on
+    s.give_back()  # no effect: both groups were trained on
     assert s.counts["trained"] == 2 and len(s.since) == 2
     hand_over(tmp_path, s, 2)
     assert s.next(1, 0)
@@ -576,8 +576,8 @@ def test_a_signal_while_waiting_and_a_rank_without_groups(tmp_path):
     assert [g.uid[2] for g in s.next(1, 0)] == [2] and s.counts["trained"] == 3
 
 
-def test_time_suspended_does_not_count_against_the_samplers(tmp_path, monkeypatch):
-    """A learner that was stopped for longer than --give_up goes on waiting; one that was awake gives up."""
+def test_suspended_time_does_not_count_for_give_up(tmp_path, monkeypatch):
+    """A learner suspended for longer than --give_up waits further; an awake learner gives up."""
     s = source(tmp_path, give_up=30.0)
     s.publish(0, weights(0))
     clock, jumps = [0.0], iter([0.0, 1000.0])
@@ -592,9 +592,9 @@ def test_time_suspended_does_not_count_against_the_samplers(tmp_path, monkeypatc
     assert s.next(1, 0) == [] and "no group to train on for 30 s" in s.error and 1030 < clock[0] < 1035
 
 
-def test_an_undone_history_does_not_delete_the_weights_of_this_one(made, tmp_path):
-    """A learner came as far as version 17 and was killed; it starts again from its checkpoint at 10. Its folder holds
-    newer numbers than it publishes."""
+def test_weights_of_a_killed_history_do_not_replace_new_weights(opened, tmp_path):
+    """A learner was killed at version 17 and resumes from its checkpoint at 10: its folder has higher versions than it
+    publishes."""
     dead = source(tmp_path)
     for v in (16, 17):
         dead.publish(v, weights(v))
@@ -603,14 +603,14 @@ def test_an_undone_history_does_not_delete_the_weights_of_this_one(made, tmp_pat
     for folder in ("models", "versions"):
         assert [p.name for p in (tmp_path / folder).glob("v*.safetensors")] == ["v000010.safetensors"]
     spool = account.Spool(tmp_path / "rollouts", ["box"], 1)
-    end = made.add(files_link.FilesLink(str(tmp_path), ["box"], SamplerFlags(), spool))
+    end = opened.add(files_link.FilesLink(str(tmp_path), ["box"], SamplerFlags(), spool))
     assert until(lambda: end.newest is not None) and end.newest.version == 10
     s.publish(11, weights(11))
     assert until(lambda: end.newest.version == 11) and end.newest.path.is_file()
 
 
-def test_room_of_a_folder(tmp_path):
-    """What does not fit stays in the folder, and its sampler is not told that it was fetched."""
+def test_memory_for_groups_of_a_folder(tmp_path):
+    """Groups beyond the limit stay in the folder, and the sampler is not told that they were fetched."""
     s = source(tmp_path, room=int(2.5 * len(encode_group(group()))))
     s.publish(0, weights(0))
     for n in range(4):
@@ -621,10 +621,10 @@ def test_room_of_a_folder(tmp_path):
     assert [arrived.name for arrived in s.hub.drain()] == ["box/1/2", "box/1/3"]
 
 
-def test_a_folder_without_a_learner_and_one_without_room(made, tmp_path, monkeypatch):
+def test_a_folder_without_a_learner_and_a_full_disk(opened, tmp_path, monkeypatch):
     def folder_link(incarnation, **changes):
         spool = account.Spool(tmp_path / "rollouts", ["box"], incarnation)
-        return made.add(files_link.FilesLink(str(tmp_path), ["box"], SamplerFlags(**changes), spool))
+        return opened.add(files_link.FilesLink(str(tmp_path), ["box"], SamplerFlags(**changes), spool))
 
     s = source(tmp_path)
     s.publish(0, weights(0))
@@ -637,19 +637,19 @@ def test_a_folder_without_a_learner_and_one_without_room(made, tmp_path, monkeyp
 
     with monkeypatch.context() as m:
         m.setattr(files, "write_atomically", full)
-        assert s.next(1, 0)  # the learner goes on, and says it later
+        assert s.next(1, 0)  # the learner continues and writes later
         s.state_dict()
         s.saved()
         s.publish(1, weights(1))
     assert not (tmp_path / "held" / "box").exists() and not (tmp_path / "models" / "v000001.safetensors").exists()
     s.hub.beat = -files.BEAT
-    assert s.hub.drain() == []  # with the next sign of life
+    assert s.hub.drain() == []  # with the next heartbeat
     assert wire.decode((tmp_path / "held" / "box").read_bytes()).names == ["box/1/0"]
     assert wire.decode((tmp_path / "models" / "newest").read_bytes()).version == 1
     assert (tmp_path / "models" / "v000001.safetensors").exists()
 
 
-def test_a_damaged_spool_says_so_until_it_is_held(tmp_path):
+def test_lost_groups_of_a_spool_are_reported_until_held(tmp_path):
     spool = account.Spool(tmp_path, ["box"], 7)
     for n in range(3):
         spool.hand_over("box", f"box/7/{n}", b"group %d" % n)
@@ -657,13 +657,13 @@ def test_a_damaged_spool_says_so_until_it_is_held(tmp_path):
     (tmp_path / "box" / "7-1").unlink()
     assert spool.read("box/7/0") is None and spool.read("box/7/1") is None and spool.read("box/7/2") == b"group 2"
     assert spool.lost["box"] == ["box/7/0", "box/7/1"] and list(spool.waiting["box"]) == ["box/7/2"]
-    again = account.Spool(tmp_path, ["box"], 8)  # another life
+    again = account.Spool(tmp_path, ["box"], 8)  # a new incarnation
     assert again.lost["box"] == ["box/7/0", "box/7/1"] and list(again.waiting["box"]) == ["box/7/2"]
     again.forget(["box/7/0", "box/7/2"])
     assert again.lost["box"] == ["box/7/1"] and sorted(p.name for p in (tmp_path / "box").iterdir()) == ["7-1.lost"]
 
 
-def test_held_only_after_the_checkpoint_and_never_again(tmp_path):
+def test_groups_are_held_after_the_checkpoint_and_not_returned_again(tmp_path):
     s = source(tmp_path)
     s.publish(0, weights(0))
     for n in range(3):
@@ -671,24 +671,24 @@ def test_held_only_after_the_checkpoint_and_never_again(tmp_path):
     held = tmp_path / "held" / "box"
     assert len(s.next(2, 0)) == 2
     state = s.state_dict()
-    s.next(1, 0)  # after the state was taken: not in it
+    s.next(1, 0)  # after the state was taken
     assert not held.exists()
     s.saved()
     assert sorted(wire.decode(held.read_bytes()).names) == ["box/1/0", "box/1/1"]
-    assert s.since == ["box/1/2"]  # that is for the next checkpoint
+    assert s.since == ["box/1/2"]  # for the next checkpoint
     again = source(tmp_path)
     again.load_state_dict(state)
-    again.publish(0, weights(0))  # the same bytes: what they sampled is still theirs
-    assert [g.uid[2] for g in again.next(1, 0)] == [2]  # the files of the others are held
+    again.publish(0, weights(0))  # the same bytes: groups of these weights are still valid
+    assert [g.uid[2] for g in again.next(1, 0)] == [2]  # the files of the two remaining groups are held
     again.state_dict()
     again.saved()
     assert sorted(wire.decode(held.read_bytes()).names) == ["box/1/0", "box/1/1", "box/1/2"]
     other = source(tmp_path)
-    other.publish(0, weights(1))  # other bytes under the same number: another history
+    other.publish(0, weights(1))  # different bytes under the same number: a different history
     assert other.published[0] != s.published[0]
 
 
-def test_weights_go_out_every_so_many_updates(tmp_path):
+def test_weights_are_published_every_sync_every_updates(tmp_path):
     s = source(tmp_path, sync_every=2, max_staleness=4)
     for v in range(6):
         s.publish(v, weights(v + 1 / 3))
@@ -700,7 +700,7 @@ def test_weights_go_out_every_so_many_updates(tmp_path):
 
 
 def test_groups_without_spread_are_not_trained_on(tmp_path):
-    """With --dynamic_sampling; without it they are."""
+    """Only with --dynamic_sampling."""
     flat = [replace(r, reward=0.5) for r in group().responses]
     for rounds, wanted in ((0, [0, 1, 2]), (1, [0, 2, 3])):
         folder = tmp_path / str(rounds)

@@ -1,4 +1,4 @@
-"""The ladder: shares by hand, rungs against the engines themselves, and planted faults that it must name."""
+"""The ladder: shares by hand, rungs against the engines, and planted faults."""
 
 import json
 from types import SimpleNamespace
@@ -43,8 +43,8 @@ def models(folders, tmp_path_factory):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def made_up_batch(lengths, group_size: int):
-    """A batch of responses of these lengths: nothing but lengths and groups matters."""
+def batch_of_lengths(lengths, group_size: int):
+    """A batch of responses of these lengths; only lengths and groups matter."""
     groups = []
     for g in range(len(lengths) // group_size):
         responses = []
@@ -60,13 +60,13 @@ def made_up_batch(lengths, group_size: int):
 
 
 def test_shares_by_hand():
-    """Loops over tokens, on ragged responses, with numbers behind their ends that must not count."""
+    """Loops over tokens, on ragged responses, with values in the padding that must not count."""
     lengths = [3, 1, 2, 4]
     rng = np.random.default_rng(0)
     logp = -1 - 0.3 * rng.random((4, 4, 4))
-    logp[0, 3, :] -= 9  # the last response is beyond the clamp of 2 on all rungs but the first
-    batch = made_up_batch(lengths, 2)
-    found = ladder.shares(["zero", "a", "b", "c"], logp, batch, FLOOR, clamp=2.0)
+    logp[0, 3, :] -= 9  # the last response is beyond the clamp of 2, except on the first rung
+    batch = batch_of_lengths(lengths, 2)
+    result = ladder.shares(["zero", "a", "b", "c"], logp, batch, FLOOR, clamp=2.0)
     f = {"kl": [], "dp": [], "var": []}
     for k in range(4):
         kl = dp = 0.0
@@ -83,19 +83,19 @@ def test_shares_by_hand():
         for name, value in zip(f, (kl, dp, np.var(weights)), strict=True):
             f[name].append(value)
     for name, values in f.items():
-        assert [row[name]["share"] for row in found["rows"]] == pytest.approx(np.diff(values))
-        assert sum(row[name]["share"] for row in found["rows"]) == pytest.approx(found["total"][name])
-        assert found["total"][name] == pytest.approx(values[-1]) and values[0] == 0
-    assert [row["source"] for row in found["rows"]] == ["a", "b", "c"]
-    assert found["floor"] == {"kl": 1e-9, "dp": 2e-9, "var": 3e-9}
+        assert [row[name]["share"] for row in result["rows"]] == pytest.approx(np.diff(values))
+        assert sum(row[name]["share"] for row in result["rows"]) == pytest.approx(result["total"][name])
+        assert result["total"][name] == pytest.approx(values[-1]) and values[0] == 0
+    assert [row["source"] for row in result["rows"]] == ["a", "b", "c"]
+    assert result["floor"] == {"kl": 1e-9, "dp": 2e-9, "var": 3e-9}
 
 
 def test_errors_are_over_prompts():
-    """Every response of a prompt says the same: the error of a mean over P prompts is that of P numbers, not of P G."""
+    """All responses of a prompt are equal: the error of a mean over P prompts is the error of P numbers, not of P G."""
     P, G = 30, 8
     x = np.repeat(np.random.default_rng(1).random(P), G)
     logp = np.stack([np.full((P * G, 1), -3.0), -3.0 + x[:, None]])
-    row = ladder.shares(["zero", "a"], logp, made_up_batch([1] * P * G, G), FLOOR, 20.0)["rows"][0]["dp"]
+    row = ladder.shares(["zero", "a"], logp, batch_of_lengths([1] * P * G, G), FLOOR, 20.0)["rows"][0]["dp"]
     gaps = (np.exp(-3 + x) - np.exp(-3))[::G]
     assert row["se"] == pytest.approx(gaps.std() / np.sqrt(P), rel=0.15)
     assert row["low"] < row["share"] < row["high"]
@@ -106,8 +106,8 @@ def test_errors_are_over_prompts():
     "tokens, rows", [(23, [0, 1, 2, 3, 4, 5]), (22, [0, 2, 4]), (12, [0, 2, 4]), (11, [0, 2]), (1, [0, 2])]
 )
 def test_fewer_responses_before_fewer_prompts(tokens, rows):
-    """Six responses of 4, 6, 3, 3, 5 and 2 tokens, a prompt of one token included, two to a prompt."""
-    batch = made_up_batch([3, 5, 2, 2, 4, 1], 2)
+    """Six responses of 4, 6, 3, 3, 5 and 2 tokens including a prompt of one token, two responses a prompt."""
+    batch = batch_of_lengths([3, 5, 2, 2, 4, 1], 2)
     groups = []
     for g, lengths in enumerate([(3, 5), (2, 2), (4, 1)]):
         responses = [SimpleNamespace(tokens=np.zeros(n)) for n in lengths]
@@ -120,11 +120,11 @@ def test_fewer_responses_before_fewer_prompts(tokens, rows):
 
 def test_the_table_has_intervals():
     logp = np.stack([np.full((4, 1), -3.0), np.array([[-3.1], [-2.9], [-3.2], [-2.8]])])
-    found = ladder.shares(["zero", "a"], logp, made_up_batch([1] * 4, 2), FLOOR, 20.0)
-    _, line, *_ = page.ladder_text(SimpleNamespace(ladder=found | {"responses": 4}, responses=4))
-    cells = [found["rows"][0][name] for name in ("kl", "dp", "var")]
-    said = [f"{x['share']:.2g} [{x['low']:.1e}, {x['high']:.1e}]" for x in cells]
-    assert [line.count(text) for text in said] == [1, 1, 1] and line.count("100 %") == 3
+    result = ladder.shares(["zero", "a"], logp, batch_of_lengths([1] * 4, 2), FLOOR, 20.0)
+    _, line, *_ = page.ladder_text(SimpleNamespace(ladder=result | {"responses": 4}, responses=4))
+    cells = [result["rows"][0][name] for name in ("kl", "dp", "var")]
+    texts = [f"{x['share']:.2g} [{x['low']:.1e}, {x['high']:.1e}]" for x in cells]
+    assert [line.count(text) for text in texts] == [1, 1, 1] and line.count("100 %") == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,23 +158,23 @@ SOURCES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_last_rung_is_the_engine(name, folders, tmp_path):
-    """Where the engine has no fault, nothing remains: the last rung computes what the engine recorded, to the last bit
-    of its own decoding. The sources are those in which the flags differ, in order."""
+    """Without a fault the remainder is 0: the last rung computes the engine's recorded values to the last bit. The
+    sources are the flags' differences, in order."""
     common = [*PROBE, "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
-    found = probe_command.main([f"--model={folders / 'policy'}", *common, *CASES[name]])["ladder"]
-    rows = {row["source"]: row for row in found["rows"]}
+    result = probe_command.main([f"--model={folders / 'policy'}", *common, *CASES[name]])["ladder"]
+    rows = {row["source"]: row for row in result["rows"]}
     assert list(rows) == ["batch shape", "decode path", *SOURCES[name], "remainder"]
-    assert found["suspects"] == []
-    for measure, total in found["total"].items():
-        assert sum(row[measure]["share"] for row in found["rows"]) == pytest.approx(total)
+    assert result["suspects"] == []
+    for measure, total in result["total"].items():
+        assert sum(row[measure]["share"] for row in result["rows"]) == pytest.approx(total)
         assert abs(rows["remainder"][measure]["share"]) < 1e-12
     for source in SOURCES[name]:
         assert rows[source]["dp"]["share"] != 0
-    assert json.loads((tmp_path / "m.json").read_text())["ladder"] == found
+    assert json.loads((tmp_path / "m.json").read_text())["ladder"] == result
     assert (tmp_path / "m-ladder.png").stat().st_size > 10_000
 
 
-def test_another_model_and_weight_age(folders, models, tmp_path):
+def test_a_different_model_and_weight_age(folders, models, tmp_path):
     common = [*PROBE, "--problems=4", "--max_tokens=8", f"--out={tmp_path}/m.json"]
     for actor, source in ((str(folders / "actor"), "other model"), (models["old"], "weight age")):
         rows = probe_command.main([f"--model={models['new']}", f"--actor={actor}", *common])["ladder"]["rows"]
@@ -193,20 +193,20 @@ def test_a_planted_fault_is_named(planted, models, tmp_path):
     assert suspects[0]["fault"] == planted.name, suspects[:3]
     assert suspects[0]["explained"] > 0.5
     random = next(row for row in suspects if row["fault"] == "a dropout left on")
-    if planted.name != "a dropout left on":  # a steady engine repeats its fault, and that is no randomness
+    if planted.name != "a dropout left on":  # a deterministic engine repeats its fault, so it is not random
         assert random["explained"] < 0.05
 
 
 @pytest.mark.parametrize("name", ["a scale at 1", "stale layer"])
-def test_what_is_tried_leaves_the_model_as_it_was(name, models, tmp_path, monkeypatch):
-    """One after the other, each on the true model, in low bits or not."""
+def test_tried_faults_do_not_change_the_model(name, models, tmp_path, monkeypatch):
+    """One after the other, each on the true model, with and without low bits."""
     suspects, seen = ladder.suspects, []
 
     def watched(case):
         before = case.logp()
-        found = suspects(case)
+        result = suspects(case)
         seen.append((before, case.logp()))
-        return found
+        return result
 
     monkeypatch.setattr(ladder, "suspects", watched)
     planted = next(planted for planted in PLANTED if planted.name == name)
@@ -216,10 +216,10 @@ def test_what_is_tried_leaves_the_model_as_it_was(name, models, tmp_path, monkey
 
 
 def test_an_engine_that_loads_all_keeps_nothing(models, tmp_path):
-    """--synced_from without a fault: nothing of the older weights is left."""
+    """--synced_from without a fault: no older weights are left."""
     flags = [f"--model={models['new']}", f"--synced_from={models['old']}", f"--out={tmp_path}/m.json", *PROBE]
-    found = probe_command.main([*flags, "--problems=4", "--max_tokens=8"])
-    assert found["ladder"]["suspects"] == [] and found["mean_mismatch"] < 1e-6
+    result = probe_command.main([*flags, "--problems=4", "--max_tokens=8"])
+    assert result["ladder"]["suspects"] == [] and result["mean_mismatch"] < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_bad_calls(folders, argv, sentence):
         )
 
 
-def test_the_record_of_the_embedded_policy_has_every_planted_fault_named_first():
-    """At least 11 of 12 are asked for; these are 12 (python tests/tools/ladder_faults.py)."""
+def test_the_record_names_every_planted_fault_first():
+    """The requirement is 11 of 12; the record has 12 (python tests/tools/ladder_faults.py)."""
     record = sweep.load("ladder")["faults"]
     assert [x["planted"] for x in record] == [planted.name for planted in PLANTED] and len(record) == 12
     assert [x["suspects"][0]["fault"] for x in record] == [planted.name for planted in PLANTED]

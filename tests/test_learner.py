@@ -1,4 +1,4 @@
-"""The learner: whatever the split into micro-batches or ranks, one gradient; and it is the derivative of the loss."""
+"""The learner: the gradient is the derivative of the loss for every split into micro-batches and ranks."""
 
 import contextlib
 import math
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups, take_over, tiny_model
+from conftest import copy_state, make_cfg, make_groups, tiny_model
 from ranks import PROBE, RANK_CASES, UNEVEN_CASES, hold_back_the_step, make_learner, move, rank_groups
 from ranks import one_update as update_of_one
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,7 @@ f64 = torch.float64
 
 
 def gradients(cfg, groups, dtype=f64, ref=True):
-    """(gradients of every parameter after one update's backward passes, its metrics); the step is held back."""
+    """(gradients of every parameter after the backward passes of one update, its metrics); no optimizer step."""
     learner = make_learner(cfg, dtype)
     if ref:
         write_ref(learner, groups)
@@ -72,7 +72,7 @@ def rows_of(groups):
 
 
 def log_probabilities(model, g, r, temperature=1.0):
-    """(log-probabilities (L, V) along a response straight from the model's logits, its token ids (L,))."""
+    """(log-probabilities (L, V) along a response from the model's logits, its token ids (L,))."""
     ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
     P = len(g.prompt_ids)
     logits = model(input_ids=ids[None]).logits[0, P - 1 : -1]
@@ -116,7 +116,7 @@ def name_of(case) -> str:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_any_micro_batch_split_gives_the_same_gradient(case, dtype, tolerance, close):
     results = []
-    # one micro-batch, several, one for each response; the last reads every row's own prompt
+    # one micro-batch, several, one for each response; the last reads each row's prompt separately
     for micro_tokens, share in ((10**6, True), (45, True), (1, False)):
         cfg = make_cfg(**case, micro_tokens=micro_tokens, train_batch=12, rollout_batch=12)
         groups = make_groups(3, seed=3, prompt=(3, 12))
@@ -130,7 +130,7 @@ def test_any_micro_batch_split_gives_the_same_gradient(case, dtype, tolerance, c
 
 
 def tokens_read(batch, rows, share) -> int:
-    """Tokens that a micro-batch of these rows reads, padding and all."""
+    """Tokens that a micro-batch of these rows reads, with padding."""
     m = batch.select(rows)
     if share:
         return len(m) * m.tokens.shape[1] + len(set(m.group.tolist())) * int(m.prompt_len.max())
@@ -142,8 +142,8 @@ def longest(batch) -> int:
 
 
 def test_gradients_of_a_shared_prompt_are_added_up_in_order():
-    """Where a group takes its prompt by x[group], torch adds its gradients as its threads come, which is another sum in
-    every run: in the graph there is no such node, and with two threads all of 40 backwards agree."""
+    """x[group] would sum gradients in the order of torch's threads, different in every run. The graph has no such
+    node, and 40 backward passes with two threads agree."""
     groups = make_groups(12, G=6, seed=3, prompt=(12, 16))
     cfg = make_cfg(objective="tis", micro_tokens=10**6, train_batch=72, rollout_batch=72, group_size=6)
     batch = batching.collate(groups, cfg)
@@ -189,7 +189,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget, share):
     assert (len(parts) == len(b)) == (budget == 1)
 
 
-def test_groups_alike_in_all_but_their_rows_stay_whole():
+def test_groups_of_equal_size_stay_whole():
     b = batching.collate(make_groups(3, seed=1, prompt=(5, 6)), make_cfg())
     b = replace(b, length=torch.tensor([4, 2, 3, 1] * 3))
     parts, _ = batching.micro_batches(b, 4 * 4 + 5, share=True)
@@ -214,12 +214,12 @@ def test_sliding_windows_read_each_prompt_with_its_response():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Against whole logits
+# Against full logits
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def written_out_loss(model, groups):
-    """(sum of the TIS losses of all tokens with a gradient, their number), straight from the model's logits."""
+    """(sum of the TIS losses of all tokens with a gradient, number of tokens), from the model's logits."""
     total, count = 0.0, 0
     for g in groups:
         reward = torch.tensor([r.reward for r in g.responses], dtype=f64)
@@ -236,7 +236,7 @@ def written_out_loss(model, groups):
 
 
 def test_gradient_is_the_derivative_of_the_written_out_loss():
-    """TIS with a token-mean over the whole batch, without any of the learner's machinery."""
+    """TIS with a token-mean over the whole batch, without the learner's code."""
     cfg, groups = make_cfg(objective="tis", micro_tokens=30), make_groups(2, seed=1)
     grads, logged = gradients(cfg, groups, ref=False)
     model = tiny_model(0, layers=2, dtype=f64)
@@ -248,7 +248,7 @@ def test_gradient_is_the_derivative_of_the_written_out_loss():
     assert logged["tokens"] == count
 
 
-def test_score_is_the_models_own_log_softmax_with_temperature():
+def test_score_is_the_models_log_softmax_with_temperature():
     groups = make_groups(2, seed=2)
     for g in groups:
         g.sampling = replace(g.sampling, temperature=0.7)
@@ -299,7 +299,7 @@ def test_the_larger_support_lists_no_token_twice():
 @pytest.mark.parametrize("target", ["ref", "new"])
 @pytest.mark.parametrize("flags", [{}, {"actor": "base:actor"}, {"actor": "base:actor", "delay": "lognormal"}], ids=str)
 def test_z_approx_is_the_sum_over_both_top_k(flags, target):
-    """Against sets and plain sums. A late actor is not the one that sampled: nothing is asked of it."""
+    """Against sets and plain sums. A late actor is not the sampler: its p_inf is not used."""
     cfg = make_cfg(objective="jackpot", obrs_z="approx", obrs_topk=4, obrs_lambda=0.7, obrs_target=target, **flags)
     learner, groups = make_learner(cfg), make_groups(2, seed=2, K=4)
     if "actor" in flags:
@@ -313,10 +313,10 @@ def test_z_approx_is_the_sum_over_both_top_k(flags, target):
     for row, _, r in rows_of(groups):
         for t in np.flatnonzero(r.loss_mask):
             engine = dict(zip(r.topk_ids[t].tolist(), np.exp(r.topk_logp[t].astype(float)), strict=True))
-            own = sorted(range(len(old[row][t])), key=lambda x: -old[row][t][x])[:4]
+            policy_top = sorted(range(len(old[row][t])), key=lambda x: -old[row][t][x])[:4]
             sampled = int(r.tokens[t])
             p_inf = {}
-            for x in set(engine) | set(own):
+            for x in set(engine) | set(policy_top):
                 p_inf[x] = min(old[row][t][x], min(engine.values()))
                 if actor and "delay" not in flags:
                     p_inf[x] = actor[row][t][x]
@@ -337,13 +337,13 @@ def test_z_approx_is_the_sum_over_both_top_k(flags, target):
 
 
 def probabilities(model, groups) -> list:
-    """[row][token][x] of plain numbers: the model's probabilities along each response."""
+    """[row][token][x] as plain numbers: the model's probabilities along each response."""
     with torch.no_grad():
         return [log_probabilities(model, g, r)[0].exp().tolist() for _, g, r in rows_of(groups)]
 
 
 def sample_from_the_actor(learner, groups, K=5) -> None:
-    """Make p_inf and its top-K the actor's own."""
+    """Replace p_inf and its top-K by the actor's."""
     for _, g, r in rows_of(groups):
         with torch.no_grad():
             logq, ids = log_probabilities(learner.models.actor, g, r)
@@ -353,7 +353,7 @@ def sample_from_the_actor(learner, groups, K=5) -> None:
 
 
 def test_bracket_contains_the_exact_z_of_two_models():
-    """The exact Z lies in the bracket, and a larger support (target new) narrows it."""
+    """Exact Z is in the bracket, and a larger support (target new) narrows the bracket."""
     cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_target="new")
     learner, groups = make_learner(cfg), make_groups(3, seed=4, K=5)
     sample_from_the_actor(learner, groups)
@@ -374,7 +374,7 @@ def test_bracket_contains_the_exact_z_of_two_models():
 
 
 def test_allowed_sets_reach_the_head():
-    """Each token renormalised over its own allowed set, through collate, micro-batches and the chunked head."""
+    """Each token is renormalised over its allowed set, through collate, micro-batches and the chunked head."""
     groups, rng, K = make_groups(2, seed=3), np.random.default_rng(0), 6
     for _, g, r in rows_of(groups):
         g.sampling = replace(g.sampling, top_k=K + 1)
@@ -393,11 +393,11 @@ def test_allowed_sets_reach_the_head():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a pass computes, and when it is needed
+# Outputs of each pass
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_each_pass_computes_follows_the_objective():
+def test_the_outputs_of_each_pass_follow_the_objective():
     jackpot = make_cfg(objective="jackpot")
     two = make_cfg(objective="jackpot", actor="base:actor")
     target_new = make_cfg(objective="jackpot", obrs_target="new")
@@ -411,13 +411,13 @@ def test_what_each_pass_computes_follows_the_objective():
 
 
 @pytest.mark.parametrize("flags", [{"distill_direction": "reverse"}, {}], ids=str)
-def test_the_update_distils_as_the_flags_say(flags):
+def test_distillation_follows_the_flags(flags):
     needs = needs_of_update(make_cfg(objective="tis", actor="base:actor", **flags), True, 1.0, has_ref=True)
     assert needs.distill == flags.get("distill_direction", "forward")
 
 
 def test_a_budget_knows_the_whole_kl_before_but_not_after():
-    """lambda comes after the ref pass: KL(policy || actor) needs none, that of the accepted tokens does."""
+    """lambda is solved after the ref pass: KL(policy || actor) is independent of lambda, the accepted KL is not."""
     cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_accept_rate=0.9)
     _, logged = gradients(cfg, make_groups(2, seed=4))
     assert logged["obrs/kl_before"] > 0
@@ -428,7 +428,7 @@ def test_a_budget_knows_the_whole_kl_before_but_not_after():
 
 @pytest.mark.parametrize("case", [{"objective": "tis"}, {"objective": "jackpot", "actor": "base:actor"}], ids=name_of)
 def test_one_forward_serves_as_ref_pass_for_a_single_update(case):
-    """With one update a batch, the pass-free path and an explicit ref pass give the same gradient."""
+    """With one update a batch, the gradient is the same with and without an explicit ref pass."""
     cfg, groups = make_cfg(**case), make_groups(2, seed=6)
     learner = make_learner(cfg)
     free, _ = gradients(cfg, groups, ref=False)
@@ -469,12 +469,12 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run(monkeypatch):
     one_update(learner, bad)
     assert not learner.error
     one_update(learner, bad)
-    assert "2 updates in a row had a non-finite loss or gradient" in learner.error  # train.py saves, and says so
+    assert "2 updates in a row had a non-finite loss or gradient" in learner.error  # train.py saves and stops
 
 
 @pytest.mark.parametrize("flag", ["entropy_coef", "cppo_beta"])
-def test_what_no_rejection_masks_is_learned_from_a_batch_rejected_whole(flag):
-    """CPPO's KL must bring back a policy that has gone so far that all is rejected."""
+def test_unmasked_terms_learn_from_a_completely_rejected_batch(flag):
+    """CPPO's KL must pull back a policy so far off that every token is rejected."""
     cfg = make_cfg(objective="geo_rs", rs_low=1e8, rs_high=1e9, **{flag: 0.1})
     learner = Learner(tiny_model(0), None, cfg, Comm())
     before = weights(learner)
@@ -483,8 +483,8 @@ def test_what_no_rejection_masks_is_learned_from_a_batch_rejected_whole(flag):
     assert any(not torch.equal(p, before[name]) for name, p in weights(learner).items())
 
 
-def test_an_update_with_everything_rejected_moves_the_actor_alone():
-    """Adam's momentum must not carry the policy on over a batch that taught nothing."""
+def test_a_completely_rejected_update_moves_only_the_actor():
+    """Adam's momentum must not move the policy after a batch without a gradient."""
     cfg = make_cfg(objective="geo_rs", actor="base:actor")
     learner = Learner(tiny_model(0), tiny_model(1), cfg, Comm())
     batch = batching.collate(make_groups(), cfg)
@@ -509,7 +509,7 @@ def test_step_clips_each_model_and_follows_the_schedule():
     cfg = make_cfg(**STEP_FLAGS)
     learner, stepped_with = make_learner(cfg), {}
 
-    def note(optimizer, name):  # what the optimizer really steps with
+    def note(optimizer, name):  # learning rate and gradient norm inside the optimizer
         group = optimizer.param_groups[0]
         norm = sum(float(p.grad.square().sum()) for p in group["params"]) ** 0.5
         stepped_with[name] = (group["lr"], norm)
@@ -547,7 +547,7 @@ def test_schedules():
 
 
 def test_muon_takes_no_convolution():
-    """Three axes, and no matrices of experts: (channels, 1, width), of a mixer."""
+    """Three axes, but not stacked experts: the (channels, 1, width) weight of a mixer."""
     base = torch.nn.Module()
     base.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8, bias=False), torch.nn.Conv1d(8, 8, 4, groups=8)])
     model = SimpleNamespace(base_model=base, parameters=base.parameters, named_modules=base.named_modules)
@@ -557,8 +557,8 @@ def test_muon_takes_no_convolution():
 
 
 def test_muon_takes_the_matrices_and_adamw_the_rest():
-    """Muon's step is orthogonal: on a matrix all singular values of the update are alike. Embedding, head and norms
-    step by AdamW."""
+    """Muon's step is orthogonal: all singular values of a matrix's update are similar. Embedding, head and norms
+    use AdamW."""
     learner = make_learner(make_cfg(objective="tis", optimizer="muon", lr=1e-2, warmup_steps=0))
     adamw, muon = learner.optimizers["policy"]
     assert isinstance(muon, torch.optim.Muon)
@@ -578,15 +578,15 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
             s = torch.linalg.svdvals(step)
             assert s[0] < 2 * s[min(step.shape) // 2], name
 
-    other = make_learner(learner.cfg)
-    take_over(other, learner)
-    loaded = other.optimizers["policy"][1].state_dict()["state"][0]["momentum_buffer"]
+    copy = make_learner(learner.cfg)
+    copy_state(copy, learner)
+    loaded = copy.optimizers["policy"][1].state_dict()["state"][0]["momentum_buffer"]
     assert torch.equal(loaded, muon.state_dict()["state"][0]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("shape", [(20, 500), (500, 20), (50, 50)])
 def test_muon_moves_an_entry_as_far_as_adamw_would(shape):
-    """0.2 lr (root mean square), whatever the matrix's shape."""
+    """0.2 lr (root mean square) for every shape of the matrix."""
     layers = torch.nn.ModuleList([torch.nn.Linear(shape[1], shape[0], bias=False)])
     model = torch.nn.ModuleDict({"layers": layers, "norm": torch.nn.LayerNorm(2)})
     model.base_model = SimpleNamespace(layers=layers)
@@ -599,7 +599,7 @@ def test_muon_moves_an_entry_as_far_as_adamw_would(shape):
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_one_weight_that_is_no_number_is_seen(bad):
+def test_one_non_finite_weight_is_found(bad):
     learner = make_learner(make_cfg(objective="tis", actor="base:actor"))
     assert learner.is_finite()
     with torch.no_grad():
@@ -613,9 +613,9 @@ def test_engine_and_learner_must_agree_up_to_a_measured_floor():
     cfg = make_cfg(objective="tis")
     assert check_agreement(cfg, Agreement(9e-4, 0.0)) == ""
     assert check_agreement(cfg, Agreement(0.09, 0.02)) == ""
-    for found in (Agreement(1.1e-3, 0.0), Agreement(0.11, 0.02), Agreement(math.nan, 0.02)):
+    for agreement in (Agreement(1.1e-3, 0.0), Agreement(0.11, 0.02), Agreement(math.nan, 0.02)):
         with pytest.raises(UserError, match="learner and engine compute different policies"):
-            check_agreement(cfg, found)
+            check_agreement(cfg, agreement)
     low_bits = replace(cfg, rollout_quant="w4a16")
     assert "is 0.4 on average" in check_agreement(low_bits, Agreement(0.4, 1e-4))
     assert check_agreement(replace(cfg, kv_cache_dtype="fp8"), Agreement(0.4, 1e-4))
@@ -627,8 +627,8 @@ def test_engine_and_learner_must_agree_up_to_a_measured_floor():
 
 
 @pytest.mark.parametrize("actor", ["none", "base:actor"])
-def test_the_model_that_samples_is_the_one_that_must_agree_with_the_engine(actor):
-    """The other one may be as far away as it is."""
+def test_the_agreement_is_of_the_sampling_model(actor):
+    """The second model may be arbitrarily far away."""
     cfg = make_cfg(objective="tis", actor=actor)
     learner = make_learner(cfg)
     batch = batching.collate(make_groups(2, seed=9), cfg)
@@ -640,7 +640,7 @@ def test_the_model_that_samples_is_the_one_that_must_agree_with_the_engine(actor
     batch.logp_inf[0, 0] = (p + 0.5 * (1 - p)).log()
     n = int(batch.mask.sum()) if len(batch) <= 16 else int(batch.mask[:16].sum())
     assert learner.agreement(batch).gap == pytest.approx(0.5 * (1 - float(p)) / n, rel=1e-4)
-    assert learner.agreement(batch).floor == exact.floor  # nothing stays behind
+    assert learner.agreement(batch).floor == exact.floor  # the call changes nothing
 
 
 def test_bfloat16_runs_close_to_float32():
@@ -667,7 +667,7 @@ class Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("objective", ["grpo", "jackpot"])
 def test_weights_are_cast_once_for_all_micro_batches(objective, monkeypatch):
-    """Of bodies and heads, in the ref pass (Jackpot's) and in the update; the gradient keeps every bit."""
+    """Bodies and heads, in the ref pass (Jackpot's) and in the update; the gradient is bit-identical."""
     passes = 2 if objective == "jackpot" else 1
     cfg = make_cfg(objective=objective, dtype="bfloat16", micro_tokens=24)
     groups = make_groups(4, seed=9)
@@ -689,8 +689,8 @@ def test_weights_are_cast_once_for_all_micro_batches(objective, monkeypatch):
         assert torch.equal(g, again[name]), name
 
 
-def test_a_cast_is_of_the_weight_as_it_is():
-    """One for all micro-batches, none afterwards, and a new one when the weight has changed."""
+def test_a_cast_follows_the_weight():
+    """One cast for all micro-batches, none afterwards, a new cast after the weight has changed."""
     models = make_learner(make_cfg(objective="grpo", dtype="bfloat16"), torch.float32).models
     weight = models.policy.get_output_embeddings().weight
     for step in range(2):
@@ -714,12 +714,12 @@ CASES_OF_KERNELS = {
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES_OF_KERNELS)
 def test_compiled_layers_give_the_same_gradient(name, backend, monkeypatch):
-    """One graph serves all layers and lengths, or one for each type of them."""
+    """One graph serves all layers and lengths, or one graph for each layer type."""
     flags = dict(CASES_OF_KERNELS[name])
     groups = make_groups(3, seed=4, prompt=flags.pop("prompt"))
     cfg = make_cfg(**{"objective": "grpo", "rollout": "hf", "micro_tokens": 64, **flags})
     monkeypatch.setattr(kernels, "BACKEND", backend)
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # of a vLLM engine in this process
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a vLLM engine in this process may have set it
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     two = cfg.actor != "none"
@@ -741,30 +741,30 @@ def test_a_second_learner_does_not_compile_a_model_again():
         assert layer.forward.func is kernels.without_cache and layer.forward.args[1] == forward
 
 
-def test_what_is_compared_with_the_published_weights_is_not_rounded():
-    """The proof that they are the learner's: in 16 bits a small update would be lost in the rounding."""
+def test_logprobs_for_the_weight_check_are_float32():
+    """Engine and learner are compared at small updates: 16 bits would round them away."""
     ids = np.random.default_rng(0).integers(0, 200, (3, 20))
-    says = []
+    results = []
     for dtype in ("float32", "bfloat16"):
         learner = Learner(tiny_model(0), None, make_cfg(objective="tis", dtype=dtype), Comm())
-        says.append(learner.logprobs("policy", ids))
-    assert np.array_equal(*says)
-    assert learner.models.autocast == torch.bfloat16  # training goes on in it
+        results.append(learner.logprobs("policy", ids))
+    assert np.array_equal(*results)
+    assert learner.models.autocast == torch.bfloat16  # training still uses it
 
 
 def test_float16_with_its_loss_scale_is_closer_to_float32_than_bfloat16():
-    """Ten bits of mantissa beside seven. Gradients come out in their own units, whatever the scale."""
+    """Ten bits of mantissa against seven. The loss scale does not change the units of gradients."""
     groups = make_groups(2, seed=9)
     full, wanted = gradients(make_cfg(objective="grpo"), groups, torch.float32, ref=False)
-    far = {}
+    distance = {}
     for dtype in ("bfloat16", "float16"):
         got, logged = gradients(make_cfg(objective="grpo", dtype=dtype), groups, torch.float32, ref=False)
         assert logged["loss"] == pytest.approx(wanted["loss"], abs=1e-2)
-        far[dtype] = relative(full, got)
-    assert 0 < far["float16"] < 0.3 * far["bfloat16"]
+        distance[dtype] = relative(full, got)
+    assert 0 < distance["float16"] < 0.3 * distance["bfloat16"]
 
 
-def test_an_overflow_backs_the_loss_scale_off_and_stops_nothing(monkeypatch):
+def test_an_overflow_lowers_the_loss_scale_and_the_run_continues(monkeypatch):
     monkeypatch.setattr(learner_module, "MAX_SKIPS", 1)
     learner = make_learner(make_cfg(objective="grpo", dtype="float16", warmup_steps=0), torch.float32)
     batch = batching.collate(make_groups(2, seed=9), learner.cfg)
@@ -784,7 +784,7 @@ def test_an_overflow_backs_the_loss_scale_off_and_stops_nothing(monkeypatch):
     assert again.scaler.get_scale() == scales[-1]
 
 
-def test_what_no_smaller_scale_can_mend_counts(monkeypatch):
+def test_overflows_at_the_smallest_scale_count_as_skips(monkeypatch):
     monkeypatch.setattr(learner_module, "MAX_SKIPS", 2)
     learner = make_learner(make_cfg(objective="grpo", dtype="float16"), torch.float32)
     for p in learner.models.parameters():
@@ -794,7 +794,7 @@ def test_what_no_smaller_scale_can_mend_counts(monkeypatch):
     learner._step(0.0)
     assert learner.skipped_in_a_row == 1
     learner.scaler.update(1024.0)
-    learner._step(math.nan)  # the loss itself
+    learner._step(math.nan)  # a NaN loss
     assert "2 updates in a row" in learner.error
 
 
@@ -806,33 +806,33 @@ def test_what_no_smaller_scale_can_mend_counts(monkeypatch):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
-    """torchrun with two gloo ranks, ragged shares, unequal numbers of micro-batches: the gradient of one process."""
+    """torchrun with two gloo ranks, unequal shares, unequal numbers of micro-batches: the gradient of one process."""
     out = tmp_path / "ranks.pt"
     torchrun("ranks.py", parallel, out)
     ranks = torch.load(out)
     for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
         cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=10**6)
         learner = make_learner(cfg, dtype)
-        for name in learner.names:  # in the precision of the weights, whatever they travel in
+        for name in learner.names:  # float32, for every dtype of the training pass
             assert np.abs(ranks[i]["probed"][name].numpy() - learner.logprobs(name, PROBE)).max() < 1e-5, case
         want, logged, controllers = update_of_one(cfg, learner, rank_groups(odd))
-        found = ranks[i]["grads"]
+        grads = ranks[i]["grads"]
         if nothing_to_learn(cfg, odd):
-            assert not any(g.any() for g in [*want.values(), *found.values()]), case
+            assert not any(g.any() for g in [*want.values(), *grads.values()]), case
         else:
             rounding = 1e-10 if dtype == f64 else 1e-5
             rounding = 1e-2 if cfg.dtype == "float16" else rounding
-            assert relative(want, found) < rounding, (case, odd)
+            assert relative(want, grads) < rounding, (case, odd)
         assert ranks[i]["square"] == pytest.approx(
-            sum(float((g.double() ** 2).sum()) for g in found.values()), rel=1e-9
+            sum(float((g.double() ** 2).sum()) for g in grads.values()), rel=1e-9
         )
-        for said, left in ranks[i]["logged"]:
-            assert said.keys() == logged.keys()
-            if cfg.dtype == "float16":  # other rows in a product, other roundings
+        for metrics, end in ranks[i]["logged"]:
+            assert metrics.keys() == logged.keys()
+            if cfg.dtype == "float16":  # different rows in one product give different roundings
                 continue
             for key in logged:
-                assert said[key] == pytest.approx(logged[key], rel=1e-5, abs=1e-7, nan_ok=True), (case, odd, key)
-            assert left == pytest.approx(controllers), (case, odd)
+                assert metrics[key] == pytest.approx(logged[key], rel=1e-5, abs=1e-7, nan_ok=True), (case, odd, key)
+            assert end == pytest.approx(controllers), (case, odd)
         assert ranks[i]["shared"] == {i != 1} or odd
         assert ranks[i]["roundtrip"]
         assert ranks[i]["names"] == sorted(tiny_model(0, layers=2).state_dict())
@@ -842,8 +842,8 @@ def nothing_to_learn(cfg, odd: str) -> bool:
     return odd.startswith("all") and cfg.actor == "none"
 
 
-def test_uneven_shares_leave_something_to_see():
-    """Each kind of odd share tells a sum over ranks from a rank's own: tokens, responses and rewards differ."""
+def test_uneven_shares_distinguish_ranks():
+    """In each kind of uneven share, sums over ranks differ from a rank's sums: tokens, responses and rewards."""
     for odd in ("empty", "masked", "poor", "short"):
         halves = [rank_groups(odd)[:2], rank_groups(odd)[2:]]
         tokens = [sum(int(r.loss_mask.sum()) for g in half for r in g.responses) for half in halves]
@@ -855,6 +855,6 @@ def test_uneven_shares_leave_something_to_see():
 
 
 def test_comm_keeps_float64():
-    """A clock in seconds since the epoch has no place in float32."""
+    """float32 cannot hold a clock in seconds since the epoch."""
     for reduced in (Comm().max, Comm().sum):
         assert reduced([1795284480.123456, torch.tensor(0.5), 3]) == [1795284480.123456, 0.5, 3.0]

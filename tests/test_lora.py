@@ -1,4 +1,4 @@
-"""LoRA: what leaves the learner is W + (alpha / rank) B A, the base never moves, and a resumed run is the same run."""
+"""LoRA: published weights are W + (alpha / rank) B A, the base is constant, a resumed run is the same run."""
 
 import importlib.util
 from dataclasses import replace
@@ -30,7 +30,7 @@ IDS = np.arange(24).reshape(2, 12) * 7 % 250
 
 
 def adapted(seed=0, dtype=torch.float32, **changes):
-    """A tiny policy with adapters that are not zero."""
+    """A tiny policy with adapters different from zero."""
     model = lora.attach(tiny_model(seed, layers=2, dtype=dtype), make_cfg(**{**FLAGS, **changes}))
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -70,10 +70,12 @@ def test_merged_tensors_are_the_base_models_plus_the_product():
             product = sum(float(B[i, k] * A[k, j]) for k in range(RANK))
             assert float(x[i, j]) == pytest.approx(float(base[name][i, j]) + ALPHA / RANK * product, rel=1e-12)
     inner = {name for name in base if "proj" in name}
-    assert {name for name in base if not torch.equal(got[name], base[name])} == inner  # all linear layers but the head
+    assert {
+        name for name in base if not torch.equal(got[name], base[name])
+    } == inner  # all linear layers except the head
 
 
-def test_the_merged_forward_is_the_adapters_own():
+def test_the_merged_model_equals_the_adapted_model():
     model = adapted(dtype=f64)
     plain = tiny_model(0, layers=2, dtype=f64)
     assert not torch.allclose(logits(plain), logits(model), atol=1e-2)
@@ -95,7 +97,7 @@ def test_new_adapters_change_nothing_and_draw_nothing():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_low_bit_rollouts_take_the_merged_weights():
+def test_low_bit_rollouts_use_the_merged_weights():
     cfg = make_cfg(**FLAGS, rollout_quant="w4a16", quant_group=32)
     model = adapted()
     learner = Learner(model, None, cfg, Comm())
@@ -107,8 +109,8 @@ def test_low_bit_rollouts_take_the_merged_weights():
     assert list(got) == list(tiny_model(0, layers=2).state_dict())
 
 
-def test_of_a_mixture_everything_but_experts_and_router_is_adapted(tmp_path):
-    """A run of a model from disk, as its weights are read there; what is saved for vLLM has the model's own names."""
+def test_experts_and_routers_have_no_adapters(tmp_path):
+    """A run of a model from disk; the exported model has the model's tensor names."""
     start = standins.model("qwen3_moe", 5)
     standins.save(start, tmp_path / "moe")
     (tmp_path / "task.jsonl").write_text("".join(f'{{"problem": "{i}", "answer": "{i}"}}\n' for i in range(8)))
@@ -128,7 +130,7 @@ def test_of_a_mixture_everything_but_experts_and_router_is_adapted(tmp_path):
 
 
 def updated(cfg, model, steps=2):
-    """A learner of this model after some updates, and its batch."""
+    """A learner of this model after updates, and its batch."""
     learner = Learner(model, None, cfg, Comm())
     batch = batching.collate(make_groups(2, seed=8), cfg)
     for _ in range(steps):
@@ -136,7 +138,7 @@ def updated(cfg, model, steps=2):
     return learner, batch
 
 
-def test_updates_move_the_adapters_and_nothing_else():
+def test_updates_change_only_the_adapters():
     model = adapted()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     updated(make_cfg(**FLAGS, weight_decay=0.1), model)
@@ -144,8 +146,8 @@ def test_updates_move_the_adapters_and_nothing_else():
         assert torch.equal(p, before[name]) != lora.is_adapters(name), name
 
 
-def test_the_gradient_of_the_factors_is_that_of_the_merged_weight():
-    """dA = scale B^T dW and dB = scale dW A^T, dW of a whole learner on the merged weights."""
+def test_the_gradient_of_the_factors_follows_from_the_merged_weights():
+    """dA = scale B^T dW and dB = scale dW A^T, with dW of a full learner with the merged weights."""
     cfg = make_cfg(**FLAGS)
     model = adapted(dtype=f64)
     plain = tiny_model(0, layers=2, dtype=f64)
@@ -154,51 +156,51 @@ def test_the_gradient_of_the_factors_is_that_of_the_merged_weight():
     for one in (model, plain):
         learner = Learner(one, None, cfg if one is model else replace(cfg, lora_rank=0), Comm())
         learner.backward(batch, objectives.prepare(batch, learner.comm, cfg, {}))
-    own = dict(model.named_parameters())
+    adapters = dict(model.named_parameters())
     for name, p in plain.named_parameters():
         layer = name.removesuffix(".weight")
-        A = own.get(f"{layer}.lora_A.default.weight")
+        A = adapters.get(f"{layer}.lora_A.default.weight")
         if A is None:
             continue
-        B = own[f"{layer}.lora_B.default.weight"]
+        B = adapters[f"{layer}.lora_B.default.weight"]
         assert torch.allclose(A.grad, ALPHA / RANK * B.detach().T @ p.grad, atol=1e-12), name
         assert torch.allclose(B.grad, ALPHA / RANK * p.grad @ A.detach().T, atol=1e-12), name
-        assert own[f"{layer}.base_layer.weight"].grad is None
+        assert adapters[f"{layer}.base_layer.weight"].grad is None
 
 
-def test_the_engine_says_what_the_learner_says():
+def test_the_engine_has_the_learners_log_probabilities():
     cfg = make_cfg(**FLAGS)
     engine = HFEngine(tiny_model(0, layers=2))
     learner, _ = updated(cfg, adapted())
     before = engine.logprobs(IDS)
     engine.load(learner.published("policy", engine.packed))
-    says = learner.logprobs("policy", IDS)
-    assert np.abs(engine.logprobs(IDS) - says).max() < 1e-5
-    assert np.abs(before - says).max() > 0.1
+    logp = learner.logprobs("policy", IDS)
+    assert np.abs(engine.logprobs(IDS) - logp).max() < 1e-5
+    assert np.abs(before - logp).max() > 0.1
 
 
-def test_vllm_says_what_the_learner_says(vllm_engine):
+def test_vllm_has_the_learners_log_probabilities(vllm_engine):
     cfg = make_cfg(**FLAGS)
     learner = Learner(lora.attach(tiny_model(1), cfg), None, cfg, Comm())
     batch = batching.collate(make_groups(2, seed=8), cfg)
     for _ in range(2):
         learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))
     vllm_engine.load(learner.published("policy", vllm_engine.packed))
-    says = learner.logprobs("policy", IDS)
-    assert np.abs(vllm_engine.logprobs(IDS) - says).max() < 1e-5
-    assert np.abs(HFEngine(tiny_model(1)).logprobs(IDS) - says).max() > 0.1
+    logp = learner.logprobs("policy", IDS)
+    assert np.abs(vllm_engine.logprobs(IDS) - logp).max() < 1e-5
+    assert np.abs(HFEngine(tiny_model(1)).logprobs(IDS) - logp).max() > 0.1
 
 
 def test_the_start_model_is_the_policy_without_its_adapters():
     cfg = make_cfg(**FLAGS, kl_coef=0.1)
     learner, batch = updated(cfg, adapted())
     assert learner.models.start is None
-    said = learner.score(batch, Needs(start=True))
+    stats = learner.score(batch, Needs(start=True))
     plain = Learner(tiny_model(0, layers=2), None, make_cfg(), Comm())
-    assert torch.allclose(said.logp_start, plain.score(batch, Needs()).logp, atol=1e-6)
-    again = learner.score(batch, Needs())  # the adapters are back
-    assert torch.equal(again.logp, said.logp)
-    assert (said.logp - said.logp_start).abs().max() > 0.1
+    assert torch.allclose(stats.logp_start, plain.score(batch, Needs()).logp, atol=1e-6)
+    again = learner.score(batch, Needs())  # the adapters are active again
+    assert torch.equal(again.logp, stats.logp)
+    assert (stats.logp - stats.logp_start).abs().max() > 0.1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ def test_the_start_model_is_the_policy_without_its_adapters():
 
 
 def argv(folders, out, **changes) -> list[str]:
-    """A run that always has something to learn: a bonus for entropy."""
+    """A run with a gradient in every update: with an entropy bonus."""
     base = {
         "model": folders / "policy",
         "actor": "none",
@@ -251,11 +253,11 @@ def test_a_checkpoint_holds_adapters_for_peft_and_the_merged_model(folders, tmp_
     for name in ("policy",):
         base = AutoModelForCausalLM.from_pretrained(folders / name)
         untouched = logits(base)
-        theirs = peft.PeftModel.from_pretrained(base, step(out, 4) / f"{name}_adapter")
+        by_peft = peft.PeftModel.from_pretrained(base, step(out, 4) / f"{name}_adapter")
         whole = AutoModelForCausalLM.from_pretrained(step(out, 4) / name)
-        assert torch.allclose(logits(theirs), logits(whole), atol=1e-5)
+        assert torch.allclose(logits(by_peft), logits(whole), atol=1e-5)
         assert not torch.allclose(untouched, logits(whole), atol=1e-3)
-        named = theirs.peft_config["default"].base_model_name_or_path
+        named = by_peft.peft_config["default"].base_model_name_or_path
         assert named == str(folders / name)
 
 
@@ -267,13 +269,13 @@ def test_a_resumed_run_is_the_same_run(folders, tmp_path, run_here):
     run_here(["--resume", f"--out={out}", "--steps=4"])
     for part in ("policy", "policy_adapter"):
         assert bytes_of(step(out, 4) / part) == bytes_of(step(whole, 4) / part)
-    mine, theirs = (read_metrics(folder)[-1] for folder in (out, whole))
+    got, want = (read_metrics(folder)[-1] for folder in (out, whole))
     timeless = [
-        name for name in theirs if not name.endswith(("_s", "_seconds")) and not name.startswith(("sync/", "speed/"))
+        name for name in want if not name.endswith(("_s", "_seconds")) and not name.startswith(("sync/", "speed/"))
     ]
-    assert [name for name in timeless if mine[name] != theirs[name]] == []
-    assert theirs["start_kl"] > 0
-    assert theirs["stepped"] == 1
+    assert [name for name in timeless if got[name] != want[name]] == []
+    assert want["start_kl"] > 0
+    assert want["stepped"] == 1
 
 
 def test_adapters_are_merged_on_request(folders, tmp_path, run_here):
@@ -281,20 +283,20 @@ def test_adapters_are_merged_on_request(folders, tmp_path, run_here):
     run_here(argv(folders, out))
     adapter = step(out, 4) / "policy_adapter"
     lora.main([f"--adapter={adapter}", f"--out={tmp_path / 'merged'}"])
-    ours, theirs = (
+    exported, merged_model = (
         checkpoint.load_model(folder).state_dict() for folder in (step(out, 4) / "policy", tmp_path / "merged")
     )
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
+    assert exported.keys() == merged_model.keys()
+    assert all(torch.equal(x, merged_model[name]) for name, x in exported.items())
     base = AutoModelForCausalLM.from_pretrained(folders / "policy")
     by_peft = peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
-    assert by_peft.keys() == ours.keys()
-    assert all(torch.allclose(x, by_peft[name], atol=1e-6) for name, x in ours.items())
+    assert by_peft.keys() == exported.keys()
+    assert all(torch.allclose(x, by_peft[name], atol=1e-6) for name, x in exported.items())
     with pytest.raises(UserError, match="this path exists already"):
         lora.main([f"--adapter={adapter}", f"--out={tmp_path / 'merged'}"])
 
 
-def test_adapters_of_another_model_are_refused(folders, tmp_path, run_here):
+def test_adapters_of_a_different_model_are_refused(folders, tmp_path, run_here):
     out = tmp_path / "run"
     run_here(argv(folders, out, steps=3))
     changed = tiny_model(0, layers=2)
@@ -322,12 +324,12 @@ def test_adapters_of_another_model_are_refused(folders, tmp_path, run_here):
         ),
     ],
 )
-def test_what_does_not_go_together(given, words):
+def test_contradicting_flags_are_refused(given, words):
     with pytest.raises(UserError, match=words):
         make_cfg(**given)
 
 
-def test_a_missing_package_is_said_before_a_model_loads(monkeypatch):
+def test_a_missing_package_is_refused_before_a_model_loads(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
     with pytest.raises(UserError, match="--lora_rank=4: the package peft is not installed here; pip install peft"):
@@ -337,11 +339,13 @@ def test_a_missing_package_is_said_before_a_model_loads(monkeypatch):
 
 def test_a_folder_of_adapters_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    told = f"--model={tmp_path}: it has only adapters; merge them with python -m model.lora --adapter={tmp_path} --out="
+    sentence = (
+        f"--model={tmp_path}: it has only adapters; merge them with python -m model.lora --adapter={tmp_path} --out="
+    )
     for refuse in (
         lambda: make_cfg(model=str(tmp_path), task="x.jsonl"),
         lambda: evaluation.find_model(evaluation.EvalFlags(model=str(tmp_path)), "model", "policy"),
     ):
         with pytest.raises(UserError) as e:
             refuse()
-        assert str(e.value).startswith(told)
+        assert str(e.value).startswith(sentence)

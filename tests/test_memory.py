@@ -1,4 +1,4 @@
-"""Memory: what is kept for the backward pass, where weights are read, in what type they travel."""
+"""Memory: activations for the backward pass, reading of weights, dtypes in communication."""
 
 import copy
 import json
@@ -50,7 +50,7 @@ AGAIN = [
 
 
 class Kept:
-    """Counts the bytes that are kept for a backward pass."""
+    """Counts the bytes saved for a backward pass."""
 
     def __init__(self):
         self.tensors = {}
@@ -62,7 +62,7 @@ class Kept:
         return x
 
     def count(self, learner, batch, cfg) -> int:
-        """Bytes beside the weights."""
+        """Bytes without the weights."""
         weights = {p.untyped_storage().data_ptr() for p in learner.models.parameters()}
         hold_back_the_step(learner)
         stats = objectives.prepare(batch, learner.comm, cfg, {})
@@ -73,8 +73,8 @@ class Kept:
 
 @pytest.mark.parametrize("micro_tokens", [10**6, 45, 1])
 @pytest.mark.parametrize("case, dtype", AGAIN, ids=str)
-def test_activations_that_are_computed_again_give_the_same_gradient(case, dtype, micro_tokens):
-    """With prompts that are shared, and in the last case with prompts that are not."""
+def test_gradient_checkpointing_gives_the_same_gradient(case, dtype, micro_tokens):
+    """With shared prompts, and in the last case with separate prompts."""
     grads = []
     for again in (False, True):
         cfg = make_cfg(**case, micro_tokens=micro_tokens, gradient_checkpointing=again)
@@ -86,7 +86,7 @@ def test_activations_that_are_computed_again_give_the_same_gradient(case, dtype,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_familys_layers_can_be_computed_again(family):
+def test_gradient_checkpointing_in_every_family(family):
     grads = []
     for again in (False, True):
         cfg = make_cfg(objective="tis", gradient_checkpointing=again)
@@ -97,23 +97,23 @@ def test_every_familys_layers_can_be_computed_again(family):
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_a_layers_input_alone_is_kept(share):
-    """Of eight layers by far the most is not kept, whether prompts are shared or not."""
+def test_gradient_checkpointing_keeps_only_the_layers_inputs(share):
+    """Most of the activations of eight layers are not kept, with shared and with separate prompts."""
     kept = []
     for again in (False, True):
         cfg = make_cfg(objective="tis", gradient_checkpointing=again)
         learner = Learner(tiny_model(0, layers=8), None, cfg, Comm())
         groups = make_groups(2, seed=3, prompt=(6, 12))
         if not share:
-            learner.models.policy.config.sliding_window = 512  # of no effect but this
+            learner.models.policy.config.sliding_window = 512  # the only effect here: separate prompts
         assert {s for *_, s in learner._micro(batching.collate(groups, cfg))} == {share}
         kept.append(Kept().count(learner, batching.collate(groups, cfg), cfg))
     assert kept[1] < 0.25 * kept[0]
 
 
-def test_a_routing_is_replayed_in_the_second_run_too():
-    """The experts that were given, none of them the router's own choice: with and without a second run one gradient,
-    which is another one than without a replay."""
+def test_routes_are_replayed_in_recomputed_layers():
+    """Routes that the router would not choose: the gradient is equal with and without checkpointing, and different
+    from the gradient without replay."""
     grads = {}
     for again, replay in ((False, True), (True, True), (False, False)):
         cfg = make_cfg(objective="tis", gradient_checkpointing=again, router_replay=replay, micro_tokens=40)
@@ -137,16 +137,16 @@ def test_a_routing_is_replayed_in_the_second_run_too():
 
 def stored(family: str, folder, **changes) -> str:
     """A model of this family on disk, in bfloat16, in several files."""
-    made = model(family, **changes)
-    save(made, folder)
-    made.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100KB")
+    lm = model(family, **changes)
+    save(lm, folder)
+    lm.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100KB")
     (folder / "model.safetensors").unlink(missing_ok=True)
     return str(folder)
 
 
 def odd_folders(tmp_path) -> list[str]:
-    """Folders that no plain reading gets right: torch's older format, a head of its own that the config ties, and
-    tensors without the base model's prefix."""
+    """Folders that need special reading: torch's older format, an untied head under a tied config, and tensors without
+    the base model's prefix."""
     older, two, bare = (tmp_path / name for name in ("older", "two", "bare"))
     save(model("llama"), older)
     torch.save(model("llama", 7).state_dict(), older / "pytorch_model.bin")
@@ -174,50 +174,50 @@ def same(a: dict, b: dict) -> bool:
 
 
 @pytest.mark.timeout(400)
-def test_three_ranks_read_what_transformers_reads(tmp_path):
-    """All families, from files in bfloat16, and folders in other formats; also by one process; and adapters."""
+def test_three_ranks_read_the_weights_that_transformers_reads(tmp_path):
+    """All families, from bfloat16 files, and folders in different formats; by one process too; and adapters."""
     folders = [stored(family, tmp_path / family) for family in FAMILIES] + odd_folders(tmp_path)
     torchrun("shards.py", "values", ",".join(folders), str(tmp_path / "found.pt"), ranks=3)
-    found = torch.load(tmp_path / "found.pt")
+    read = torch.load(tmp_path / "found.pt")
     for folder in folders:
-        theirs = load_model(folder)
-        ours = alone(folder).models.policy
-        assert same(theirs.state_dict(), found[folder]), folder
-        assert same(theirs.state_dict(), ours.state_dict()), folder
-        assert same(dict(theirs.named_buffers()), dict(ours.named_buffers())), folder
-        assert {p.dtype for p in ours.parameters()} == {torch.float32}
-        assert all(p.requires_grad for p in ours.parameters()) and not any(p.is_meta for p in ours.parameters())
-        assert len(list(ours.parameters())) == len(list(theirs.parameters())), "tied in one, and not in the other"
+        wanted = load_model(folder)
+        got = alone(folder).models.policy
+        assert same(wanted.state_dict(), read[folder]), folder
+        assert same(wanted.state_dict(), got.state_dict()), folder
+        assert same(dict(wanted.named_buffers()), dict(got.named_buffers())), folder
+        assert {p.dtype for p in got.parameters()} == {torch.float32}
+        assert all(p.requires_grad for p in got.parameters()) and not any(p.is_meta for p in got.parameters())
+        assert len(list(got.parameters())) == len(list(wanted.parameters())), "tied only in one of the two"
     adapted = alone(folders[0], lora_rank=3).models.policy
-    assert same(found["adapters"], {n: x for n, x in adapted.state_dict().items() if lora.is_adapters(n)})
-    assert found["fingerprint"] == lora.fingerprint(adapted)
+    assert same(read["adapters"], {n: x for n, x in adapted.state_dict().items() if lora.is_adapters(n)})
+    assert read["fingerprint"] == lora.fingerprint(adapted)
 
 
 def test_a_tensor_is_read_in_pieces(tmp_path, monkeypatch):
-    """However small: rows of plain tensors, and experts."""
+    """Pieces of any size: rows of plain tensors, and experts."""
     monkeypatch.setattr(memory, "PIECE", 100)
     for family in ("qwen3", "qwen3_moe"):
         folder = stored(family, tmp_path / family)
         assert same(load_model(folder).state_dict(), alone(folder).models.policy.state_dict())
 
 
-def test_new_adapters_are_small_draws_that_change_nothing_yet():
+def test_new_adapters_are_small_and_change_nothing():
     cfg = make_cfg(objective="tis", lora_rank=3, seed=5)
     first, again = (lora.attach(model("qwen3"), cfg) for _ in range(2))
-    other = lora.attach(model("qwen3"), make_cfg(objective="tis", lora_rank=3, seed=6))
-    assert same(first.state_dict(), again.state_dict()) and not same(first.state_dict(), other.state_dict())
+    different = lora.attach(model("qwen3"), make_cfg(objective="tis", lora_rank=3, seed=6))
+    assert same(first.state_dict(), again.state_dict()) and not same(first.state_dict(), different.state_dict())
     A = torch.cat([layer.lora_A["default"].weight.flatten() * layer.in_features**0.5 for layer in lora.layers(first)])
     assert float(A.abs().max()) <= 1 and float(A.std()) == pytest.approx(3**-0.5, rel=0.05)  # uniform in +-1
     assert not any(layer.lora_B["default"].weight.any() for layer in lora.layers(first))
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_takes_the_memory_of_its_shard(tmp_path):
-    """The whole model is 188 MiB in float32, and half of that a rank's part. Beside it there is a piece at a time."""
+def test_a_rank_uses_the_memory_of_its_shard(tmp_path):
+    """The whole model has 188 MiB in float32, a rank's shard half. Files are read in pieces."""
     size = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=12, head_dim=64)
-    made = model("qwen3", **size, num_attention_heads=8)
-    whole = sum(p.numel() for p in made.parameters()) * 4 / 2**20
-    made.to(torch.bfloat16).save_pretrained(tmp_path / "big", max_shard_size="20MB")
+    lm = model("qwen3", **size, num_attention_heads=8)
+    whole = sum(p.numel() for p in lm.parameters()) * 4 / 2**20
+    lm.to(torch.bfloat16).save_pretrained(tmp_path / "big", max_shard_size="20MB")
     save(model("qwen3"), tmp_path / "small")
     torchrun("shards.py", "peak", str(tmp_path / "big"), str(tmp_path / "found.json"))
     for taken in json.loads((tmp_path / "found.json").read_text()):
@@ -225,7 +225,7 @@ def test_a_rank_takes_the_memory_of_its_shard(tmp_path):
 
 
 def test_errors_of_a_folder_are_one_sentence(tmp_path):
-    """A tensor that is missing, and one of another shape: as `load_model` says it."""
+    """A missing tensor and a tensor of a different shape, with the error of `load_model`."""
     folder = tmp_path / "qwen3"
     save(model("qwen3"), folder)
     tensors = load_file(folder / "model.safetensors")
@@ -239,13 +239,13 @@ def test_errors_of_a_folder_are_one_sentence(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What travels between ranks
+# Communication between ranks
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """A process group of this process alone."""
+    """A process group of one process."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         yield
@@ -255,7 +255,7 @@ def one_rank():
 
 
 def logp_of(lm, parallel: str, **changes):
-    """Log-probabilities (rows, T) of fixed responses, as the learner computes them."""
+    """Log-probabilities (rows, T) of fixed responses by the learner."""
     cfg = make_cfg(objective="tis", parallel=parallel, **changes)
     comm = Comm()
     comm.on = parallel == "fsdp"
@@ -265,11 +265,11 @@ def logp_of(lm, parallel: str, **changes):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_that_travel_in_16_bits_compute_what_one_process_computes(family, one_rank):
-    """Norms that bfloat16 can write: digit for digit. Where those of queries and keys (Qwen3) are of 16 bits too, as
-    in vLLM, log-probabilities are as far from float32 as with autocast alone."""
+def test_layers_gathered_in_16_bits_equal_one_process(family, one_rank):
+    """Bit for bit if norms are exact in bfloat16. With head norms in 16 bits too (Qwen3, as in vLLM),
+    log-probabilities are as far from float32 as with autocast alone."""
     lm = model(family).to(torch.bfloat16).float()
-    alone, shards = (logp_of(copy.deepcopy(lm), how, dtype="bfloat16") for how in ("ddp", "fsdp"))
+    alone, shards = (logp_of(copy.deepcopy(lm), parallel, dtype="bfloat16") for parallel in ("ddp", "fsdp"))
     exact = logp_of(lm, "ddp")
     if not family.startswith("qwen3"):
         assert torch.equal(alone, shards)
@@ -278,14 +278,14 @@ def test_layers_that_travel_in_16_bits_compute_what_one_process_computes(family,
 
 
 def travelling(learner) -> set:
-    """The types in which the layers' parameters are gathered."""
+    """The dtypes in which the layers' parameters are gathered."""
     groups = [layer._get_fsdp_state()._fsdp_param_groups for layer in learner.models.policy.model.layers]
     return {p.mp_policy.param_dtype for (group,) in groups for p in group.fsdp_params}
 
 
-def test_what_travels_in_16_bits_and_what_may_not(one_rank):
-    """Matrices in 16 bits, gradients added up in float32; low-bit layers whole: they must quantize what is published,
-    and that is made of the masters."""
+def test_dtypes_of_gathered_parameters(one_rank):
+    """Matrices in 16 bits, gradients summed in float32; low-bit layers in float32: they must quantize the published
+    weights, which are made from the master weights."""
     cases = {
         "float32": ({}, {None}),
         "bfloat16": ({"dtype": "bfloat16"}, {torch.bfloat16}),
@@ -320,27 +320,27 @@ def test_what_travels_in_16_bits_and_what_may_not(one_rank):
     ],
 )
 def test_weights_travel_to_an_engine_in_its_precision(changes, matrix, one_rank, monkeypatch):
-    """A matrix is rounded before it is gathered; what an engine does not round is not."""
+    """A matrix is rounded before it is gathered, unless the engine keeps it in float32."""
     cfg = make_cfg(objective="tis", parallel="fsdp", **changes)
     learner, gathered = Learner(model("qwen3"), None, cfg, Comm()), []
-    own = dict(learner.named_tensors("policy"))
+    masters = dict(learner.named_tensors("policy"))
     full_tensor = DTensor.full_tensor
     monkeypatch.setattr(DTensor, "full_tensor", lambda x: gathered.append((x.ndim, x.dtype)) or full_tensor(x))
     sent = dict(learner.published("policy", False))
     assert set(gathered) == {(1, torch.float32), (2, matrix)}
-    assert list(sent) == list(own)
+    assert list(sent) == list(masters)
     for name, x in sent.items():
-        want = own[name].to(matrix) if own[name].ndim > 1 else own[name]
+        want = masters[name].to(matrix) if masters[name].ndim > 1 else masters[name]
         assert x.dtype == want.dtype and torch.equal(x, want), name
 
 
 def test_routers_reach_an_engine_in_full():
-    """Some engines hold them in float32, whatever the rest is in."""
+    """A few engines keep routers in float32, in every dtype."""
     cfg = make_cfg(objective="tis", rollout_dtype="bfloat16")
     learner = Learner(model("qwen3_moe"), None, cfg, Comm())
-    own = dict(learner.named_tensors("policy"))
+    masters = dict(learner.named_tensors("policy"))
     sent = {name: x for name, x in learner.published("policy", False) if name.endswith("mlp.gate.weight")}
-    assert len(sent) == 2 and all(torch.equal(x, own[name]) for name, x in sent.items())
+    assert len(sent) == 2 and all(torch.equal(x, masters[name]) for name, x in sent.items())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_routers_reach_an_engine_in_full():
 
 
 def stepped(cfg, lm, updates: int = 3):
-    """The learner after some updates on gradients that are made up, the same every time."""
+    """The learner after several updates on synthetic gradients, the same every time."""
     learner = Learner(lm, None, cfg, Comm())
     g = torch.Generator().manual_seed(2)
     for _ in range(updates):
@@ -360,34 +360,34 @@ def stepped(cfg, lm, updates: int = 3):
 
 
 def moments(learner) -> dict:
-    """(optimizer, parameter, name) -> state that has the parameter's shape."""
-    found = {}
+    """(optimizer, parameter, name) -> state of the parameter's shape."""
+    states = {}
     for i, optimizer in enumerate(learner.optimizers["policy"]):
         for j, p in enumerate(optimizer.state):
-            found |= {(i, j, name): x for name, x in optim.states_like(optimizer, p)}
-    return found
+            states |= {(i, j, name): x for name, x in optim.states_like(optimizer, p)}
+    return states
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_one_parameter_after_the_other_is_the_same_step(optimizer, monkeypatch):
-    """Digit for digit, experts and all; each state goes to the host behind its step, and comes back before the next."""
-    how = dict(objective="tis", optimizer=optimizer, warmup_steps=0, weight_decay=0.1)
-    want = stepped(make_cfg(**how), model("qwen3_moe"))
+def test_offload_gives_the_same_step(optimizer, monkeypatch):
+    """Bit for bit, with experts; each state moves to the host after its step, and back before the next."""
+    flags = dict(objective="tis", optimizer=optimizer, warmup_steps=0, weight_decay=0.1)
+    want = stepped(make_cfg(**flags), model("qwen3_moe"))
     trips, move = [], optim.move_states
     monkeypatch.setattr(optim, "move_states", lambda o, p, device: trips.append(device) or move(o, p, device))
-    got = stepped(make_cfg(**how, offload=True), model("qwen3_moe"))
+    got = stepped(make_cfg(**flags, offload=True), model("qwen3_moe"))
     assert same(dict(want.models.named_parameters()), dict(got.models.named_parameters()))
     assert same(moments(want), moments(got)) and len(moments(got)) > 20
     n = len(list(got.models.parameters()))
     assert trips.count("cpu") == trips.count(torch.device("cpu")) == 3 * n  # back for the step, then to the host
 
 
-def test_states_wait_in_pinned_memory_where_there_is_a_gpu(one_rank, monkeypatch):
-    """There is none here: what is asked for is recorded. Shards stay shards."""
-    asked, plain = [], torch.empty_like
+def test_states_are_in_pinned_memory_with_a_gpu(one_rank, monkeypatch):
+    """Without a GPU, calls are recorded. Shards stay shards."""
+    calls, plain = [], torch.empty_like
 
     def empty_like(x, *, device, pin_memory):
-        asked.append((torch.device(device).type, pin_memory))
+        calls.append((torch.device(device).type, pin_memory))
         return plain(x, device=device)
 
     p = torch.nn.Parameter(torch.randn(6, 4))
@@ -396,18 +396,18 @@ def test_states_wait_in_pinned_memory_where_there_is_a_gpu(one_rank, monkeypatch
     monkeypatch.setattr(torch, "empty_like", empty_like)
     optimizer = SimpleNamespace(state={p: {"m": x, "shards": shards_of_x, "step": torch.tensor(3.0)}})
     optim.move_states(optimizer, p, "cpu")
-    assert not asked
+    assert not calls
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     optim.move_states(optimizer, p, "cpu")
     for waits, was in ((optimizer.state[p]["m"], x), (optimizer.state[p]["shards"], shards_of_x)):
         assert type(waits) is type(was) and waits is not was
         assert torch.equal(getattr(waits, "_local_tensor", waits), x)
-    optim.move_states(optimizer, p, torch.device("meta"))  # back to where it is used
-    assert asked == [("cpu", True)] * 2
+    optim.move_states(optimizer, p, torch.device("meta"))  # back to the device of the step
+    assert calls == [("cpu", True)] * 2
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_states_of_a_checkpoint_wait_as_the_flags_say(tmp_path, offload):
+def test_states_of_a_checkpoint_are_loaded_with_offload(tmp_path, offload):
     cfg = make_cfg(objective="tis", offload=offload, warmup_steps=0)
     learner = stepped(cfg, model("qwen3"))
     copies = shards.Copies(None)
@@ -419,7 +419,7 @@ def test_states_of_a_checkpoint_wait_as_the_flags_say(tmp_path, offload):
 
 
 def test_two_sets_of_weights_are_refused(tmp_path):
-    """One file beside an index of older parts: transformers would read the one, vLLM and the learner the other."""
+    """A new file and an index of older parts: transformers would read the file, vLLM and the learner the parts."""
     old, new = (tiny_model(seed, layers=2) for seed in (7, 8))
     old.save_pretrained(tmp_path, max_shard_size="100KB")
     parts = checkpoint.models.weight_files(tmp_path)

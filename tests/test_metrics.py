@@ -1,4 +1,4 @@
-"""Metrics: numbers by hand, every formula against plain loops over tokens, and the page that explains them."""
+"""Metrics: values by hand, every formula against plain loops over tokens, and the page that explains the metrics."""
 
 import math
 import random
@@ -37,7 +37,7 @@ class OneRank:
 
 
 def observed(new, batch, stats, cfg, parts=None, comm=OneRank) -> dict[str, float]:
-    """The metrics of one step whose micro-batches are these parts, each a list of rows; all in one where none are."""
+    """The metrics of one step. parts: the micro-batches, each a list of rows; one micro-batch by default."""
     sums = metrics.Sums()
     for rows in parts or [list(range(len(batch)))]:
         micro = batch.select(rows)
@@ -61,7 +61,7 @@ STATS = StepStats(tokens=6.0, sequences=2.0, lam=1.0, kappa=1.0, distill_lambda=
 def tiny(log_r, mask=None, new=None, ref=None, **columns):
     """(TokenStats, Batch) of two responses of three tokens with A = 1 and -1, rewards 1 and 0.
 
-    log p_ref is -1 and p_new = p_ref unless they are given; log p_inf = log p_ref - log_r."""
+    The default log p_ref is -1, the default p_new is p_ref; log p_inf = log p_ref - log_r."""
     log_r = torch.tensor(log_r, dtype=f64)
     ref = torch.full((2, 3), -1.0, dtype=f64) if ref is None else torch.tensor(ref, dtype=f64)
     batch = Batch(
@@ -89,12 +89,12 @@ def tiny(log_r, mask=None, new=None, ref=None, **columns):
 
 
 def measured(log_r, mask=None, new=None, ref=None, columns=None, **flags) -> dict[str, float]:
-    """The metrics of the two tiny responses. columns: further fields of the batch."""
+    """The metrics of the two tiny responses. columns: more fields of the batch."""
     return observed(*tiny(log_r, mask, new, ref, **(columns or {})), STATS, make_cfg(**{"objective": "none", **flags}))
 
 
 def drifted() -> dict[str, float]:
-    """The metrics of a policy that says 2, 1/2, 4, 1 and 8 times what the start model said, but for one token."""
+    """The metrics of a policy with 2, 1/2, 4, 1 and 8 times the start model's probabilities; one token is masked."""
     factors = torch.tensor([[2.0, 0.5, 4.0], [1.0, 8.0, 0.25]], dtype=f64)
     new = [[-1.0, -2.0, -3.0], [-1.5, -2.5, -0.5]]
     columns = {"logp_start": torch.tensor(new, dtype=f64) - factors.log()}
@@ -140,7 +140,7 @@ def test_numbers_by_hand():
     assert m["staleness/max_seconds"] == 30.0
 
 
-def test_what_is_said_aloud_of_rewards_and_cut_responses():
+def test_metrics_of_rewards_and_cut_responses():
     reward = torch.tensor
     assert measured(LOG_R)["no_reward"] == 0
     assert measured(LOG_R, columns={"reward": reward([0.0, 0.0])})["no_reward"] == 1
@@ -207,8 +207,8 @@ def test_rejection_and_low_weights():
     assert capped["rollout_corr/low_weight_fraction"] == 0.5
 
 
-def test_a_fully_clamped_batch_shows_a_false_ess_and_says_so():
-    m = measured([[-9.0] * 3, [-30.0] * 3])  # the second's single tokens are beyond the clamp too
+def test_a_fully_clamped_batch_is_marked_as_false_ess():
+    m = measured([[-9.0] * 3, [-30.0] * 3])  # the single tokens of the second response are beyond the clamp too
     assert m["rollout_corr/seq_eff_sample_size"] == pytest.approx(1.0)
     assert m["rollout_corr/seq_clamped_fraction"] == 1.0
     assert m["rollout_corr/seq_false_ess"] == 1.0
@@ -220,7 +220,7 @@ def test_a_fully_clamped_batch_shows_a_false_ess_and_says_so():
     assert measured([[-LN(2)] * 3] * 2, log_ratio_clamp=7.0)["rollout_corr/t_max"] == pytest.approx(7 / LN(2))
 
 
-def test_the_learners_reward_is_the_samplers_reweighted():
+def test_reward_weighted_by_hand():
     """Rewards 1, 0; R = 1, 64 capped at 4: 1 / (1 + 4)."""
     m = measured(LOG_R)
     assert m["rollout_corr/reward_weighted"] == pytest.approx(1 / 5)
@@ -243,7 +243,7 @@ def test_obrs_metrics(monkeypatch):
     }
     m = measured(ALIKE, columns=columns, objective="z_tis", actor="base:actor")
     assert m["obrs/kl_before"] == pytest.approx(0.3)
-    with monkeypatch.context() as patch:  # where another law sampled
+    with monkeypatch.context() as patch:  # a different distribution sampled
         patch.setattr(metrics, "corrections", SimpleNamespace(actor_is_sampler=lambda cfg: False))
         another = measured(ALIKE, columns=columns, objective="z_tis", actor="base:actor")
         assert "obrs/kl_before" not in another and another["obrs/z_exact"] == m["obrs/z_exact"]
@@ -286,20 +286,20 @@ def test_the_expected_mask_is_part_of_the_weight_and_a_draw_is_not(mask, weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ragged responses as plain Python, in which everything differs
+# Ragged responses as plain Python; all values differ
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Token:
-    """One response token; everything is a plain number."""
+    """One response token, in plain numbers."""
 
     id: int
-    mask: bool  # whether it may carry a gradient
+    mask: bool  # whether it has a gradient
     uniform: float  # OBRS's draw
     logp_inf: float
     logp_ref: float
-    logp: float  # log p_new
+    logp: float  # log p_inf on the support, -inf for a repeated token
     entropy: float
     support_inf: list[float]  # log p_inf on the support, -inf where a token is listed already
     support_ref: list[float]
@@ -316,7 +316,7 @@ class Token:
     kl_ref: float
     kl_after_ref: float
     routed_alike: float = 0.0
-    # what the loops below find out
+    # results of the loops below
     weight: float = 1.0
     keep: float = 1.0
     clipped: bool = False
@@ -337,33 +337,33 @@ class Response:
         return [t for t in self.tokens if t.mask]
 
 
-# length, places that carry no gradient, reward, advantage, age, whether it was cut, whether its group's rewards differ
+# length, tokens without gradient, reward, advantage, age, whether it was cut, whether its group's rewards differ
 SHAPES = [
     (1, [], 0.2, 0.5, (1, 3.5), False, True),
     (20, [0, 7, 8], 1.0, -1.2, (4, 20.0), True, True),
     (7, [6], 0.0, 0.8, (2, 11.0), False, False),
     (4, [1, 2], 0.7, -0.3, (0, 1.25), True, False),
-    (3, [0, 1, 2], 0.4, 1.1, (9, 99.0), True, True),  # no gradient at all: it counts in no mean
+    (3, [0, 1, 2], 0.4, 1.1, (9, 99.0), True, True),  # no gradient at all: excluded from all means
     (9, [4], 0.9, -0.7, (3, 17.0), False, False),
 ]
 
 
 def responses() -> list[Response]:
-    rng = random.Random(34)  # so that every bound acts on some and not on all (tested below)
-    made = []
+    rng = random.Random(34)  # with this seed every bound acts on a part of the values (tested below)
+    drawn = []
     for length, holes, *more in SHAPES:
         tokens = [token(rng, mask=t not in holes) for t in range(length)]
-        made.append(Response(tokens, *more))
+        drawn.append(Response(tokens, *more))
     routing = random.Random(5)
-    for t in (t for r in made for t in r.tokens):
+    for t in (t for r in drawn for t in r.tokens):
         t.routed_alike = routing.random()
-    made[1].tokens[3].logp_ref = -69.0  # a token that the learner's own truncation cuts
-    made[2].tokens[6].entropy = 1e6  # in a hole, where it counts for nothing
-    return made
+    drawn[1].tokens[3].logp_ref = -69.0  # the learner's own truncation cuts this token
+    drawn[2].tokens[6].entropy = 1e6  # masked, so it does not count
+    return drawn
 
 
 def token(rng, mask: bool) -> Token:
-    """A random token: its p_ref rare, middling or likely, its ratios on both sides of every bound."""
+    """A random token: p_ref rare, middling or likely, ratios on both sides of every bound."""
     ref = -rng.choice([rng.uniform(0.05, 2.2), rng.uniform(2.4, 6.8), rng.uniform(7.0, 9.0)])
     inf = min(-0.01, ref + rng.choice([rng.uniform(-0.3, 0.3), rng.uniform(-1.0, 1.0), rng.uniform(-4.0, 4.0)]))
     return Token(
@@ -391,18 +391,18 @@ def token(rng, mask: bool) -> Token:
 
 
 def support(rng, first: float) -> list[float]:
-    """Log-probabilities of the sampled token and of three others, which have at most 0.9 together."""
+    """Log-probabilities of the sampled token and of three more, with at most 0.9 together."""
     shares = [rng.random() for _ in range(3)]
     mass = rng.uniform(0.4, 0.9)
     return [first, *(LN(mass * share / sum(shares)) for share in shares)]
 
 
-def tensors(made: list[Response], actor: bool) -> tuple[TokenStats, Batch]:
-    """The same as tensors; behind each response stands nonsense that must never count."""
-    T = max(len(r.tokens) for r in made)
+def tensors(drawn: list[Response], actor: bool) -> tuple[TokenStats, Batch]:
+    """The responses as tensors. Padding holds values that must not count."""
+    T = max(len(r.tokens) for r in drawn)
 
     def padded(name, fill, dtype=f64):
-        rows = [[getattr(t, name) for t in r.tokens] for r in made]
+        rows = [[getattr(t, name) for t in r.tokens] for r in drawn]
         return torch.tensor([row + [fill] * (T - len(row)) for row in rows], dtype=dtype)
 
     def per_response(values, dtype=f64):
@@ -415,32 +415,32 @@ def tensors(made: list[Response], actor: bool) -> tuple[TokenStats, Batch]:
     if actor:
         stats |= {name: padded(name, -3.0) for name in ("actor_logp", "actor_entropy", "distill_loss", "kl")}
         columns |= {name: padded(name, -4.0) for name in ("actor_logp_ref", "z_ref", "kl_ref", "kl_after_ref")}
-    lengths = [len(r.tokens) for r in made]
+    lengths = [len(r.tokens) for r in drawn]
     batch = Batch(
-        ids=torch.zeros(len(made), 2 + T, dtype=torch.long),
-        prompt_len=per_response([2] * len(made), torch.long),
+        ids=torch.zeros(len(drawn), 2 + T, dtype=torch.long),
+        prompt_len=per_response([2] * len(drawn), torch.long),
         length=per_response(lengths, torch.long),
-        group=per_response([i // 3 for i in range(len(made))], torch.long),
-        reward=per_response([r.reward for r in made]),
-        cut=per_response([r.cut for r in made], torch.bool),
-        spread=per_response([r.spread for r in made], torch.bool),
-        adv=per_response([[r.adv] for r in made]),
-        sampling=per_response([[1.0, 1.0, 0.0, 0.0]] * len(made)),
-        staleness=per_response([r.age for r in made]),
+        group=per_response([i // 3 for i in range(len(drawn))], torch.long),
+        reward=per_response([r.reward for r in drawn]),
+        cut=per_response([r.cut for r in drawn], torch.bool),
+        spread=per_response([r.spread for r in drawn], torch.bool),
+        adv=per_response([[r.adv] for r in drawn]),
+        sampling=per_response([[1.0, 1.0, 0.0, 0.0]] * len(drawn)),
+        staleness=per_response([r.age for r in drawn]),
         tokens=padded("id", 0, torch.long),
         mask=padded("mask", False, torch.bool),
         logp_inf=padded("logp_inf", -0.5),
         mask_uniforms=padded("uniform", 1.0),
-        support_ids=torch.zeros(len(made), T, 4, dtype=torch.long),
+        support_ids=torch.zeros(len(drawn), T, 4, dtype=torch.long),
         support_logp=padded("support_inf", [-1.5] * 4),
-        p_kth=torch.zeros(len(made), T, dtype=f64),
+        p_kth=torch.zeros(len(drawn), T, dtype=f64),
         **columns,
     )
     return TokenStats(**stats), batch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The loops: what weights, masks and clips the flags ask for
+# The loops: weights, masks and clips by flag
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -495,7 +495,7 @@ def correct_obrs(r, t, cfg, stats):
 
 
 def z_of(t: Token, cfg, stats) -> dict:
-    """Z of a token: exact, or kappa Z_low inside its bracket."""
+    """Z of a token: exact, or kappa Z_low limited to its bracket."""
     if cfg.obrs_z == "exact":
         return {"z": t.z_ref}
     support_tgt, tail = (t.support_ref, t.tail_ref) if cfg.obrs_target == "ref" else (t.support_new, t.tail)
@@ -520,9 +520,9 @@ CORRECT = {
 }
 
 
-def correct(made: list[Response], cfg, stats) -> None:
+def correct(drawn: list[Response], cfg, stats) -> None:
     """Fill in weight, keep and clipped of every token."""
-    for r in made:
+    for r in drawn:
         least = float(cfg.reject.split(":")[1]) if cfg.reject.startswith("seq_min") else 0.0
         vetoed = any(ratio(t, cfg) < least for t in r.trained)
         for t in r.tokens:
@@ -549,10 +549,10 @@ def ess(weights) -> float:
     return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
 
 
-def loops(made: list[Response], cfg, stats, actor: bool) -> dict[str, float]:
+def loops(drawn: list[Response], cfg, stats, actor: bool) -> dict[str, float]:
     """All metrics of these responses, name by name."""
-    correct(made, cfg, stats)
-    trained = [r for r in made if r.trained]
+    correct(drawn, cfg, stats)
+    trained = [r for r in drawn if r.trained]
     pairs = []  # (token, its response)
     for r in trained:
         pairs += [(t, r) for t in r.trained]
@@ -604,7 +604,7 @@ def token_cap(cfg) -> float:
 
 def weights(trained, pairs, cfg) -> dict:
     applied = [t.weight * t.keep for t, _ in pairs]
-    bounded = cfg.correction in ("icepop", "seq_mis")  # what is dropped weighs 0
+    bounded = cfg.correction in ("icepop", "seq_mis")  # dropped tokens have weight 0
     shown = applied if bounded or cfg.obrs_mask == "expected" else [t.weight for t, _ in pairs]
     middle = mean(shown)
     out = {
@@ -706,7 +706,7 @@ def errors(trained, pairs) -> dict:
 
 
 def repeated(r: Response) -> float:
-    """Share of the 4-grams that stand earlier in the response too."""
+    """Share of the 4-grams that occur earlier in the response."""
     ids = [t.id for t in r.tokens]
     seen, again = set(), 0
     for i in range(len(ids) - 3):
@@ -752,14 +752,14 @@ def kl_on_support(t: Token, cfg, least: float, log_z: float) -> float:
 
 def of_actor(pairs, cfg, stats) -> dict:
     tokens = [t for t, _ in pairs]
-    own = []
+    losses = []
     for t, r in pairs:  # PPO with weight min(p_actor,ref / p_inf, 2)
         weight = min(exp_clamped(t.actor_logp_ref - t.logp_inf, cfg), 2.0)
         moved = exp_clamped(t.actor_logp - t.actor_logp_ref, cfg)
         clipped = max(1 - cfg.clip_low, min(1 + cfg.clip_high, moved))
-        own.append(-weight * min(moved * r.adv, clipped * r.adv))
+        losses.append(-weight * min(moved * r.adv, clipped * r.adv))
     return {
-        "actor/loss": mean(own),
+        "actor/loss": mean(losses),
         "actor/entropy": mean(t.actor_entropy for t in tokens),
         "actor/distill_loss": mean(t.distill_loss for t in tokens),
         "actor/engine_gap": mean(abs(math.exp(t.logp_inf) - math.exp(t.actor_logp_ref)) for t in tokens),
@@ -786,7 +786,7 @@ CASES = {
     "ratio over inf": {"objective": "ppo_is", "cppo_beta": 0.1},
     "truncation recomputed": {"objective": "grpo", "top_p": 0.9, "keep_sampling_mask": "recompute"},
 }
-CLAMP = 2.5  # so narrow that it acts on single tokens and on whole responses
+CLAMP = 2.5  # narrow: it acts on single tokens and on whole responses
 PARTS = {
     "whole": None,
     "two micro-batches": [[0, 2, 3], [1, 4, 5]],
@@ -804,19 +804,19 @@ def case(name):
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_metric_equals_a_plain_loop_over_tokens(name, parts):
-    made, cfg, stats, actor = case(name)
-    want = loops(made, cfg, stats, actor)
-    got = observed(*tensors(made, actor), stats, cfg, parts)
+    drawn, cfg, stats, actor = case(name)
+    want = loops(drawn, cfg, stats, actor)
+    got = observed(*tensors(drawn, actor), stats, cfg, parts)
     assert got.keys() == want.keys()
     for key, value in want.items():
         assert got[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_bound_acts_on_some_of_the_ragged_responses_and_not_on_all(name):
-    """The loops prove nothing about a share that is 0 or 1, or about a cap that nothing reaches."""
-    made, cfg, stats, actor = case(name)
-    m = loops(made, cfg, stats, actor)
+def test_every_bound_acts_on_a_part_of_the_ragged_responses(name):
+    """The loops cannot check a share of 0 or 1, or a cap above all values."""
+    drawn, cfg, stats, actor = case(name)
+    m = loops(drawn, cfg, stats, actor)
     shares = ["rollout_corr/rollout_is_ratio_fraction_high", "rollout_corr/rollout_is_ratio_fraction_low"]
     shares += ["rollout_corr/seq_clamped_fraction", "rollout_corr/low_weight_fraction", "error/repetition"]
     shares += ["error/low_prob_pos", "error/low_prob_neg", "clip_fraction_high", "clip_fraction_low"]
@@ -827,26 +827,26 @@ def test_every_bound_acts_on_some_of_the_ragged_responses_and_not_on_all(name):
         shares.append("rollout_corr/rollout_rs_seq_masked_fraction")
     for share in shares:
         assert 0 < m[share] < 1, share
-    trained = [r for r in made if r.trained]
+    trained = [r for r in drawn if r.trained]
     totals = [sum(log_r(t) for t in r.trained) for r in trained]
     assert min(totals) < -CLAMP < CLAMP < max(totals)
     assert max(x for x in totals if x < CLAMP) > LN(4)
     assert min(x for x in totals if x > -CLAMP) < -LN(4)
 
 
-def test_z_lies_at_both_ends_of_its_bracket_and_between():
-    made, cfg, stats, actor = case("obrs")
-    loops(made, cfg, stats, actor)
-    logs = [t.logs for r in made for t in r.trained]
+def test_z_is_at_both_ends_of_its_bracket_and_between():
+    drawn, cfg, stats, actor = case("obrs")
+    loops(drawn, cfg, stats, actor)
+    logs = [t.logs for r in drawn for t in r.trained]
     assert any(z["z"] == z["z_low"] for z in logs)
     assert any(z["z"] == z["z_high"] > z["z_low"] for z in logs)
     assert any(z["z_low"] < z["z"] < z["z_high"] for z in logs)
-    weights = [t.weight for r in made for t in r.trained]
+    weights = [t.weight for r in drawn for t in r.trained]
     assert min(weights) < max(weights) == cfg.obrs_c1
 
 
-def test_two_ranks_with_the_same_share_change_nothing_but_the_counts():
-    made, cfg, stats, actor = case("obrs")
+def test_two_ranks_with_equal_shares_double_only_the_counts():
+    drawn, cfg, stats, actor = case("obrs")
 
     class TwoRanks(OneRank):
         @staticmethod
@@ -857,8 +857,8 @@ def test_two_ranks_with_the_same_share_change_nothing_but_the_counts():
         def cat(x):
             return torch.cat([x, x])
 
-    one = observed(*tensors(made, actor), stats, cfg)
-    two = observed(*tensors(made, actor), stats, cfg, comm=TwoRanks)
+    one = observed(*tensors(drawn, actor), stats, cfg)
+    two = observed(*tensors(drawn, actor), stats, cfg, comm=TwoRanks)
     assert one.keys() == two.keys()
     for key, value in one.items():
         counts = key in ("tokens", "z_sum", "accept_sum")
@@ -866,7 +866,7 @@ def test_two_ranks_with_the_same_share_change_nothing_but_the_counts():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One row a metric, and the page of all of them
+# One row a metric, and the page of all metrics
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -876,13 +876,13 @@ def family(name: str) -> str:
 
 
 def named_on_the_page() -> set[str]:
-    """The names that begin a line of the page."""
+    """The names at the start of the page's lines."""
     lines = metrics.page().splitlines()
     return {line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")}
 
 
 def mentioned_on_the_page() -> set[str]:
-    """Names and patterns inside the texts of what other files log: `remote/*`, `actor/lr`, delay's `versions`."""
+    """Names and patterns inside the texts of metrics from other files: `remote/*`, `actor/lr`, delay's `versions`."""
     names = set()
     for name, meaning in metrics.ELSEWHERE.items():
         prefix, slash, _ = name.partition("/")
@@ -893,7 +893,7 @@ def mentioned_on_the_page() -> set[str]:
 
 
 def unexplained(keys) -> list[str]:
-    """Those of these keys of metrics.jsonl that the page does not explain."""
+    """The keys of metrics.jsonl without an explanation on the page."""
     named, mentioned = named_on_the_page(), mentioned_on_the_page()
     missing = []
     for key in keys:
@@ -906,7 +906,7 @@ def public_rows() -> list[str]:
     return [row.name for row in metrics.ROWS if not row.name.startswith("_")]
 
 
-def test_a_name_stands_in_one_row_alone():
+def test_every_name_has_one_row():
     names = [row.name for row in metrics.ROWS]
     assert len(names) == len(set(names))
     assert not set(names) & set(metrics.ELSEWHERE)
@@ -915,8 +915,8 @@ def test_a_name_stands_in_one_row_alone():
 def test_every_public_row_is_computed_and_explained():
     computed = set()
     for name in CASES:
-        made, cfg, stats, actor = case(name)
-        computed |= observed(*tensors(made, actor), stats, cfg).keys()
+        drawn, cfg, stats, actor = case(name)
+        computed |= observed(*tensors(drawn, actor), stats, cfg).keys()
     computed |= drifted().keys()
     assert {family(name) for name in public_rows()} == {family(name) for name in computed}
     assert unexplained(computed) == []
@@ -931,7 +931,7 @@ def test_the_page_names_every_metric_once_and_nothing_else():
     assert max(map(len, page.splitlines())) <= 120
 
 
-def test_what_is_not_a_metric_is_not_on_the_page():
+def test_unknown_names_are_not_on_the_page():
     for key in (
         "rollout_corr/nothing",
         "versions",
@@ -953,7 +953,7 @@ def test_the_command_prints_the_page(more, capsys, monkeypatch):
 
 
 def test_a_new_metric_is_one_row(monkeypatch):
-    """A mean, a maximum and a derived value, each added as a row, come out of every step."""
+    """A mean, a maximum and a derived value, each added as a row, are in the metrics of every step."""
     rows = [
         metrics.Mean("mine/new", metrics.tokens, lambda v: v.new.logp),
         metrics.Max("mine/longest", metrics.responses, lambda v: v.batch.length),
@@ -961,12 +961,12 @@ def test_a_new_metric_is_one_row(monkeypatch):
         metrics.Derived("mine/twice", lambda m: 2 * m["_mine"] + m.count("_mine")),
         metrics.Mean("mine/never", metrics.tokens, lambda v: v.r, when=lambda v: False),
     ]
-    made, cfg, stats, actor = case("tis")
-    before = observed(*tensors(made, actor), stats, cfg)
+    drawn, cfg, stats, actor = case("tis")
+    before = observed(*tensors(drawn, actor), stats, cfg)
     monkeypatch.setattr(metrics, "ROWS", [*metrics.ROWS, *rows])
-    after = observed(*tensors(made, actor), stats, cfg, PARTS["two micro-batches"])
+    after = observed(*tensors(drawn, actor), stats, cfg, PARTS["two micro-batches"])
     assert after.keys() - before.keys() == {"mine/new", "mine/longest", "mine/twice"}
-    trained = [r for r in made if r.trained]
+    trained = [r for r in drawn if r.trained]
     assert after["mine/new"] == pytest.approx(mean(t.logp for r in trained for t in r.trained))
     assert after["mine/longest"] == 20
     assert after["mine/twice"] == pytest.approx(2 * mean(r.reward for r in trained) + 5)

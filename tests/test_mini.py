@@ -1,4 +1,4 @@
-"""mini.py and train.py are one algorithm: the same seed gives the same metrics, update for update."""
+"""mini.py and train.py are one algorithm: the same seed gives the same metrics in every update."""
 
 import ast
 import json
@@ -18,10 +18,10 @@ from tasks import Arithmetic, arithmetic_tokenizer
 
 SIZES = {"steps": 20, "rollout_batch": 64, "group_size": 8, "max_tokens": 10, "eval_problems": 64, **TINY_TASK}
 CASES = {
-    # one update for each rollout, as in mini.py's settings: ref is the policy of that very update
+    # one update for each rollout, as in mini.py: ref is the policy of the same update
     "one update": {"train_batch": 64, "lr": 1e-3, "actor_lr": 2e-3},
     "one update in three micro-batches": {"train_batch": 96, "rollout_batch": 96, "lr": 1e-3, "actor_lr": 2e-3},
-    # four: ref stands still while the policy moves, and PPO clips; every bound is reached, and prompts need padding
+    # four updates: ref is constant, the policy moves, PPO clips; every bound is reached, prompts need padding
     "four updates": {
         "train_batch": 16,
         "arith": "min_ops=1,max_ops=2,operand=3,total=9",
@@ -38,12 +38,12 @@ CASES = {
         "seed": 3,
     },
 }
-# rel, abs: a mean of numbers of size 1 that cancel is known to the precision of 1, not of what is left
+# rel, abs: a mean of cancelling numbers of size 1 has the precision of 1, not of the remainder
 TOLERANCE = {"float32": (1e-4, 1e-6), "float64": (1e-9, 1e-12)}
 
 
 def in_float64(from_pretrained):
-    """What from_pretrained loads, in float64 whatever is asked for, with an RMSNorm that does not round to float32."""
+    """Models of from_pretrained in float64 for every requested dtype, with an RMSNorm that stays in float64."""
 
     def load(folder, **options):
         loaded = from_pretrained(folder, **options)
@@ -61,7 +61,7 @@ def flags(solvers, out, **changes):
 
 
 def by_train(solvers, out, monkeypatch, **case):
-    """The rows of metrics.jsonl; the first is the evaluation before training."""
+    """The rows of metrics.jsonl; the first row is the evaluation before training."""
     monkeypatch.setattr(session, "catch_signals", lambda: [])
     train.train(settings.parse(flags(solvers, out, **case)))
     return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -75,7 +75,7 @@ def set_up(monkeypatch, **case):
 
 
 def by_mini(solvers, monkeypatch, **case):
-    """The same rows, with mini.py's metrics."""
+    """The same rows with mini.py's metrics."""
     set_up(monkeypatch, **case)
     load = transformers.AutoModelForCausalLM.from_pretrained
     models = {name: load(solvers / name, dtype=torch.float32) for name in ("policy", "actor")}
@@ -93,8 +93,8 @@ def by_mini(solvers, monkeypatch, **case):
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_metric_is_train_pys(case, precision, solvers, tmp_path, monkeypatch):
-    """In float64 both sides compute in float64, but sample from float32 logits, as engines do: p_inf is float32."""
+def test_every_metric_equals_train_pys(case, precision, solvers, tmp_path, monkeypatch):
+    """In float64 both sides compute in float64, but sample from float32 logits like engines: p_inf is float32."""
     if precision == "float64":
         original = transformers.AutoModelForCausalLM.from_pretrained
         double = in_float64(original)
@@ -103,10 +103,10 @@ def test_every_metric_is_train_pys(case, precision, solvers, tmp_path, monkeypat
     want, got = by_train(solvers, tmp_path / "run", monkeypatch, **case), by_mini(solvers, monkeypatch, **case)
     assert len(got) == len(want) == 21
     rel, absolute = TOLERANCE[precision]
-    for step, (mine, theirs) in enumerate(zip(got, want, strict=True)):
-        for name, value in mine.items():
-            assert value == pytest.approx(theirs[name], rel=rel, abs=absolute), (step, name)
-    # the comparison means something: rewards differ within groups, tokens are rejected, both models move
+    for step, (mini_row, train_row) in enumerate(zip(got, want, strict=True)):
+        for name, value in mini_row.items():
+            assert value == pytest.approx(train_row[name], rel=rel, abs=absolute), (step, name)
+    # the comparison is not trivial: rewards differ within groups, tokens are rejected, both models move
     rewards = [row["reward"] for row in got[1:]]
     assert max(rewards) > 0 and min(rewards) < 1 and max(row["grad_norm"] for row in got[1:]) > 0.01
     accepted = [row["obrs/accept_rate"] for row in got[1:]]
@@ -114,7 +114,7 @@ def test_every_metric_is_train_pys(case, precision, solvers, tmp_path, monkeypat
     assert (max(row["clip_fraction"] for row in got[1:]) > 0.01) == (case["train_batch"] < SIZES["rollout_batch"])
 
 
-def test_problems_and_rewards_are_the_tasks(monkeypatch):
+def test_problems_and_rewards_equal_the_tasks(monkeypatch):
     monkeypatch.setattr(mini, "TASK_TOTAL", 29)
     task, toy, tokenizer = Arithmetic(), mini.Addition(), arithmetic_tokenizer()
     for split in ("train", "test"):
@@ -124,7 +124,7 @@ def test_problems_and_rewards_are_the_tasks(monkeypatch):
             assert toy.encode(problem.id) == tokenizer.encode(problem.prompt)
     right, wrong, eos = (tokenizer.encode(text) for text in (task.solution(problem), "# 31", "<eos>"))
     responses = [right, wrong, right + wrong, right[:-1]]
-    for extra in (0, 2, 255):  # <pad> and <unk>, which a grader never sees, and a word that stands for nothing
+    for extra in (0, 2, 255):  # <pad> and <unk>, invisible for a grader, and an unused word
         responses += [right + [extra], right[:-1] + [extra] + right[-1:]]
     for tokens in responses + [response + eos for response in responses]:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -132,7 +132,7 @@ def test_problems_and_rewards_are_the_tasks(monkeypatch):
         assert toy.grade(tokens, problem.answer) == want, text
 
 
-def test_demonstrations_are_solutions_of_which_a_fifth_of_the_steps_is_wrong():
+def test_a_fifth_of_the_demonstrations_steps_is_wrong():
     toy = mini.Addition()
     solved = steps = slips = 0
     for i in range(300):
@@ -149,15 +149,15 @@ def test_demonstrations_are_solutions_of_which_a_fifth_of_the_steps_is_wrong():
     assert 0.2 < solved / 300 < 0.6
 
 
-def test_it_runs_alone(monkeypatch, capsys):
-    """Warm start, training and evaluation of the toy, in small."""
+def test_mini_runs_alone(monkeypatch, capsys):
+    """A small warm start, training and evaluation of the toy task."""
     set_up(monkeypatch, steps=2, train_batch=64, base_accuracy=0.0)
     mini.main()
     assert capsys.readouterr().out.count("held-out pass@1") == 2
 
 
 def test_real_models_and_a_file(solvers, tmp_path, monkeypatch, capsys):
-    """Two folders with a tokenizer, and problems of a JSONL file under either name."""
+    """Two folders with a tokenizer, and problems of a JSONL file under both column names."""
     names = ("problem", "question")
     task = Arithmetic(**{name: int(value) for name, value in (p.split("=") for p in TINY_TASK["arith"].split(","))})
     problems = [task.problem("train", i) for i in range(64)]
@@ -181,19 +181,19 @@ def test_real_models_and_a_file(solvers, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("held-out pass@1") == 2
 
 
-def test_its_settings_are_the_demos():
+def test_minis_settings_equal_the_demos():
     cfg = settings.parse([f"--config={ROOT}/configs/demo.toml", "--rollout=hf"])
-    own = {"STEPS", "MODEL", "ACTOR", "EVAL_PROBLEMS"}  # three minutes, and no folders
-    names = [name for name in vars(mini) if name.isupper() and hasattr(cfg, name.lower()) and name not in own]
+    exceptions = {"STEPS", "MODEL", "ACTOR", "EVAL_PROBLEMS"}  # three minutes, and no folders
+    names = [name for name in vars(mini) if name.isupper() and hasattr(cfg, name.lower()) and name not in exceptions]
     assert len(names) == 14
     for name in names:
         assert getattr(mini, name) == getattr(cfg, name.lower()), name
     assert mini.BASE_ACCURACY == BASE_ACCURACY
 
 
-def test_it_stands_alone():
+def test_mini_imports_no_file_of_the_repository():
     source = (ROOT / "mini.py").read_text(encoding="utf-8")
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {getattr(node, "module", None) or node.names[0].name for node in imports}
-    own = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert modules and not own & {module.split(".")[0] for module in modules}
+    files = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert modules and not files & {module.split(".")[0] for module in modules}

@@ -1,4 +1,4 @@
-"""The probe: its numbers by hand, its verdicts where the answer is known, the command on real models."""
+"""The probe: its numbers by hand, its verdicts in known cases, the command on real models."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from sampling import Sampling
 
 
 def judged(log_r, kl=0.0, floor=()) -> dict:
-    """The verdicts, by correction. log_r (B, T): every response has T tokens."""
+    """The verdicts by correction. log_r (B, T): every response has T tokens."""
     log_r = np.asarray(log_r, float)
     length = np.full(len(log_r), log_r.shape[1])
     evidence = verdicts.Evidence.of(log_r, length, kl, make_cfg().log_ratio_clamp)
@@ -55,7 +55,7 @@ def test_lengths_by_hand():
 
 
 def test_distances_by_hand():
-    """Two responses, one token and two; what stands behind their ends does not count."""
+    """Two responses of one token and two; padding does not count."""
     p, q = np.array([[0.5, 0.9], [0.2, 0.4]]), np.array([[0.25, 0.1], [0.3, 0.4]])
     row = gaps.distances(np.log(p), np.log(q), np.array([1, 2]))
     assert row["max"] == pytest.approx((0.25 + 0.1) / 2)
@@ -71,14 +71,14 @@ def test_distances_by_hand():
 
 
 def test_distances_of_cut_tokens():
-    """What one side alone cuts is counted; behind the end, and where both cut, nothing is."""
+    """Tokens cut by only one side are counted; padding and tokens cut by both sides are not."""
     p, q = np.array([[-1.0, FLOOR, FLOOR, -2.0]]), np.array([[FLOOR, FLOOR, -1.0, FLOOR]])
     row = gaps.distances(p, q, np.array([3]))
     assert row["cut"] == pytest.approx(2 / 3) and row["ratio"] > 1e29
 
 
 def test_the_floor_of_the_estimated_reward():
-    """sum R reward / sum R, less the mean reward: R is of the tokens that count."""
+    """sum R reward / sum R, minus the mean reward: R is over unmasked tokens."""
     batch = SimpleNamespace(
         logp_ref=torch.log(torch.tensor([[0.5, 0.8], [0.4, 0.5], [0.2, 0.7]])),
         mask=torch.tensor([[True, True], [True, False], [True, False]]),
@@ -92,8 +92,8 @@ def test_the_floor_of_the_estimated_reward():
 
 
 def test_the_floor_of_an_engine(folders):
-    """A bfloat16 engine decodes otherwise than it reads, by its rounding; a float32 one by much less. Both say the same
-    in another batch; with dropout there is noise everywhere, and the same draws soon give other tokens."""
+    """Decoding and reading differ by rounding, much more in bfloat16 than in float32. A different batch gives the same
+    values. With dropout there is noise everywhere, and equal draws soon give different tokens."""
     rows = {}
     for kind in ("float32", "bfloat16", "noisy"):
         engine = HFEngine(str(folders / "policy"), dtype="float32" if kind == "noisy" else kind)
@@ -115,7 +115,7 @@ def test_the_floor_of_an_engine(folders):
 
 
 def test_the_control_by_hand():
-    """Two prompts with full responses and one without: pieces of 2, long ones of 10."""
+    """Two prompts with full responses and one without: pieces of 2, long responses of 10."""
     long, short = np.zeros((3, 10)), np.zeros((15, 2))
     long[:, 1] = 0.1
     long[:, 9] = [0.4, 0.6, 0.9]
@@ -123,7 +123,7 @@ def test_the_control_by_hand():
     short[3, 0] = 0.3
     short[5:10, 0] = 0.05
     lengths = np.full(15, 2)
-    lengths[14] = 1  # the third prompt has a short one that ended early
+    lengths[14] = 1  # the third prompt has a short response that ended early
     c = gaps.control(long, np.array([10, 10, 10]), short, lengths, 2)
     assert c["prompts"] == 2
     assert c["one_short"][0] == pytest.approx(0.125) and c["5_short"][0] == pytest.approx(0.175)
@@ -131,7 +131,7 @@ def test_the_control_by_hand():
     assert gaps.control(long, np.array([10, 9, 9]), short, lengths, 2) is None
 
 
-def test_verdicts_where_the_answer_is_known():
+def test_verdicts_in_known_cases():
     rng = np.random.default_rng(0)
     assert all(viable(judged(np.zeros((50, 10)))).values())
     close = viable(judged(0.02 * rng.standard_normal((400, 20)) - 0.0002, kl=2e-4))
@@ -151,13 +151,13 @@ def test_verdicts_where_the_answer_is_known():
     assert "ESS of min(R, 1) is 1.00 but misleading: the weights are clamped" in clamped["seq_tis, C = 1"]["why"]
     assert not clamped["seq_tis, C = 1"]["viable"] and not clamped["retrace_seq"]["viable"]
 
-    # the mean of r is exactly 1, and every response stands at the clamp all the same
+    # the mean of r is exactly 1, but every response is at the clamp
     one = np.log([0.85] * 199 + [200 - 199 * 0.85])
     fair = judged(np.tile(one, (50, 1)), kl=0.05)
     assert not any(fair[name]["viable"] for name in ("seq_is", "seq_mis", "seq_tis, C = 1"))
     assert fair["jackpot"]["viable"] and "mean of r" not in fair["seq_is"]["why"]
 
-    far = judged(np.zeros((50, 200)), kl=0.15)  # nothing clamped here, but T x KL = 30 says it will be
+    far = judged(np.zeros((50, 200)), kl=0.15)  # nothing is clamped here, but T x KL = 30 predicts clamping
     assert not far["seq_is"]["viable"] and not far["seq_tis"]["viable"] and far["tis"]["viable"]
 
     cut = judged(np.full((50, 5), math.log(0.9)), kl=0.1)
@@ -167,7 +167,7 @@ def test_verdicts_where_the_answer_is_known():
 
 
 def test_rounding_alone_can_rule_out_a_correction():
-    """The learner is off itself by the engine's log-ratios: 200 tokens of +-0.3. An empty response does not count."""
+    """The learner's rounding is as large as the engine's gap: 200 tokens of +-0.3. Empty responses do not count."""
     rng = np.random.default_rng(1)
     s = 0.3
     noise = s * rng.standard_normal((300, 200)) - s * s / 2
@@ -199,11 +199,11 @@ def test_the_verdicts_on_capped_weights_by_hand():
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch):
-    """Equal weights: next to nothing, all viable. An actor samples: far apart. Written as text, JSON and PNG."""
+    """Equal weights: tiny gaps, all corrections viable. An actor samples: large gaps. Output as text, JSON and PNG."""
     policy, actor = str(folders / "untied"), str(folders / "actor")
 
     def shared(cfg, folder, *more):
-        """The suite's own vLLM engine with this folder's weights."""
+        """The suite's vLLM engine with this folder's weights."""
         from transformers import AutoModelForCausalLM
 
         engine = vllm_engines()
@@ -234,17 +234,17 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
     assert under_prefixes.startswith(f"the floor, whole responses {f'1 - {worst:.1g}':>9s}   log R at most ")
     assert f"{max(row['log_R'] for row in same['floor']):.1g} (" in under_prefixes
     assert len(same["floor"]) == 4 and {row["tokens"] for row in same["floor"][:2]} == {same["tokens"]}
-    for row in same["floor"]:  # float32: each is itself but for rounding
+    for row in same["floor"]:  # float32: equal up to rounding
         assert 0 <= row["mean"] <= row["max"] < 1e-4 and 0 <= row["kl"] < 1e-8
     assert (tmp_path / "m.png").stat().st_size > 20_000
 
-    other = probe_command.main([f"--model={policy}", f"--actor={actor}", *common])
-    assert json.loads((tmp_path / "m.json").read_text())["kl"] == other["kl"] > 0.3
-    assert other["sampler"] == actor and other["model"] == policy
-    assert 0.01 < other["mean_mismatch"] < other["max_mismatch"] < 1
-    verdict = {row["correction"]: row["viable"] for row in other["verdicts"]}
+    different = probe_command.main([f"--model={policy}", f"--actor={actor}", *common])
+    assert json.loads((tmp_path / "m.json").read_text())["kl"] == different["kl"] > 0.3
+    assert different["sampler"] == actor and different["model"] == policy
+    assert 0.01 < different["mean_mismatch"] < different["max_mismatch"] < 1
+    verdict = {row["correction"]: row["viable"] for row in different["verdicts"]}
     assert not verdict["none"] and not verdict["seq_is"]
-    assert other["t_max"] == pytest.approx(20 / other["kl"])
+    assert different["t_max"] == pytest.approx(20 / different["kl"])
 
     cut = [f"--model={actor}", "--top_p=0.8", "--top_k=8", *common]
     off = probe_command.main([*cut, "--keep_sampling_mask=off"])
@@ -254,13 +254,13 @@ def test_the_command(kind, folders, vllm_engines, tmp_path, capsys, monkeypatch)
 
 
 def test_the_probe_of_low_bits(folders, tmp_path):
-    """A quantized engine is apart from a learner in full precision, and not from one that is aligned with it."""
+    """A quantized engine differs from a learner in full precision, and agrees with an aligned learner."""
     model, out = f"--model={folders / 'actor'}", f"--out={tmp_path / 'm.json'}"
     sizes = ["--problems=12", "--max_tokens=16"]
     common = [model, out, *sizes, "--rollout=hf", "--dtype=float32", "--rollout_quant=int8"]
     plain = probe_command.main(common)
     aligned = probe_command.main([*common, "--learner_quant=aligned"])
-    for key in ("mean_mismatch", "max_mismatch"):  # the table by length is of the same gaps
+    for key in ("mean_mismatch", "max_mismatch"):  # the table by length has the same gaps
         total = sum(row["responses"] * row[key] for row in plain["by_length"])
         assert total / plain["responses"] == pytest.approx(plain[key], rel=1e-3)
     assert aligned["mean_mismatch"] < plain["mean_mismatch"] / 10
@@ -281,12 +281,12 @@ def test_the_probe_of_low_bits(folders, tmp_path):
 )
 def test_bad_calls(folders, argv, sentence):
     with pytest.raises(ValueError, match=sentence):
-        own = [f"--model={folders / 'actor'}", "--max_tokens=8", "--dtype=float32"]
-        probe_command.main([*own, "--rollout=hf", *argv])
+        common = [f"--model={folders / 'actor'}", "--max_tokens=8", "--dtype=float32"]
+        probe_command.main([*common, "--rollout=hf", *argv])
 
 
-def test_the_probe_asks_for_the_precision_and_its_engine_has_it(folders, tmp_path, monkeypatch, capsys):
-    """Of a model of one's own; a run's is the run's, and --rollout_dtype wins."""
+def test_precisions_of_the_probe_and_its_engine(folders, tmp_path, monkeypatch, capsys):
+    """A custom model needs --dtype; a run's models have the run's precision; --rollout_dtype takes precedence."""
     seen = []
 
     def watched(cfg, setup, actor, start):
@@ -296,13 +296,13 @@ def test_the_probe_asks_for_the_precision_and_its_engine_has_it(folders, tmp_pat
     monkeypatch.setattr(probe_command, "probe", watched)
     monkeypatch.setattr(warmstart, "base_model", lambda flag, name, cfg: str(folders / "policy"))
     common = ["--rollout=hf", "--max_tokens=8"]
-    own = [*common, f"--model={folders / 'policy'}"]
+    custom = [*common, f"--model={folders / 'policy'}"]
     with pytest.raises(
         ValueError, match="these flags have no default for a custom model; name them, for instance --dtype=bfloat16$"
     ):
-        probe_command.main(own)
-    probe_command.main([*own, "--dtype=bfloat16"])
-    probe_command.main([*own, "--dtype=bfloat16", "--rollout_dtype=float16"])
+        probe_command.main(custom)
+    probe_command.main([*custom, "--dtype=bfloat16"])
+    probe_command.main([*custom, "--dtype=bfloat16", "--rollout_dtype=float16"])
     probe_command.main([*common, "--model=base:policy", "--dtype=bfloat16"])
     probe_command.main([*common, "--model=base:policy"])
     shutil.copytree(folders / "policy", tmp_path / "run" / "policy")

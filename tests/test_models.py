@@ -1,5 +1,5 @@
-"""Real models' own ways with logits and vocabularies, on stand-ins of ten families: the learner scores what the model
-itself would, the engines sample from it, and what is not known is refused."""
+"""Logits and vocabularies of real models, on stand-ins of ten families: the learner scores like the model, engines
+sample from the model, unsupported models are refused."""
 
 import json
 from dataclasses import replace
@@ -33,8 +33,8 @@ def learner_of(policy, actor=None, vocabulary=IDS, **changes) -> Learner:
     return Learner(policy, actor, make_cfg(**{"objective": "tis", **named, **changes}), Comm(), vocabulary)
 
 
-def own_logp(lm, group, response):
-    """log p of a response's tokens, written out from the model's own logits, of the ids that there are."""
+def logp_of_model(lm, group, response):
+    """log p of a response's tokens from the model's logits over existing ids."""
     ids = torch.from_numpy(np.concatenate([group.prompt_ids, response.tokens])).long()
     P = len(group.prompt_ids)
     logits = lm(input_ids=ids[None]).logits[0, P - 1 : -1, :IDS]
@@ -42,8 +42,8 @@ def own_logp(lm, group, response):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_learner_scores_as_the_model_itself(family):
-    """To 1e-5, for ten families; and its gradient is that of the model's own log-softmax."""
+def test_the_learner_scores_like_the_model(family):
+    """To 1e-5, for ten families; the gradient is the gradient of the model's log-softmax."""
     lm, groups = model(family), make_groups(2, vocab=IDS)
     learner = learner_of(lm)
     batch = batching.collate(groups, learner.cfg)
@@ -55,9 +55,9 @@ def test_the_learner_scores_as_the_model_itself(family):
     responses = [(g, r) for g in groups for r in g.responses]
     total = 0.0
     for row, (g, r) in enumerate(responses):
-        own = own_logp(lm, g, r)
-        assert torch.allclose(logp[row, : len(r.tokens)], own, atol=1e-5)
-        total = total + own.sum()
+        want = logp_of_model(lm, g, r)
+        assert torch.allclose(logp[row, : len(r.tokens)], want, atol=1e-5)
+        total = total + want.sum()
     total.backward()
     for name, p in lm.named_parameters():
         if p.grad is not None:
@@ -67,8 +67,8 @@ def test_the_learner_scores_as_the_model_itself(family):
 
 @pytest.mark.parametrize("head_fp32", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_torch_engine_samples_from_the_model_itself(family, head_fp32):
-    """What it records of its samples is the model's own log-softmax, with prompts of two lengths and a cache."""
+def test_the_torch_engine_samples_from_the_model(family, head_fp32):
+    """Recorded log-probabilities equal the model's log-softmax, with prompts of two lengths and a cache."""
     lm = model(family)
     engine = HFEngine(lm, head_fp32=head_fp32)
     prompts = [np.arange(5, 10, dtype=np.int32), np.arange(20, 32, dtype=np.int32)]
@@ -76,12 +76,12 @@ def test_the_torch_engine_samples_from_the_model_itself(family, head_fp32):
     for prompt, group in zip(prompts, groups, strict=True):
         for r in group:
             ids = np.concatenate([prompt, r.tokens])[None]
-            own = engine.logprobs(ids.astype(np.int64))[0, len(prompt) - 1 :]
-            assert np.allclose(r.logp_inf, own, atol=1e-4)
+            want = engine.logprobs(ids.astype(np.int64))[0, len(prompt) - 1 :]
+            assert np.allclose(r.logp_inf, want, atol=1e-4)
 
 
 MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
-# attention or a mixer has parameters of its own, and is called with names alone; or a router has a buffer that is saved
+# attention or a mixer with direct parameters, called with names only; or a router with a saved buffer
 OWN_PARAMETERS = {
     "glm4_moe": dict(
         n_routed_experts=4,
@@ -101,28 +101,28 @@ OWN_PARAMETERS = {
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OWN_PARAMETERS])
-def test_published_tensors_compute_what_the_model_does(family, tmp_path):
+def test_published_tensors_give_the_models_log_probabilities(family, tmp_path):
     lm, ids = model(family, **OWN_PARAMETERS.get(family, {})), np.arange(40).reshape(2, 20)
     folder = save(lm, tmp_path)
     for name, buffer in lm.named_buffers():
-        if name in lm.state_dict():  # as training may leave it, and the folder has it not
+        if name in lm.state_dict():  # a value after training, different from the folder's
             buffer.copy_(torch.linspace(-0.5, 0.5, buffer.numel()))
-    said = StreamedModel(lm.config).logprobs(lm.state_dict().items(), ids)
+    streamed = StreamedModel(lm.config).logprobs(lm.state_dict().items(), ids)
     engine = HFEngine(folder)
     engine.load(lm.state_dict().items())
-    assert np.allclose(engine.logprobs(ids), said, atol=1e-4)
+    assert np.allclose(engine.logprobs(ids), streamed, atol=1e-4)
     logp = lm(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1)[:, :-1]
-    own = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0]
-    assert np.allclose(said, own.detach().numpy(), atol=1e-4)
+    want = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0]
+    assert np.allclose(streamed, want.detach().numpy(), atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is not known
+# Unsupported models
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_family_that_does_more_to_its_logits_is_refused(tmp_path):
-    """Falcon-H1 multiplies them by a number of its own; the same model without it is taken."""
+def test_a_family_with_unknown_operations_on_logits_is_refused(tmp_path):
+    """Falcon-H1 multiplies logits by a factor; the same model with factor 1 is accepted."""
     ids = np.arange(40).reshape(2, 20)
     other = model("falcon_h1", lm_head_multiplier=0.5, **MAMBA)
     for policy, actor, flag in ((other, None, "--model"), (model("qwen3"), other, "--actor")):
@@ -137,7 +137,7 @@ def test_a_family_that_does_more_to_its_logits_is_refused(tmp_path):
 
 
 def folder_and_task(lm, tmp_path) -> dict:
-    """Flags of a run of this model on sums, as a file."""
+    """Flags of a run of this model on a file of sums."""
     rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
     (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = save(lm, tmp_path / "policy")
@@ -145,12 +145,12 @@ def folder_and_task(lm, tmp_path) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows of an embedding that stand for no token
+# Embedding rows without a token
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def padded(family: str, rows: int, seed: int = 0):
-    """A model with more rows than the tokenizer has ids, which it would sample all the time."""
+    """A model with more rows than the tokenizer has ids; the additional rows have the largest logits."""
     lm = model(family, seed, vocab_size=rows)
     with torch.no_grad():
         weight = lm.get_output_embeddings().weight
@@ -158,8 +158,8 @@ def padded(family: str, rows: int, seed: int = 0):
     return lm
 
 
-def test_a_cap_of_attention_scores_is_kept(tmp_path):
-    """Gemma 2 caps them. torch's usual attention would leave that out, in all that is loaded from a folder."""
+def test_a_cap_of_attention_scores_is_applied(tmp_path):
+    """Gemma 2 caps attention scores. torch's default attention would ignore the cap in models from a folder."""
     lm = model("gemma2", attn_logit_softcapping=0.5, query_pre_attn_scalar=1)
     folder = save(lm, tmp_path)
     ids = torch.arange(12)[None] * 7 % IDS
@@ -170,10 +170,10 @@ def test_a_cap_of_attention_scores_is_kept(tmp_path):
     loaded, learner = checkpoint.load_model(folder), learner_of(memory.unread(folder))
     for one in (loaded, learner.models.policy):
         assert torch.allclose(one(input_ids=ids).logits.log_softmax(-1), capped, atol=1e-5)
-    own = capped[0, :-1].gather(1, ids[0, 1:, None])[:, 0].detach().numpy()
+    want = capped[0, :-1].gather(1, ids[0, 1:, None])[:, 0].detach().numpy()
     published = StreamedModel(checkpoint.read_config(folder)).logprobs(lm.state_dict().items(), ids.numpy())
-    assert np.allclose(published[0], own, atol=1e-5)
-    assert np.allclose(HFEngine(folder).logprobs(ids.numpy())[0], own, atol=1e-5)
+    assert np.allclose(published[0], want, atol=1e-5)
+    assert np.allclose(HFEngine(folder).logprobs(ids.numpy())[0], want, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_a_cap_of_attention_scores_is_kept(tmp_path):
         ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "hf", "its weights are already quantized"),
     ],
 )
-def test_models_that_would_be_trained_or_published_wrongly_are_refused(family, changes, rollout, sentence, tmp_path):
-    """By their config.json alone."""
+def test_unsupported_models_are_refused(family, changes, rollout, sentence, tmp_path):
+    """The check reads only config.json."""
     AutoConfig.for_model(family, vocab_size=IDS, **{**COMMON, **changes}).save_pretrained(tmp_path)
     cfg = replace(make_cfg(), rollout=rollout)
     if not sentence:
@@ -200,7 +200,7 @@ def test_models_that_would_be_trained_or_published_wrongly_are_refused(family, c
     "kind, tokens, refused", [("longrope", 65, True), ("longrope", 64, False), ("dynamic", 9, True)]
 )
 def test_angles_that_depend_on_a_batch_are_refused(kind, tokens, refused, tmp_path):
-    """Both engines would turn keys by other angles than the learner."""
+    """Both engines would rotate keys by different angles than the learner."""
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
@@ -215,7 +215,7 @@ def test_angles_that_depend_on_a_batch_are_refused(kind, tokens, refused, tmp_pa
 
 
 def test_padding_of_two_sizes_is_never_scored():
-    """Policy and actor of one tokenizer, padded differently: both score the ids that there are, and nothing else."""
+    """Policy and actor of one tokenizer with different padding: both score only existing ids."""
     policy, actor, groups = padded("qwen2", IDS + 30), padded("gemma2", IDS + 7, 1), make_groups(2, vocab=IDS)
     learner = learner_of(policy, actor, objective="jackpot")
     learner.check_heads(np.arange(40).reshape(2, 20))
@@ -239,12 +239,12 @@ def test_padding_of_two_sizes_is_never_scored():
 
 
 def check_padded_engine(engine, folder: str, other) -> None:
-    """It neither samples nor scores what stands for no token, with its first weights and with published ones."""
+    """The engine never samples or scores a padding row, with its first weights and with published weights."""
     check = WeightCheck(checkpoint.read_config(folder), np.arange(8 * 30).reshape(8, 30), vocabulary=IDS)
     prompts = [np.arange(5, 10, dtype=np.int32), np.arange(20, 32, dtype=np.int32)]
     for lm in (padded("qwen2", IDS + 30), other):
         tensors = {**lm.state_dict(), "lm_head.weight": lm.get_output_embeddings().weight.detach()}
-        check.load(engine, 0, tensors.items())  # SyncError unless both sides score alike
+        check.load(engine, 0, tensors.items())  # SyncError unless engine and check agree
         for prompt, group in zip(
             prompts, engine.generate(prompts, [[1, 2]] * 2, Sampling(max_tokens=20), 5, []), strict=True
         ):
@@ -252,41 +252,43 @@ def check_padded_engine(engine, folder: str, other) -> None:
                 assert max(r.tokens.max(), r.topk_ids.max()) < IDS
                 ids = torch.from_numpy(np.concatenate([prompt, r.tokens])).long()[None]
                 with torch.no_grad():
-                    own = lm(input_ids=ids).logits[0, len(prompt) - 1 : -1, :IDS].log_softmax(-1)
-                assert np.allclose(r.logp_inf, own.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy(), atol=1e-4)
+                    want = lm(input_ids=ids).logits[0, len(prompt) - 1 : -1, :IDS].log_softmax(-1)
+                assert np.allclose(r.logp_inf, want.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy(), atol=1e-4)
     with torch.no_grad():
-        assert int(lm(input_ids=ids).logits[0].argmax(-1).max()) >= IDS  # which it would have sampled
+        assert int(lm(input_ids=ids).logits[0].argmax(-1).max()) >= IDS  # the unpadded model would sample a padding row
 
 
 @pytest.mark.parametrize("head_fp32", [False, True])
-def test_the_torch_engine_leaves_padding_out(tmp_path, head_fp32):
+def test_the_torch_engine_ignores_padding_rows(tmp_path, head_fp32):
     folder = save(padded("qwen2", IDS + 30), tmp_path)
     check_padded_engine(HFEngine(folder, head_fp32=head_fp32, vocabulary=IDS), folder, padded("qwen2", IDS + 30, 1))
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen3_moe"])  # test_moe.py: in a process of its own
-def test_vllm_takes_the_weights_of_each_family(family, tmp_path, vllm_engines):
-    """All that the learner publishes, a tied head among it; and the learner computes on beside the engine, though for
-    some families vLLM takes transformers' own class."""
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f != "qwen3_moe"]
+)  # qwen3_moe: in a separate process, test_moe.py
+def test_vllm_loads_the_weights_of_each_family(family, tmp_path, vllm_engines):
+    """All published tensors, tied heads included; the learner still works in the engine's process, although vLLM uses
+    transformers' class for a few families."""
     engine = vllm_engines(folder=save(model(family), tmp_path), memory_gib=0.02)
     new = model(family, seed=1)
     learner, ids = learner_of(new), np.arange(40).reshape(2, 20)
     engine.load(learner.named_tensors("policy"))
     with torch.no_grad():
         logp = new(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1)[:, :-1]
-    own = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0].numpy()
-    assert np.allclose(engine.logprobs(ids), own, atol=1e-4)
-    assert np.allclose(learner.logprobs("policy", ids), own, atol=1e-4)
-    assert isinstance(model(family, seed=2), type(new))  # another one can still be made
+    want = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0].numpy()
+    assert np.allclose(engine.logprobs(ids), want, atol=1e-4)
+    assert np.allclose(learner.logprobs("policy", ids), want, atol=1e-4)
+    assert isinstance(model(family, seed=2), type(new))  # a new model can still be made
 
 
-def test_vllm_leaves_padding_out(tmp_path, vllm_engines):
+def test_vllm_ignores_padding_rows(tmp_path, vllm_engines):
     folder = save(padded("qwen2", IDS + 30), tmp_path)
     check_padded_engine(vllm_engines(folder=folder, vocabulary=IDS), folder, padded("qwen2", IDS + 30, 1))
 
 
-def test_vllm_keeps_a_head_of_its_own_that_the_config_ties(tmp_path, vllm_engines):
-    """It would tie them, and skip the head among what is published."""
+def test_vllm_keeps_an_untied_head_under_a_tied_config(tmp_path, vllm_engines):
+    """vLLM would tie head and embedding, and skip the published head."""
     lm = model("qwen2", tie_word_embeddings=False)
     folder = Path(save(lm, tmp_path))
     config = json.loads((folder / "config.json").read_text())
@@ -297,12 +299,12 @@ def test_vllm_keeps_a_head_of_its_own_that_the_config_ties(tmp_path, vllm_engine
             lm.lm_head.weight.mul_(scale)
         engine.load(lm.state_dict().items())
         logp = lm(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1)[:, :-1]
-        own = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0].detach().numpy()
-        assert np.allclose(engine.logprobs(ids), own, atol=1e-3)
+        want = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0].detach().numpy()
+        assert np.allclose(engine.logprobs(ids), want, atol=1e-3)
 
 
-def test_a_run_with_the_paddings_of_qwen(tmp_path):
-    """One tokenizer, 152,064 rows of the policy and 151,936 of the actor: trained, saved, and still of those sizes."""
+def test_a_run_with_qwens_padding(tmp_path):
+    """One tokenizer, 152,064 rows in the policy and 151,936 in the actor: saved models keep these sizes."""
     sizes, small = {"policy": 152_064, "actor": 151_936}, dict(hidden_size=16, num_hidden_layers=1)
     flags = folder_and_task(model("qwen2", 0, sizes["policy"], **small), tmp_path)
     actor = save(model("qwen2", 1, sizes["actor"], **small), tmp_path / "actor")
@@ -317,19 +319,19 @@ def test_a_run_with_the_paddings_of_qwen(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where models come from
+# Sources of models
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def folder_of(model: str, tmp_path) -> str:
-    """What --model=MODEL opens."""
+    """The folder that --model=MODEL opens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path / "base"))
         return run.model_folder("model", SimpleNamespace(model=model), Comm())
 
 
 def test_an_id_of_the_hub(tmp_path, hub):
-    """Offline: one that was fetched before is found, another one is refused with a sentence."""
+    """Offline: a cached model is found, a different one is refused in one sentence."""
     fetched = hub("some/one")
     save(model("qwen3"), fetched)
     folder = folder_of("some/one", tmp_path)
@@ -339,7 +341,7 @@ def test_an_id_of_the_hub(tmp_path, hub):
         folder_of("some/other", tmp_path)
 
 
-def test_of_a_model_that_sees_the_text_model_is_trained(tmp_path):
+def test_only_the_text_model_of_a_vision_model_is_trained(tmp_path):
     text = {**COMMON, **FAMILIES["gemma3_text"], "vocab_size": IDS, "model_type": "gemma3_text"}
     eyes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16)
     torch.manual_seed(0)
@@ -353,13 +355,13 @@ def test_of_a_model_that_sees_the_text_model_is_trained(tmp_path):
     assert lm.config.model_type == "gemma3_text"
     with torch.no_grad():
         assert torch.allclose(lm(input_ids=ids).logits, whole(input_ids=ids).logits, atol=1e-5)
-    assert folder_of(str(tmp_path / "whole"), tmp_path) == folder  # made once
+    assert folder_of(str(tmp_path / "whole"), tmp_path) == folder  # extracted once
     assert folder_of(folder, tmp_path) == folder
     learner_of(lm).check_heads(ids.repeat(2, 1).numpy())
 
 
 def test_a_composite_family_without_a_text_model_is_refused(tmp_path):
-    """Qwen2.5-VL's text model is no causal model of transformers."""
+    """Qwen2.5-VL's text model has no causal model class in transformers."""
     folder = tmp_path / "sees"
     config = AutoConfig.for_model("qwen2_5_vl", text_config={**COMMON, "vocab_size": IDS})
     config.save_pretrained(folder)
@@ -374,8 +376,8 @@ def test_a_composite_family_without_a_text_model_is_refused(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def said_with_a_mask(family: str) -> dict:
-    """Logits behind a cache of a padded prompt, and the gradient, by parameter."""
+def results_with_a_mask(family: str) -> dict:
+    """Logits after a cached, padded prompt, and gradients by parameter."""
     lm = model(family, 0, num_attention_heads=4, num_key_value_heads=2)
     ids = torch.arange(24).reshape(2, 12) * 7 % 200
     mask = torch.ones(2, 12, dtype=torch.long)
@@ -392,13 +394,13 @@ def said_with_a_mask(family: str) -> dict:
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_keys_and_values_read_in_groups_give_the_same_bits(family, monkeypatch):
     with attention.grouped(False):
-        copied = said_with_a_mask(family)
+        copied = results_with_a_mask(family)
 
     def repeat(*args):
         raise AssertionError("keys and values are copied")
 
     monkeypatch.setattr(sdpa_attention, "repeat_kv", repeat)
-    read = said_with_a_mask(family)
+    read = results_with_a_mask(family)
     assert copied.keys() == read.keys() and all(torch.equal(copied[name], read[name]) for name in copied)
 
 
@@ -406,4 +408,6 @@ def test_on_a_gpu_masks_ask_for_copies():
     key = torch.empty(1, 2, 3, 8, device="meta")
     half = key.bfloat16()
     assert not attention.reads_groups(torch.ones(1), half, half) and attention.reads_groups(None, half, half)
-    assert not attention.reads_groups(None, key, key)  # float32: the kernel that keeps no scores knows no groups
+    assert not attention.reads_groups(
+        None, key, key
+    )  # float32: the kernel without a score matrix does not support groups

@@ -1,5 +1,5 @@
-"""Mixtures of experts, on a tiny Qwen3-MoE: their matrices are quantized, aligned, published and optimized like all
-others; the router stays as it is; and the learner routes each token as the engine did."""
+"""Mixtures of experts, on a tiny Qwen3-MoE: expert matrices are quantized, aligned, published and optimized like
+other matrices; routers stay in full precision; the learner routes tokens like the engine."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def logits(lm, seed: int = 3):
 
 
 def naive_experts(m, x, chosen, weights, fmt):
-    """Each token by itself: its experts' matrices quantized row by row, its activations as one row."""
+    """Token by token: expert matrices quantized row by row, activations as one row."""
     out = torch.zeros_like(x)
     for t in range(len(x)):
         for e, w in zip(chosen[t].tolist(), weights[t], strict=True):
@@ -77,21 +77,21 @@ def test_aligned_experts_compute_on_low_bit_numbers(name):
         assert not torch.allclose(got, m(x, chosen, weights), atol=1e-2)
 
 
-def test_the_gradient_goes_straight_through_to_the_masters():
-    """Weights only: that of a plain model that stands on the rounded weights, for every expert that was chosen."""
+def test_gradients_of_experts_are_straight_through():
+    """Weight-only formats: the gradient equals the one of a plain model with rounded weights, for every used expert."""
     fmt, aligned, plain = format_of("w4a16", 16), quant.align(moe(), format_of("w4a16", 16)), moe()
     quant.dequantize_in_place(plain, fmt)
     for lm in (aligned, plain):
         logits(lm).log_softmax(-1)[..., 7].sum().backward()
     assert torch.allclose(logits(aligned), logits(plain), atol=1e-4)
-    theirs = dict(plain.named_parameters())
+    wanted = dict(plain.named_parameters())
     for name, p in aligned.named_parameters():
-        assert torch.allclose(p.grad, theirs[name].grad, atol=1e-3 * float(p.grad.abs().max())), name
+        assert torch.allclose(p.grad, wanted[name].grad, atol=1e-3 * float(p.grad.abs().max())), name
     assert float(aligned.model.layers[0].mlp.experts.down_proj.grad.abs().max()) > 0
 
 
-def test_what_weighs_a_shared_expert_is_no_matrix_of_low_bits():
-    """Qwen2's family has one that is an ordinary linear layer."""
+def test_the_gate_of_a_shared_expert_is_not_quantized():
+    """In Qwen2's family this gate is an ordinary linear layer."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     sizes = dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2)
@@ -103,8 +103,8 @@ def test_what_weighs_a_shared_expert_is_no_matrix_of_low_bits():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_published_is_what_the_forward_computes_with(name):
-    """And the router is published as it is; every matrix of an expert has scales of its own."""
+def test_published_experts_equal_those_of_the_forward(name):
+    """The router is published in full precision; every matrix of an expert has separate scales."""
     cfg = make_cfg(rollout_quant=name, learner_quant="aligned", quant_group=16)
     learner = Learner(moe(), None, cfg, Comm())
     lm = learner.models.policy
@@ -123,8 +123,8 @@ def test_what_is_published_is_what_the_forward_computes_with(name):
     assert np.allclose(engine.logprobs(ids), learner.logprobs("policy", ids), atol=2e-4)
 
 
-def test_the_names_are_those_of_the_hub(tmp_path):
-    """As transformers itself writes them into a folder."""
+def test_published_names_of_experts_are_the_hubs(tmp_path):
+    """Like the folders that transformers writes."""
     from safetensors.torch import load_file
 
     lm = moe()
@@ -138,8 +138,8 @@ def test_the_names_are_those_of_the_hub(tmp_path):
     assert scales["model.layers.0.mlp.experts.1.up_proj.weight_scale"].tolist() == [[9.0], [10.0], [11.0]]
 
 
-def test_experts_in_another_layout_stay_whole():
-    """gpt-oss interleaves gate and up, and has biases: vLLM loads its tensors as they are."""
+def test_experts_in_an_unknown_layout_are_not_split():
+    """gpt-oss interleaves gate and up and has biases: vLLM loads its tensors unchanged."""
     lm = model("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=32)
     tensors = lm.state_dict()
     sent = dict(by_expert(tensors.items(), quant.expert_parameters(lm)))
@@ -163,7 +163,7 @@ def test_vllm_without_a_kernel_for_experts_is_refused(tmp_path):
 
 
 def step(lm, size: float = 0.02) -> None:
-    """Move every weight a little."""
+    """Change every weight slightly."""
     g = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in lm.parameters():
@@ -171,7 +171,7 @@ def step(lm, size: float = 0.02) -> None:
 
 
 def check_sync(engine, learner, folder: str, fmt) -> None:
-    """Two versions arrive; an engine whose experts stay old is found."""
+    """Two versions are loaded; an engine with outdated experts is found."""
     check = WeightCheck(checkpoint.read_config(folder), np.arange(8 * 30).reshape(8, 30), fmt)
     check.load(engine, 0, learner.published("policy", engine.packed))
     step(learner.models.policy)
@@ -203,12 +203,12 @@ def test_the_torch_engine_has_the_published_experts(tmp_path, name):
 
 
 def test_vllm_has_the_published_experts(tmp_path):
-    """In a process of its own: vLLM makes its group of experts only if the first model of a process has some."""
+    """In a separate process: vLLM creates its group of experts only if a process's first model has experts."""
     torchrun("test_moe.py", "vllm_has_experts", save(moe(), tmp_path), ranks=1)
 
 
-def test_experts_behind_a_model_without_are_refused(tmp_path, vllm_engine):
-    """As with --eval_engine=second; vLLM's own words would be a traceback."""
+def test_experts_after_a_model_without_experts_are_refused(tmp_path, vllm_engine):
+    """The case of --eval_engine=second; vLLM's own error would be a traceback."""
     with pytest.raises(UserError, match="it has experts, but the model of this process's first engine has no experts"):
         VLLMEngine(save(moe(), tmp_path), max_len=64, max_logprobs=1)
 
@@ -227,22 +227,22 @@ def vllm_has_experts(folder: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_muon_moves_every_expert_as_a_matrix_of_its_own():
-    """As torch's own does with each of them alone, for two steps; and nothing is left out, and nothing comes twice."""
+def test_muon_treats_every_expert_as_a_separate_matrix():
+    """Like torch's Muon on each expert alone, for two steps; every parameter has exactly one optimizer."""
     lm, cfg = moe(), make_cfg(optimizer="muon", weight_decay=0.01)
     adamw, muon = make_optimizers(lm, cfg, 0.02)
-    mine = [id(p) for o in (adamw, muon) for g in o.param_groups for p in g["params"]]
-    assert sorted(mine) == sorted(id(p) for p in lm.parameters())
+    optimized = [id(p) for o in (adamw, muon) for g in o.param_groups for p in g["params"]]
+    assert sorted(optimized) == sorted(id(p) for p in lm.parameters())
     experts = lm.model.layers[1].mlp.experts
     assert {id(experts.gate_up_proj), id(experts.down_proj)} <= {id(p) for p in muon.param_groups[1]["params"]}
     alone = [nn.Parameter(x.detach().clone()) for p in experts.parameters() for x in p]
-    theirs = torch.optim.Muon(alone, lr=0.02, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    reference = torch.optim.Muon(alone, lr=0.02, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     for seed in (1, 2):
         (logits(lm, seed).log_softmax(-1)[..., 7] ** 2).sum().backward()
         gradients = [x for p in experts.parameters() for x in p.grad]
         for matrix, gradient in zip(alone, gradients, strict=True):
             matrix.grad = gradient.clone()
-        for optimizer in (adamw, muon, theirs):
+        for optimizer in (adamw, muon, reference):
             optimizer.step()
         lm.zero_grad()
     got = [x for p in experts.parameters() for x in p]
@@ -255,12 +255,12 @@ def test_muon_moves_every_expert_as_a_matrix_of_its_own():
 
 
 def sampled(lm):
-    """Two groups of the torch engine, of prompts of two lengths, that say which experts each token went to."""
+    """Two groups of the torch engine, with prompts of two lengths and the experts of each token."""
     engine = HFEngine(lm).record_routing()
     groups = make_groups(2, G=3, vocab=IDS, prompt=(3, 9))
     prompts = [g.prompt_ids for g in groups]
     assert len(prompts[0]) != len(prompts[1])
-    seeds, stop = [[1, 2, 3], [4, 5, 6]], list(range(0, IDS, 7))  # they end at different times
+    seeds, stop = [[1, 2, 3], [4, 5, 6]], list(range(0, IDS, 7))  # rows end at different times
     drawn = engine.generate(prompts, seeds, Sampling(max_tokens=12), 3, stop)
     for group, responses in zip(groups, drawn, strict=True):
         group.responses = responses
@@ -268,7 +268,7 @@ def sampled(lm):
 
 
 def chosen_by(lm, ids):
-    """The experts of each token by transformers' own account of its routers' logits: (tokens, layers, k)."""
+    """The experts of each token from transformers' router logits: (tokens, layers, k)."""
     with torch.no_grad():
         by_layer = lm(input_ids=torch.from_numpy(ids.astype(np.int64))[None], output_router_logits=True).router_logits
     return torch.stack([x.topk(lm.config.num_experts_per_tok, -1).indices for x in by_layer], 1).numpy()
@@ -278,7 +278,7 @@ def same_experts(a, b) -> bool:
     return np.array_equal(np.sort(a, -1), np.sort(b, -1))
 
 
-def test_the_engine_says_which_experts_each_token_went_to():
+def test_the_engine_records_the_experts_of_each_token():
     lm = moe()
     groups = sampled(lm)
     assert len({len(r.tokens) for g in groups for r in g.responses}) > 2
@@ -289,18 +289,18 @@ def test_the_engine_says_which_experts_each_token_went_to():
             assert same_experts(r.routed, chosen_by(lm, read))
 
 
-def test_vllm_on_a_gpu_is_asked_which_experts_it_chose(monkeypatch):
-    """Its own outputs, with routes in the small type and of the length that it gives them: P + L - 1 tokens."""
+def test_vllm_on_a_gpu_records_the_experts_of_each_token(monkeypatch):
+    """vLLM's outputs, with routes in the small integer type and for P + L - 1 tokens."""
     from vllm.outputs import CompletionOutput
 
-    asked = []
-    monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: asked.append(settings), None))
+    calls = []
+    monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: calls.append(settings), None))
     monkeypatch.setattr(engines, "change_vllm", lambda **how: None)
     monkeypatch.setattr(engines, "unread", lambda folder: moe())
-    monkeypatch.setattr(VLLMEngine, "_check", lambda *_: None)  # this process has had engines without experts
+    monkeypatch.setattr(VLLMEngine, "_check", lambda *_: None)  # earlier engines of this process had no experts
     for replay in (True, False):
         engine = engines.make_engine(dataclasses.replace(make_cfg(router_replay=replay), rollout="vllm"), "x", 64, 5)
-    assert [settings["enable_return_routed_experts"] for settings in asked] == [True, False]
+    assert [settings["enable_return_routed_experts"] for settings in calls] == [True, False]
     tokens, routes = [[4, 9, 2], [7]], [np.arange(6 * 8, dtype=np.uint8).reshape(6, 4, 2) + 200, None]
     outputs = []
     for ids, routed in zip(tokens, routes, strict=True):
@@ -313,8 +313,8 @@ def test_vllm_on_a_gpu_is_asked_which_experts_it_chose(monkeypatch):
     assert other.routed is None and one.tokens.tolist() == [4, 9, 2]
 
 
-def vllm_says_its_experts(folder: str) -> None:
-    """On a GPU: test_gpu.py runs it."""
+def vllm_records_experts(folder: str) -> None:
+    """Runs on a GPU, from test_gpu.py."""
     engine, lm = VLLMEngine(folder, max_len=64, max_logprobs=20, routing=True), moe()
     prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (5, 9)]
     alike = []
@@ -333,8 +333,8 @@ def replaying(lm, **changes) -> Learner:
 
 
 @pytest.mark.parametrize("divided", [True, False])
-def test_one_router_replayed_is_itself(divided):
-    """Whether or not the model divides the weights of a token's experts by their sum."""
+def test_replaying_a_models_own_routes_changes_nothing(divided):
+    """With and without division of the expert weights by their sum."""
     lm = moe(norm_topk_prob=divided)
     groups = sampled(lm)
     learner, plain = replaying(moe(norm_topk_prob=divided)), Learner(lm, None, make_cfg(objective="tis"), Comm())
@@ -344,17 +344,17 @@ def test_one_router_replayed_is_itself(divided):
     assert b.routed_alike is None
     there = batching.collate(groups, learner.cfg).exists
     assert float(a.routed_alike[there].min()) == 1
-    assert not learner.models.routing.given  # nothing stays behind
+    assert not learner.models.routing.given  # replayed routes are cleared
 
 
-def test_a_token_goes_where_it_is_sent():
-    """One expert a token, so of weight 1: sent to expert e everywhere, a model is one whose experts are all e."""
+def test_tokens_use_the_replayed_experts():
+    """One expert a token has weight 1: routing all tokens to expert e equals a model with e as every expert."""
     lm, same, e = moe(num_experts_per_tok=1), moe(num_experts_per_tok=1), 5
     with torch.no_grad():
         for p in (p for m in experts_of(same).values() for p in m.parameters()):
             p.copy_(p[e].clone().expand_as(p))
     groups = sampled(lm)
-    own = [r.routed.copy() for g in groups for r in g.responses]
+    routes = [r.routed.copy() for g in groups for r in g.responses]
     for r in (r for g in groups for r in g.responses):
         r.routed = np.full_like(r.routed, e)
     learner = replaying(lm)
@@ -363,16 +363,16 @@ def test_a_token_goes_where_it_is_sent():
     want = Learner(same, None, make_cfg(objective="tis"), Comm()).score(batch, Needs())
     assert torch.allclose(got.logp, want.logp, atol=1e-5)
     assert not torch.allclose(got.logp, Learner(lm, None, make_cfg(objective="tis"), Comm()).score(batch, Needs()).logp)
-    # agreement of the first layer, whose routers see the same: the share that chose e by itself
+    # agreement of the first layer, whose routers have equal inputs: the share of tokens routed to e
     starts = [len(g.prompt_ids) - 1 for g in groups for _ in g.responses]
-    for row, (routed, start) in enumerate(zip(own, starts, strict=True)):
+    for row, (routed, start) in enumerate(zip(routes, starts, strict=True)):
         first = (routed[start:, 0, 0] == e).astype(np.float32)
         alike = got.routed_alike[row, : len(first)].numpy()
         assert (alike >= first / 2).all() and (alike <= (1 + first) / 2).all()
 
 
-def test_the_router_learns_through_the_weights_of_its_experts():
-    """By finite differences: the experts stay, their weights follow the router."""
+def test_the_router_has_a_gradient_through_expert_weights():
+    """Against finite differences: the chosen experts are fixed, their weights depend on the router."""
     lm = moe()
     learner = replaying(lm)
     batch = batching.collate(sampled(moe(1)), learner.cfg)
@@ -403,7 +403,7 @@ def test_experts_pass_the_wire_and_a_checkpoint():
             decode_group(encode_group(groups[0]), dataclasses.replace(limits, routed=wrong))
 
 
-def test_what_cannot_be_replayed_is_refused(monkeypatch):
+def test_impossible_replays_are_refused(monkeypatch):
     with pytest.raises(UserError, match="--router_replay: a model of the family qwen3 has no experts; leave it out"):
         replaying(model("qwen3"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -411,13 +411,13 @@ def test_what_cannot_be_replayed_is_refused(monkeypatch):
         make_cfg(router_replay=True, rollout="vllm")
     with pytest.raises(UserError, match="--router_replay: vLLM reports expert choices only on the first rank"):
         quant.check_routing(SimpleNamespace(router_replay=True, rollout="hf", rollout_tp=2))
-    theirs = {"packed": False, "config": dataclasses.asdict(make_cfg(router_replay=True))}
+    description = {"packed": False, "config": dataclasses.asdict(make_cfg(router_replay=True))}
     with pytest.raises(UserError, match="--router_replay: on a CPU vLLM does not report"):
-        sampler.configure(theirs, sampler.SamplerFlags(rollout="vllm"))
-    assert sampler.configure(theirs, sampler.SamplerFlags(rollout="hf")).router_replay
+        sampler.configure(description, sampler.SamplerFlags(rollout="vllm"))
+    assert sampler.configure(description, sampler.SamplerFlags(rollout="hf")).router_replay
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     make_cfg(router_replay=True, rollout="vllm", rollout_memory=0.5)
-    assert sampler.configure(theirs, sampler.SamplerFlags(rollout="vllm")).router_replay
+    assert sampler.configure(description, sampler.SamplerFlags(rollout="vllm")).router_replay
     monkeypatch.undo()
     groups = sampled(moe())
     groups[0].responses[1].routed = None
@@ -425,8 +425,8 @@ def test_what_cannot_be_replayed_is_refused(monkeypatch):
         batching.collate(groups, replaying(moe()).cfg)
 
 
-def test_a_run_replays_what_the_low_bit_engine_chose(tmp_path):
-    """The whole loop, in two updates: without alignment the learner's own router would often choose otherwise."""
+def test_a_run_replays_the_routes_of_a_low_bit_engine(tmp_path):
+    """The whole loop with two updates: without alignment the learner's router often chooses different experts."""
     save(moe(), tmp_path / "moe")
     rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
     (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -450,8 +450,10 @@ def test_a_run_replays_what_the_low_bit_engine_chose(tmp_path):
         saved, start = (
             checkpoint.load_model(f) for f in (tmp_path / name / "checkpoints/step_000001/policy", cfg.model)
         )
-        theirs = start.state_dict()  # no response earns anything here: what is saved is what was there
-        assert all(torch.equal(x, theirs[key]) for key, x in saved.state_dict().items())
+        start_weights = (
+            start.state_dict()
+        )  # no response earns a reward here: the saved weights are the starting weights
+        assert all(torch.equal(x, start_weights[key]) for key, x in saved.state_dict().items())
     assert logged["aligned"]["router/agreement"] == 1
     assert logged["none"]["router/agreement"] < 1
     assert logged["aligned"]["rollout_corr/mean_mismatch"] < 1e-4 < logged["none"]["rollout_corr/mean_mismatch"]

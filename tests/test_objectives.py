@@ -1,4 +1,4 @@
-"""Surrogates, reductions, advantages and the loss: numbers worked out by hand, gradients against derivations."""
+"""Surrogates, reductions, advantages and the loss: values by hand, gradients against derivatives by hand."""
 
 import math
 import re
@@ -50,7 +50,7 @@ def sapo_by_hand(tau, r):
         ("gspo", [[1, 1, 1], [-2, -2, -2]]),
         ("sapo", [[sapo_by_hand(1, 2), sapo_by_hand(1, 0.5), sapo_by_hand(1, 1)], [-sapo_by_hand(1.05, 2)] * 3]),
         ("cispo", [[1.28 * (-3 + LN(2)), 0.8 * (-3 - LN(2)), -3], [-1.28 * (-3 + LN(2))] * 3]),
-        # A > 0: log 2 is cut to 0.4; A < 0: nothing falls below -0.4
+        # A > 0: log 2 is cut to 0.4; A < 0: no log-ratio is below -0.4
         ("gmpo", [[math.exp((0.4 - LN(2)) / 3)] * 3, [-2, -2, -2]]),
         ("dppo_tv", [[2, 0.5, 1], [-2, -2, -2]]),  # p moves by 0.05 and 0.025: below 0.2
         ("dppo_kl", [[2, 0.5, 1], [-2, -2, -2]]),
@@ -74,7 +74,7 @@ def test_surrogates_by_hand(surrogate, want):
         ("dppo_tv", [[False] * 3, [False] * 3], [[2, 0.5, 1], [2] * 3]),
     ],
 )
-def test_what_is_clipped_and_the_ratio(surrogate, clipped, ratio):
+def test_clipped_tokens_and_the_ratio(surrogate, clipped, ratio):
     _, got, r = surrogate_of(surrogate, *ratios_of_two())
     assert got.tolist() == clipped
     if ratio is None:
@@ -113,8 +113,8 @@ def test_gradients_of_surrogates(surrogate, slope):
         ("kl", math.inf, math.inf, [[False] * 3, [False] * 3]),
     ],
 )
-def test_dppo_stops_what_moves_on_beyond_its_bound(divergence, low, high, closed):
-    """The first response has A = 2, the second A = -3; what comes back to p_base is never stopped."""
+def test_dppo_masks_tokens_that_move_further_beyond_their_bound(divergence, low, high, closed):
+    """The first response has A = 2, the second A = -3; a move back to p_base is never masked."""
     logp = torch.tensor([[0.8, 0.3, 0.1]] * 2, dtype=f64).log().requires_grad_()
     base = torch.tensor([[0.5, 0.5, 0.2]] * 2, dtype=f64).log()
     adv = torch.tensor([[2.0], [-3.0]], dtype=f64)
@@ -127,7 +127,7 @@ def test_dppo_stops_what_moves_on_beyond_its_bound(divergence, low, high, closed
 
 
 def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
-    """Holes do not count; bounds are of log r, on the side of A."""
+    """Masked tokens do not count; bounds apply to log r, on the side of A."""
     x = torch.tensor([[0.9, 9.0, -0.7], [0.3, -0.8, 9.0]], dtype=f64, requires_grad=True)
     mask = torch.tensor([[True, False, True], [True, True, False]])
     adv = torch.tensor([[2.0], [-1.0]], dtype=f64)
@@ -167,7 +167,7 @@ def test_an_infinite_upper_edge_leaves_the_lower_edge_and_the_dual_clip():
         (0.0, 1, 1.0, 1),
         (3e-4, 1, 1.0003, 1),
         (5e-4, 1, 1.0004, 0),
-        (-0.5, 1, math.exp(-0.5), 1),  # A > 0: an upper edge alone
+        (-0.5, 1, math.exp(-0.5), 1),  # A > 0: only an upper edge
         (0.0, -1, -1.0, 1),
         (6e-4, -1, -1.0006, 1),
         (8e-4, -1, -1.0007, 0),
@@ -192,7 +192,7 @@ def test_tbpo_band(log_s, adv, value, slope):
     assert torch.allclose(logp.grad, want, atol=1e-9)
 
 
-def test_tbpo_without_its_clip_is_gspo_without_its():
+def test_tbpo_and_gspo_are_equal_without_clip():
     new, b = tiny(LOG_R, new=[[-0.5, -2.0, -1.0], [-0.2] * 3])
     tbpo, clipped, _ = surrogate_of("tbpo", new, b, clip=False)
     gspo, _, _ = surrogate_of("gspo", new, b, clip=False)
@@ -202,7 +202,7 @@ def test_tbpo_without_its_clip_is_gspo_without_its():
 
 @pytest.mark.parametrize("surrogate", ["ppo", "gspo", "tbpo", "sapo", "cispo"])
 def test_the_clamp_reaches_surrogates(surrogate):
-    """Log-ratios of 1 under a clamp of 0.5 are those of 0.5 under any wider one."""
+    """Log-ratios of 1 under a clamp of 0.5 give the ratios of 0.5 under a wide clamp."""
     one = torch.ones(1, 1, dtype=f64)
     base, mask = torch.zeros(1, 2, dtype=f64), torch.ones(1, 2, dtype=torch.bool)
     wide, tight = (make_cfg(objective="none", surrogate=surrogate, clip=False, log_ratio_clamp=c) for c in (20.0, 0.5))
@@ -231,7 +231,7 @@ def test_equal_policies_give_reinforce(name):
     b.support_logp = b.support_logp_ref = new.support_logp = whole
     b.tail_ref = new.tail = torch.zeros(2, 3, dtype=f64)
     cfg = make_cfg(objective=name)
-    # GEPO: responses that are equal, and no mixing
+    # GEPO: equal responses, no mixing
     gepo = {"log_group_mean": torch.full((2, 1), -1.0, dtype=f64), "mixing": torch.zeros(2, 1, dtype=f64)}
     stats = replace(STATS, tokens=4.0, **gepo)
     value, _ = objectives.loss(new, b, stats, cfg)
@@ -257,7 +257,7 @@ def test_obrs_with_lambda_above_one_scales_equal_policies_by_one_over_lambda():
 def test_ppo_is_ratio_is_new_over_inf():
     new, b = tiny([[LN(2), 0.0, -LN(4)], [0.0] * 3], adv=(-1.0, 1.0))
     value, logs = objectives.loss(new, b, STATS, make_cfg(objective="ppo_is"))
-    # the metrics see the ratio that corrects
+    # the metrics use the correcting ratio
     assert torch.allclose(logs["weight"][0], torch.tensor([2.0, 1.0, 0.25], dtype=f64))
     # -min(-r, -clip(r)) = max(r, clip(r)): 1/4 is cut at 0.8
     assert torch.allclose(value[0], torch.tensor([2.0, 1.0, 0.8], dtype=f64))
@@ -283,9 +283,9 @@ def test_rejected_tokens_have_no_gradient_and_the_kept_denominator_rescales(deno
 @pytest.mark.parametrize(
     "reduction, want",
     [
-        # one response keeps 2 of 3 tokens, the other none: mean over 1 response of (2 + 1) / 2
+        # one response keeps 2 of 3 tokens, the second none: mean over 1 response of (2 + 1) / 2
         ("seq-mean-token-mean", -1.5),
-        # over the one response that keeps any
+        # over the only response with a kept token
         ("seq-mean-token-sum-norm", -3 / 32),
     ],
 )
@@ -331,7 +331,7 @@ def test_rejections_by_k3_in_a_loss(reject, keep, loss):
 @pytest.mark.parametrize("reduction", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_everything_rejected_is_a_finite_zero(objective, denominator, reduction):
     new, b = tiny([[9.0] * 3] * 2)
-    b.support_logp = torch.full((2, 3, 2), -torch.inf, dtype=f64)  # and nothing known of Z
+    b.support_logp = torch.full((2, 3, 2), -torch.inf, dtype=f64)  # Z is unknown
     b.support_logp_ref = torch.full((2, 3, 2), -5.0, dtype=f64)
     b.mask_uniforms = torch.ones(2, 3, dtype=f64)
     b.tail_ref = torch.zeros(2, 3, dtype=f64)
@@ -372,8 +372,8 @@ def test_reductions_by_hand(reduction, want):
     assert float(objectives.reduce(x, mask, stats, make_cfg(reduction=reduction))) == pytest.approx(want)
 
 
-def test_a_correction_that_forgets_to_detach_changes_no_gradient(monkeypatch):
-    """Whoever adds a correction need not think of it: weight and keep enter the loss as numbers."""
+def test_the_loss_detaches_weight_and_keep(monkeypatch):
+    """A new correction need not detach: weight and keep enter the loss as numbers."""
 
     def leaks(new):
         return new.logp.exp(), (new.logp.exp() * 2).clamp(max=1.0)
@@ -453,24 +453,24 @@ def test_a_group_of_equal_rewards_has_no_advantage(name, G):
         ),
     ],
 )
-def test_names_of_other_frameworks(theirs, ours):
+def test_presets_named_after_other_frameworks(theirs, ours):
     assert replace(make_cfg(objective=theirs), objective="") == replace(make_cfg(**ours), objective="")
 
 
 @pytest.mark.parametrize("name", presets.OBJECTIVES)
 def test_every_preset_is_a_configuration(name):
-    """Also for two models; what the catalogue calls open is filled."""
+    """For one model and for two; every open field of the preset is filled."""
     for actor in ("none", "base:actor"):
         cfg = make_cfg(objective=name, actor=actor)
         assert None not in (cfg.correction, cfg.surrogate, cfg.reject, cfg.correction_target, cfg.clip_low)
 
 
 def test_weights_over_their_mean():
-    """Tokens: r = 2, 1/2, 1 and 4 twice, capped at 3, mean 9.5 / 5. Responses: R = 1 and 16, dropped, mean 1 / 2."""
+    """Tokens: r = 2, 1/2, 1 and 4 twice, capped at 3, mean 9.5 / 5. Responses: R = 1 and 16 (dropped), mean 1 / 2."""
     new, b = tiny(LOG_R, mask=[[True] * 3, [True, True, False]])
     cfg = make_cfg(objective="tis", is_cap=3.0, normalize_weights=True, reject="token", rs_low=0.7, rs_high=9.0)
     stats = objectives.prepare(b, One, cfg, {})
-    assert stats.weight_mean == pytest.approx(9.5 / 5)  # what --reject drops counts in it
+    assert stats.weight_mean == pytest.approx(9.5 / 5)  # tokens dropped by --reject count
     _, logs = objectives.loss(new, b, stats, cfg)
     want = torch.tensor([[2, 0.5, 1], [3, 3, 3]], dtype=f64) / 1.9
     assert torch.allclose(logs["weight"], want)
@@ -480,8 +480,8 @@ def test_weights_over_their_mean():
     assert objectives.passes_needed(cfg, {}, 1) == {"ref"}
     nothing = make_cfg(objective="seq_mis", normalize_weights=True, rs_low=99.0, rs_high=100.0)
     assert objectives.prepare(b, One, nothing, {}).weight_mean == 1.0
-    own = objectives.actor_config(replace(cfg, correction_target="new"))
-    assert not own.normalize_weights and own.correction_target == "ref"
+    actor = objectives.actor_config(replace(cfg, correction_target="new"))
+    assert not actor.normalize_weights and actor.correction_target == "ref"
 
 
 def test_presets_and_axes():
@@ -513,7 +513,7 @@ def test_presets_and_axes():
     ],
     ids=lambda flags: "-".join(map(str, flags.values())),
 )
-def test_prepare_never_looks_under_the_mask(flags):
+def test_prepare_ignores_masked_tokens(flags):
     got = []
     for x in (0.0, 9.0):
         _, b = tiny([[LN(2), -LN(2), x], [LN(4), 0.1, -x]], mask=[[True, True, False]] * 2)
@@ -528,7 +528,7 @@ def test_prepare_never_looks_under_the_mask(flags):
 
 
 def test_statistics_of_a_micro_batch():
-    """What stands for a response follows its rows; numbers stay."""
+    """Values per response follow their rows; numbers are unchanged."""
     column = torch.tensor([[1.0], [2.0], [3.0]])
     stats = replace(STATS, kept_factor=column, mixing=10 * column)
     part = stats.select([2, 0])
@@ -559,10 +559,10 @@ def test_no_pass_for_a_ref_between_sampler_and_policy():
     assert objectives.passes_needed(replace(cfg, ref_from="pass"), {}, 4) == {"ref"}
     new, b = tiny(LOG_R)
     b = replace(b, logp_ref=None, staleness=torch.tensor([[1.0, 9.0], [4.0, 9.0]]))
-    found = objectives.with_ref(new, b, cfg).logp_ref
-    assert torch.equal(found[0], b.logp_inf[0])  # the policy of one update ago is the one that sampled
-    assert torch.allclose(found[1], b.logp_inf[1] / 4 + new.logp.detach()[1] * 3 / 4, atol=1e-12)
-    assert not found.requires_grad
+    ref = objectives.with_ref(new, b, cfg).logp_ref
+    assert torch.equal(ref[0], b.logp_inf[0])  # the policy of one update ago is the sampler
+    assert torch.allclose(ref[1], b.logp_inf[1] / 4 + new.logp.detach()[1] * 3 / 4, atol=1e-12)
+    assert not ref.requires_grad
     fresh = replace(b, staleness=torch.zeros(2, 2))
     assert torch.allclose(objectives.with_ref(new, fresh, cfg).logp_ref, new.logp.detach(), atol=1e-12)
 
@@ -575,14 +575,14 @@ def test_kappa_of_target_new_comes_from_the_last_update():
     assert controllers["kappa"] == pytest.approx(1.125)
     assert objectives.passes_needed(cfg, controllers, 1) == set()
     assert objectives.passes_needed(cfg, controllers, 4) == {"ref"}
-    # with an actor the support needs the policy's own top-K each time
+    # with an actor the support needs the policy's top-K each time
     assert objectives.passes_needed(replace(cfg, actor="base:actor"), controllers, 1) == {"ref"}
     assert objectives.passes_needed(replace(cfg, kappa="exact"), controllers, 1) == {"ref", "fresh"}
     _, b = tiny(LOG_R)
     assert objectives.prepare(b, One, cfg, controllers).kappa == pytest.approx(1.125)
 
 
-def test_the_closed_loop_moves_lambda_towards_the_set_point_with_bounded_gain():
+def test_the_controller_of_lambda_distill_has_bounded_gain():
     cfg = make_cfg(actor="base:actor", distill_kl_target=0.1, distill_lambda=1.0)
     nothing = {"z_sum": 0.0, "accept_sum": 0.0, "tokens": 1.0}
     controllers, seen = {}, []
@@ -598,7 +598,7 @@ def test_the_closed_loop_moves_lambda_towards_the_set_point_with_bounded_gain():
     assert stats.distill_lambda == last
 
 
-def test_bounds_of_the_closed_loop():
+def test_bounds_of_the_controller_of_lambda_distill():
     cfg = make_cfg(actor="base:actor", distill_kl_target=0.1)
     for kl, start, want in ((9.0, 99.0, 100.0), (0.0, 1.0001e-4, 1e-4)):
         controllers = {"distill": start}
@@ -612,43 +612,43 @@ def test_bounds_of_the_closed_loop():
 
 
 def with_actor(new, b):
-    """The same with an actor that says -2 of every token, and a distillation loss of 1/4."""
+    """Add an actor with log-probability -2 for every token, and a distillation loss of 1/4."""
     new.actor_logp = torch.full((2, 3), -2.0, dtype=f64, requires_grad=True)
     new.distill_loss = torch.full((2, 3), 0.25, dtype=f64, requires_grad=True)
     b.actor_logp_ref = torch.full((2, 3), -2.0, dtype=f64)
     return new, b
 
 
-def test_joint_loss_adds_the_actors_own_ppo_and_distillation():
+def test_joint_loss_adds_the_actors_ppo_and_distillation():
     new, b = with_actor(*tiny(LOG_R))
     cfg = make_cfg(objective="none", actor="base:actor", surrogate="gspo")
     value, _ = objectives.joint_loss(new, b, replace(STATS, distill_lambda=2.0), cfg)
-    own = -b.adv * (b.actor_logp_ref - b.logp_inf).exp().clamp_max(2.0)
-    assert torch.allclose(value, -b.adv + own + 2.0 * 0.25)
+    actor_loss = -b.adv * (b.actor_logp_ref - b.logp_inf).exp().clamp_max(2.0)
+    assert torch.allclose(value, -b.adv + actor_loss + 2.0 * 0.25)
     value.sum().backward()
-    assert torch.allclose(new.actor_logp.grad, own)
+    assert torch.allclose(new.actor_logp.grad, actor_loss)
     assert torch.allclose(new.distill_loss.grad, torch.full((2, 3), 2.0, dtype=f64))
 
 
 def test_the_actors_objective_is_plain_ppo():
     cfg = make_cfg(objective="none", actor="base:actor", surrogate="gspo", clip=False)
-    own = objectives.actor_config(cfg)
-    assert own.clip_low == 0.2
-    assert own.clip
-    own = objectives.actor_config(make_cfg(objective="jackpot_adjusted", actor="base:actor", dual_clip=3.0))
-    assert own.ratio_base == "ref"
-    assert own.dual_clip == 0.0
+    actor_cfg = objectives.actor_config(cfg)
+    assert actor_cfg.clip_low == 0.2
+    assert actor_cfg.clip
+    actor_cfg = objectives.actor_config(make_cfg(objective="jackpot_adjusted", actor="base:actor", dual_clip=3.0))
+    assert actor_cfg.ratio_base == "ref"
+    assert actor_cfg.dual_clip == 0.0
 
 
 def actor_loss(stats=STATS, **flags):
-    """(the actor's own loss, what was logged of distillation)."""
+    """(the actor's PPO loss, the logged distillation loss)."""
     new, b = with_actor(*tiny(LOG_R, mask=[[True] * 3, [True, False, False]]))
     cfg = make_cfg(actor="base:actor", **flags)
     _, logs = objectives.joint_loss(new, b, replace(stats, distill_lambda=1.0), cfg)
     return logs["actor_loss"], logs["distill"]
 
 
-def test_the_policys_kept_denominator_and_mean_weight_are_not_the_actors():
+def test_the_actor_ignores_the_policys_kept_denominator_and_mean_weight():
     plain, distill = actor_loss(objective="none")
     assert distill.tolist() == [[0.25] * 3, [0.25, 0, 0]]
     factor = torch.full((2, 1), 7.0, dtype=f64)
@@ -658,13 +658,13 @@ def test_the_policys_kept_denominator_and_mean_weight_are_not_the_actors():
 
 
 @pytest.mark.parametrize("flags", [dict(reject="geo"), dict(reject="seq_min:0.9:inf"), dict(is_floor=1.9)])
-def test_what_the_policy_drops_or_bounds_is_not_the_actors(flags):
+def test_the_actor_ignores_the_policys_rejections_and_floors(flags):
     plain, _ = actor_loss(objective="tis")
     same, _ = actor_loss(objective="tis", **flags)
     assert torch.equal(plain, same)
 
 
-def test_a_batch_without_a_ref_pass_takes_ref_from_the_update_itself():
+def test_a_batch_without_a_ref_pass_takes_ref_from_the_update():
     new, b = tiny(LOG_R, new=[[-0.5, -0.7, -0.9], [-1.1, -1.3, -1.7]])
     new.support_logp = torch.full((2, 3, 2), -2.0, dtype=f64)
     new.z = torch.full((2, 3), 0.4, dtype=f64)

@@ -1,4 +1,4 @@
-"""OBRS on vocabularies small enough to enumerate: the theorems, the estimators, the bounds, by exact sums."""
+"""OBRS on vocabularies small enough to enumerate: theorems, estimators and bounds by exact sums."""
 
 import itertools
 import math
@@ -61,7 +61,7 @@ def test_theorem_3_3_and_proposition_9_2():
     values = [kl(P, accepted(P, Q, lam)[0]) for lam in grid]
     assert all(v <= kl(P, Q) + 1e-12 for v in values)
     assert all(b <= a + 1e-12 for a, b in itertools.pairwise(values))
-    # nothing rejected: unchanged, and not zero
+    # nothing rejected: equal to KL(p || q), not zero
     assert math.isclose(values[0], kl(P, Q))
     assert math.isclose(values[1], kl(P, Q))
     # strictly falling inside
@@ -73,7 +73,7 @@ def test_theorem_3_3_and_proposition_9_2():
 
 
 def lambda_of(rate: float) -> float:
-    """The lambda at which this share of the tokens is accepted, by bisection: the share falls in lambda."""
+    """The lambda with this share of accepted tokens, by bisection: the share falls in lambda."""
     low, high = 1e-3, 1e3
     for _ in range(100):
         middle = (low + high) / 2
@@ -89,7 +89,7 @@ def test_theorem_3_4_unique_lambda_and_optimality():
         for other in (lam * 0.99, lam * 1.01):  # acceptance is strictly monotone here: unique
             assert abs(accepted(P, Q, other)[1] - rate) > 1e-5
         generator = torch.Generator().manual_seed(0)
-        for _ in range(200):  # no other rule of the same budget comes closer
+        for _ in range(200):  # no rule of the same budget is closer
             a = torch.rand(5, generator=generator, dtype=f64)
             a = a * rate / float((Q * a).sum())
             if a.max() <= 1:
@@ -97,7 +97,7 @@ def test_theorem_3_4_unique_lambda_and_optimality():
 
 
 def test_budget_over_tokens_is_exact():
-    # r = 1/2, 1, 2, 4, rate 3/4: two below lambda gives (1.5 / lam + 2) / 4 = 3/4 -> lam = 1.5, which lies in (1, 2]
+    # r = 1/2, 1, 2, 4, rate 3/4: two below lambda gives (1.5 / lam + 2) / 4 = 3/4 -> lam = 1.5, in (1, 2]
     assert obrs.solve_lambda(torch.tensor([4.0, 0.5, 2.0, 1.0]), 0.75) == pytest.approx(1.5)
     r = torch.exp(torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=f64))
     for rate in (0.05, 0.5, 0.9, 0.95, 0.999):
@@ -111,14 +111,14 @@ HALVES = torch.full((1, 5), 0.5, dtype=f64)
 
 
 def z_of_all(lam):
-    """Z of a row of all five tokens, from a support that is the whole vocabulary."""
+    """Z of a row of all five tokens, with the whole vocabulary as the support."""
     target = obrs.Target(P.log()[None], P.log().expand(1, 5, 5), tail=None, z=None)
     return obrs.token_z(target, Q.log().expand(1, 5, 5), lam, kappa=1.0, how="bracket").used
 
 
-def enumerated(lam=1.0, c1=100.0, u=HALVES, **how):
+def enumerated(lam=1.0, c1=100.0, u=HALVES, **settings):
     """obrs.correction of a row of all five tokens."""
-    return obrs.correction(P.log()[None], Q.log()[None], None, z_of_all(lam), u, lam=lam, c1=c1, **how)
+    return obrs.correction(P.log()[None], Q.log()[None], None, z_of_all(lam), u, lam=lam, c1=c1, **settings)
 
 
 @pytest.mark.parametrize("lam", [0.8, 1.0, 1.2])
@@ -152,7 +152,7 @@ def test_modes():
     assert torch.equal(accept, keep)
     w, keep, accept = enumerated(mode="reweight")
     assert torch.equal(keep, torch.ones_like(keep))
-    assert torch.equal(accept, obrs.acceptance(P.log(), Q.log(), 1.0)[None])  # what a mask would have accepted
+    assert torch.equal(accept, obrs.acceptance(P.log(), Q.log(), 1.0)[None])  # the acceptance of a mask
     assert float(w[0, 0]) == pytest.approx(0.65 * 2.5)
     assert float((Q * w[0]).sum()) != pytest.approx(1.0, abs=0.05)  # biased: E_inf[w] is not 1
     w, _, _ = enumerated(c1=1.0)
@@ -180,7 +180,7 @@ def clamped_ratio(log_p, log_q):
 @pytest.mark.parametrize("expected", [False, True])
 @pytest.mark.parametrize("lam", [0.7, 1.6])
 def test_correction_against_a_loop(lam, expected, mode, moved):
-    """Every token by itself, in plain floats; the numbers reach both caps, both branches and the clamp."""
+    """Token by token in plain floats; the values reach both caps, both branches and the clamp."""
     g = torch.Generator().manual_seed(11)
     logp = torch.randn(3, 4, 9, generator=g, dtype=f64).mul(0.8).sub(2.0)  # of the target, inf and ref
     z, u = torch.rand(2, 4, 9, generator=g, dtype=f64)
@@ -231,8 +231,8 @@ def test_bracket_contains_z(lam, K):
     if K == 50:
         assert torch.allclose(low, z) and torch.allclose(high, z, atol=1e-9)
     else:
-        assert (high < wide_high - 1e-6).any()  # the second term earns its place
-    # a duplicate counted twice would break the lower bound somewhere
+        assert (high < wide_high - 1e-6).any()  # the second term tightens the bound
+    # a token counted twice would break the lower bound
     twice = torch.cat([lq.gather(1, sampled[:, None]), top], 1)
     if K >= 10:
         assert (obrs.z_bracket(twice, s_tgt, lam)[0] > z + 1e-9).any()
@@ -244,23 +244,23 @@ def test_token_z_modes():
     exact = torch.full((1, 4), 0.4, dtype=f64)
     target = obrs.Target(lp[None, :, 0], lp[None, :, :2], tail=None, z=exact)
     z_low, z_high = obrs.z_bracket(support, target.support_logp, 1.0)
-    for kappa, how, want in (
+    for kappa, method, want in (
         (0.5, "bracket", z_low),
         (100.0, "bracket", z_high),
         (0.5, "approx", 0.5 * z_low),
         (100.0, "approx", 100 * z_low),
     ):
-        got = obrs.token_z(target, support, 1.0, kappa, how)
+        got = obrs.token_z(target, support, 1.0, kappa, method)
         assert torch.equal(got.used, want)
         assert torch.equal(got.summed, z_low)
-        assert got.high is None if how == "approx" else torch.equal(got.high, z_high)
+        assert got.high is None if method == "approx" else torch.equal(got.high, z_high)
     got = obrs.token_z(target, support, 1.0, 100.0, "exact")
     assert torch.equal(got.used, exact)
     assert got.summed is got.high is None
 
 
 def test_token_z_takes_the_tail_of_its_target():
-    """Z_low = min(.5, .4) = .4; p_inf leaves .5, but what the target can fill outside S is .05."""
+    """Z_low = min(.5, .4) = .4; p_inf leaves .5, but the target outside S has .05."""
     half = torch.tensor([[[0.5]]], dtype=f64).log()
     target = obrs.Target(None, torch.tensor([[[0.4]]], dtype=f64).log(), torch.tensor([[0.05]], dtype=f64), None)
     assert float(obrs.token_z(target, half, 1.0, 100.0, "bracket").used) == pytest.approx(0.45)
@@ -283,7 +283,7 @@ def test_log_ratios_are_clamped_to_twenty():
     assert float(w) == pytest.approx(math.exp(20))
 
 
-def test_another_clamp():
+def test_a_different_clamp():
     three, zero = torch.tensor(3.0), torch.tensor(0.0)
     assert float(obrs.acceptance(-three, zero, 1.0, 20.0)) == pytest.approx(math.exp(-3))
     assert float(obrs.acceptance(-three, zero, 1.0, 2.0)) == pytest.approx(math.exp(-2))
@@ -300,7 +300,7 @@ def test_beyond_the_clamp_acceptance_times_weight_is_still_z_times_the_ratio(lam
 
 @pytest.mark.parametrize("rate", [0.7, 0.95, 1.0])
 def test_a_budget_is_met_beyond_the_clamp(rate):
-    """One token that the target nearly never has: lambda is made of its clamped ratio, and so is its acceptance."""
+    """One token is very rare under the target: lambda and acceptance both use its clamped ratio."""
     log_r = torch.tensor([-26.0, -1.0, 0.5, 1.5, 0.0], dtype=f64)
     lam = obrs.solve_lambda(log_r.clamp(-20, 20).exp(), rate)
     assert float(obrs.acceptance(log_r, torch.zeros_like(log_r), lam).mean()) == pytest.approx(rate, abs=1e-12)

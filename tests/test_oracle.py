@@ -1,7 +1,7 @@
-"""The objectives against oracle.py: one ragged fixture in which everything differs, and every combination of axes.
+"""The objectives against oracle.py: a ragged fixture with different values everywhere, every combination of axes.
 
-The repository's own path is collate, the ref pass, prepare, joint_loss and reduce over micro-batches and ranks; the
-oracle sees the same laws and numbers, and no tensor. Gradients are compared token by token, to 1e-10.
+The repository's path is collate, the ref pass, prepare, joint_loss and reduce over micro-batches and ranks. The
+oracle gets the same distributions and numbers, without tensors. Gradients are compared token by token, to 1e-10.
 """
 
 import functools
@@ -29,13 +29,13 @@ from rollout import Response, Rollout, uniforms
 from sampling import Sampling
 
 V, K, SEED = 7, 2, 5
-LAWS = ("inf", "ref", "new", "actor_ref", "actor")
+DISTRIBUTIONS = ("inf", "ref", "new", "actor_ref", "actor")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The fixture: groups of 2, 3, 4 and 2 responses
 # ---------------------------------------------------------------------------------------------------------------------
 
-# (group, reward, temperature, which tokens may carry a gradient)
+# (group, reward, temperature, mask of tokens with a gradient)
 ROWS = [
     (0, 1.0, 0.8, "111"),
     (0, 0.25, 0.8, "1"),
@@ -58,13 +58,15 @@ def make_fixture(wild: bool, seed: int = 393) -> list[oracle.Response]:
     out = []
     for i, (group, reward, temperature, mask) in enumerate(ROWS):
         draws = uniforms(len(mask), "mask", SEED, ("test", 3, group), i - [row[0] for row in ROWS].index(group))
-        shift = rng.gauss(0, 0.3)  # a response's own, so that sums and means spread as well
+        shift = rng.gauss(0, 0.3)  # different for each response, to spread sums and means too
         tokens = []
         for t, on in enumerate(mask):
-            law = random_law(rng)
-            others = [moved(rng, law, shift) for _ in LAWS[1:]]
-            token = oracle.Token(0, on == "1", float(draws[t]), law, *others, start=moved(of_start, law, 0.3))
-            token.id = rng.choices(range(V), law)[0]
+            distribution = random_distribution(rng)
+            others = [moved(rng, distribution, shift) for _ in DISTRIBUTIONS[1:]]
+            token = oracle.Token(
+                0, on == "1", float(draws[t]), distribution, *others, start=moved(of_start, distribution, 0.3)
+            )
+            token.id = rng.choices(range(V), distribution)[0]
             if wild and (i, t) in FAR:
                 token.inf, token.ref = far_apart(token, FAR[i, t])
             tokens.append(token)
@@ -72,13 +74,13 @@ def make_fixture(wild: bool, seed: int = 393) -> list[oracle.Response]:
     return out
 
 
-def random_law(rng) -> list[float]:
+def random_distribution(rng) -> list[float]:
     return normal([rng.gauss(0, 1.2) for _ in range(V)])
 
 
-def moved(rng, law, shift) -> list[float]:
-    """Another law near this one."""
-    return normal([np.log(p) + rng.gauss(shift * (x % 3), 0.6) for x, p in enumerate(law)])
+def moved(rng, distribution, shift) -> list[float]:
+    """A distribution near this one."""
+    return normal([np.log(p) + rng.gauss(shift * (x % 3), 0.6) for x, p in enumerate(distribution)])
 
 
 def normal(logits) -> list[float]:
@@ -87,7 +89,7 @@ def normal(logits) -> list[float]:
 
 
 def far_apart(token, log_r: float) -> tuple[list[float], list[float]]:
-    """(p_inf, p_ref) with that log-ratio at the sampled token: one of the two nearly never samples it."""
+    """(p_inf, p_ref) with this log-ratio at the sampled token: under one of the two the token is very rare."""
     near, rare = list(token.ref), list(token.inf)
     rare[token.id] = near[token.id] * float(np.exp(-abs(log_r)))
     others = sum(rare) - rare[token.id]
@@ -99,17 +101,17 @@ FIXTURE = {wild: make_fixture(wild) for wild in (False, True)}
 
 
 def as_groups(responses) -> list[Rollout]:
-    """The fixture as a sampler would hand it over, in float64."""
+    """The fixture as groups of a sampler, in float64."""
     groups = []
     for group, prompt in enumerate(PROMPTS):
         rows = [r for r in responses if r.group == group]
         sampling = Sampling(temperature=rows[0].temperature)
         times = dict(version=7 - 2 * group, t_start=0.0, t_end=0.0, t_published=10.0 * group)
-        made = dict(prompt_id=str(group), model="policy", precision="float64", digest="", **times)
+        meta = dict(prompt_id=str(group), model="policy", precision="float64", digest="", **times)
         responses_of = [as_response(r) for r in rows]
         prompt_ids = np.array(prompt, np.int32)
         uid = ("test", 3, group)
-        groups.append(Rollout(uid=uid, prompt_ids=prompt_ids, sampling=sampling, responses=responses_of, **made))
+        groups.append(Rollout(uid=uid, prompt_ids=prompt_ids, sampling=sampling, responses=responses_of, **meta))
     return groups
 
 
@@ -128,7 +130,7 @@ def as_response(r) -> Response:
 
 @pytest.fixture(autouse=True)
 def in_float64(monkeypatch):
-    """Everything that collate pads, and the advantages, in float64: what is compared to 1e-10 is the formulas."""
+    """float64 in collate's padding and in advantages: the comparison to 1e-10 is of formulas."""
     pad = batching.pad
 
     def pad64(rows, T=0, fill=0.0, dtype=None):
@@ -146,7 +148,7 @@ def in_float64(monkeypatch):
 
 
 class Table(torch.nn.ParameterList):
-    """A model of which the logits are its hidden states."""
+    """A model with identity output embeddings: its hidden states are its logits."""
 
     config = PretrainedConfig()
 
@@ -155,7 +157,7 @@ class Table(torch.nn.ParameterList):
 
 
 class Tables(PolicyAndActor):
-    """A policy and an actor whose logits stand in tables, by row of the fixture and place in the response."""
+    """A policy and an actor with logits from tables, by row of the fixture and position in the response."""
 
     def __init__(self, *logits, start):
         super().__init__(*(Table([x]) for x in logits), start=Table([start]))
@@ -169,7 +171,7 @@ class Tables(PolicyAndActor):
 
 
 def row_of(batch, b: int) -> int:
-    """The row of the fixture that a batch's row is."""
+    """The fixture's row of row b of the batch."""
     n = int(batch.prompt_len[b])
     return ROW_OF[tuple(batch.ids[b, :n].tolist()), tuple(batch.tokens[b, : batch.length[b]].tolist())]
 
@@ -177,21 +179,21 @@ def row_of(batch, b: int) -> int:
 ROW_OF = {(tuple(PROMPTS[r.group]), tuple(t.id for t in r.tokens)): i for i, r in enumerate(FIXTURE[False])}
 
 
-def tables(responses, laws) -> Tables:
-    """laws: which of the fixture's laws policy and actor have; a token's logits are its temperature times log p."""
+def tables(responses, distributions) -> Tables:
+    """distributions: the fixture's distributions of policy and actor; logits are temperature times log p."""
     T = max(len(r.tokens) for r in responses)
     built = []
-    for law in (*laws, "start"):
+    for distribution in (*distributions, "start"):
         logits = torch.zeros(len(responses), T, V)
         for b, r in enumerate(responses):
             for t, token in enumerate(r.tokens):
-                logits[b, t] = r.temperature * torch.tensor(getattr(token, law)).log()
+                logits[b, t] = r.temperature * torch.tensor(getattr(token, distribution)).log()
         built.append(torch.nn.Parameter(logits))
     return Tables(*built[:-1], start=built[-1])
 
 
 class Lockstep:
-    """A comm of one of n ranks that are threads: sums and joins over all of them."""
+    """The comm of one of n ranks that are threads: sums and concatenations over all ranks."""
 
     def __init__(self, rank: int, box: list, barrier):
         self.rank, self.box, self.barrier = rank, box, barrier
@@ -211,7 +213,7 @@ class Lockstep:
 
 
 def on_all(ranks: list, do) -> list:
-    """[do(comm, part) of each part], all at once."""
+    """[do(comm, part) for each part], all at once."""
     box, barrier = [None] * len(ranks), threading.Barrier(len(ranks), timeout=20)
     comms = [Lockstep(r, box, barrier) for r in range(len(ranks))]
     if len(ranks) == 1:
@@ -224,24 +226,24 @@ RANKS = {"one": [[0, 1, 2, 3]], "two": [[1, 3], [0, 2]], "idle": [[0, 1, 2, 3], 
 
 
 @functools.cache
-def learner_of(wild: bool, laws: tuple) -> Learner:
-    """A learner on tables, without optimizers."""
+def learner_of(wild: bool, distributions: tuple) -> Learner:
+    """A learner with tables as models, without optimizers."""
     learner = object.__new__(Learner)
-    learner.comm, learner.device, learner.names = Comm(), "cpu", ["policy", "actor"][: len(laws)]
+    learner.comm, learner.device, learner.names = Comm(), "cpu", ["policy", "actor"][: len(distributions)]
     learner.scaler = torch.amp.GradScaler("cpu", enabled=False)
-    learner.comm.on = False  # vLLM may have started a process group of one in this process
-    learner.models = learner.wrapped = tables(FIXTURE[wild], laws)
+    learner.comm.on = False  # vLLM may have started a process group of one rank in this process
+    learner.models = learner.wrapped = tables(FIXTURE[wild], distributions)
     return learner
 
 
-def scored_by(wild: bool, laws: tuple, cfg) -> Learner:
-    """That learner with these flags, in several micro-batches."""
-    learner = learner_of(wild, laws[: 1 + (cfg.actor != "none")])
+def scored_by(wild: bool, distributions: tuple, cfg) -> Learner:
+    """The cached learner with these flags, in several micro-batches."""
+    learner = learner_of(wild, distributions[: 1 + (cfg.actor != "none")])
     learner.cfg = replace(cfg, micro_tokens=25)
     return learner
 
 
-MADE = {}  # what depends on few of the axes is made once: batches with their ref columns, advantages, forwards
+MADE = {}  # cache of values that depend on few axes: batches with ref columns, advantages, forward passes
 
 
 def once(key, make):
@@ -251,7 +253,7 @@ def once(key, make):
 
 
 def batches_of(cfg, case, ref: bool) -> list:
-    """(what its statistics depend on, batch) of each rank."""
+    """(cache key of its columns, batch) of each rank."""
     out = []
     for rank, part in enumerate(RANKS[case["ranks"]]):
         where = (case["wild"], case["ranks"], rank)
@@ -266,7 +268,7 @@ def batches_of(cfg, case, ref: bool) -> list:
 
 
 def groups_of(wild: bool, part: list[int]) -> list[Rollout]:
-    """A rank's groups; where it has none, one whose responses are all masked."""
+    """A rank's groups; an idle rank has one group with all tokens masked."""
     groups = as_groups(FIXTURE[wild])
     if part:
         return [groups[i] for i in part]
@@ -288,9 +290,9 @@ def batch_of(cfg, wild: bool, part: list[int], ref: bool):
 
 
 def forward(cfg, case, key, batch, needs) -> dict:
-    """The statistics of a whole batch by the policy and actor as they are now."""
+    """The current policy's and actor's statistics of a whole batch."""
     if not needs.tail and not needs.exact_z:
-        needs = replace(needs, lam=1.0)  # nothing reads it
+        needs = replace(needs, lam=1.0)  # lam is unused
     if not needs.support:
         key = key[0]
     learner = scored_by(case["wild"], ("new", "actor"), cfg)
@@ -301,7 +303,7 @@ GRADIENTS = ("logp", "actor_logp", "distill_loss", "entropy")
 
 
 def repository(cfg, case):
-    """(loss, {name: its gradient in that statistic, a list for each response}, whether there was a ref pass)."""
+    """(loss, {name: gradient in this statistic, a list for each response}, whether there was a ref pass)."""
     controllers = {"kappa": case["carried_kappa"]}
     if case["carried_distill"] is not None:
         controllers["distill"] = case["carried_distill"]
@@ -315,7 +317,7 @@ def repository(cfg, case):
         (_, batch), now = part
         return objectives.prepare(batch, comm, cfg, controllers, now)
 
-    total, found = 0.0, {name: {} for name in GRADIENTS}
+    total, grads = 0.0, {name: {} for name in GRADIENTS}
     for (key, batch), stats in zip(ranks, on_all(list(zip(ranks, fresh, strict=True)), prepare), strict=True):
         leaves, loss = one_rank(cfg, case, key, batch, stats)
         total += loss
@@ -324,20 +326,20 @@ def repository(cfg, case):
             assert not grad[~batch.mask].any(), name
             for b in range(len(batch)):
                 if case["ranks"] != "idle" or batch.mask.any():
-                    found[name][row_of(batch, b)] = grad[b][batch.mask[b]].tolist()
-    return total, found, "ref" in passes
+                    grads[name][row_of(batch, b)] = grad[b][batch.mask[b]].tolist()
+    return total, grads, "ref" in passes
 
 
 def one_rank(cfg, case, key, batch, stats):
     """({statistic: leaf with its gradient}, loss) of one rank's micro-batches."""
     needs = needs_of_update(cfg, cfg.actor != "none", stats.lam, batch.logp_ref is not None)
-    known = forward(cfg, case, key, batch, needs)
-    leaves = {name: known[name].clone().requires_grad_() for name in GRADIENTS if name in known}
+    results = forward(cfg, case, key, batch, needs)
+    leaves = {name: results[name].clone().requires_grad_() for name in GRADIENTS if name in results}
     total = 0.0
     for rows in batching.micro_batches(batch, case["micro_tokens"], False)[0]:
         micro = batch.select(rows)
         T = micro.tokens.shape[1]
-        new = TokenStats(**{name: x[rows][:, :T] for name, x in (known | leaves).items()})
+        new = TokenStats(**{name: x[rows][:, :T] for name, x in (results | leaves).items()})
         value, _ = objectives.joint_loss(new, micro, stats.select(rows), cfg)
         loss = objectives.reduce(value, micro.mask, stats, cfg)
         if loss.requires_grad:
@@ -358,7 +360,7 @@ AXES = {
     "positive_only": [False, True],
     "loss_denominator": ["proposed", "kept"],
     "actor": ["none", "base:actor"],
-    # every pair of values of any two
+    # every pair of values of any two axes
     "ratio_base": ["ref", "inf", "new", "group"],
     "advantage": list(batching.ADVANTAGES),
     "clip": [True, False],
@@ -389,7 +391,7 @@ AXES = {
     "kappa": ["auto", "exact"],
     "distill_direction": ["forward", "reverse"],
     "distill_lambda": [0.0, 0.6],
-    # not flags: the state of the run, and how the batch is split
+    # not flags: the state of the run, and the split of the batch
     "carried_kappa": [None, 0.8, 1.4],
     "carried_distill": [None, 2.5],
     "updates": [1, 2],
@@ -414,7 +416,7 @@ REJECT_BOUNDS |= {"seq_sum_k2": (0.05, 0.4), "seq_sum_k3": (0.05, 0.4)}
 
 
 def flags_of(case) -> dict:
-    """The flags of a case; bounds so that the fixture has tokens and responses on both sides of each."""
+    """The flags of a case. Each bound has tokens or responses of the fixture on both sides."""
     flags = {name: value for name, value in case.items() if name not in NO_FLAG}
     if flags["is_cap"] == "usual" or case["correction"] not in HAS_CAP:
         del flags["is_cap"]
@@ -430,7 +432,7 @@ def flags_of(case) -> dict:
     return {**flags, "obrs_topk": K, "seed": SEED, "max_tokens": 9, "objective": "none", "micro_tokens": 10**6}
 
 
-# one rule a line: what the flags' checks must refuse
+# one rule a line: combinations that the flags' checks must refuse
 CONTRADICTIONS = [
     lambda c: c["correction"] in ("tis_adjusted", "jackpot_adjusted") and c["ratio_base"] != "new",
     lambda c: c["correction"] == "jackpot_adjusted" and c["obrs_target"] != "new",
@@ -464,22 +466,22 @@ CONTRADICTIONS = [
 
 
 def drops(c) -> bool:
-    """Whether anything may be dropped."""
+    """Whether a token may be dropped."""
     return CORRECTIONS[c["correction"]].drops or c["reject"] != "none"
 
 
 def within(c) -> str:
-    """Of which policy the correction's own formula is."""
+    """The policy in the numerator of the correction's formula."""
     return "new" if c["correction"] == "tis_adjusted" else "ref"
 
 
 def late(c) -> bool:
-    """OBRS towards the policy as it is in the update: what must be known before that is not."""
+    """Whether OBRS targets the policy during the update: nothing about it is known before."""
     return c["correction"] in USES_Z and c["obrs_target"] == "new" and c["kappa"] != "exact"
 
 
 class Noted(dict):
-    """A case that notes which of its axes a rule reads."""
+    """A case that notes which axes a rule reads."""
 
     def __getitem__(self, name):
         self.read.append(name)
@@ -487,7 +489,7 @@ class Noted(dict):
 
 
 def broken_by(case) -> list[str] | None:
-    """The axes that the first broken rule reads; None where all rules hold."""
+    """The axes that the first broken rule reads; None if all rules hold."""
     for rule in CONTRADICTIONS:
         noted = Noted(case)
         noted.read = []
@@ -501,7 +503,7 @@ def draw(rng, fixed: dict) -> dict:
 
 
 def settled(rng, case: dict, fixed: dict) -> dict | None:
-    """The case with axes drawn anew that break a rule, until all hold. None: those that are fixed break one."""
+    """Redraw axes that break a rule until all rules hold. None: the fixed axes break a rule."""
     for _ in range(2000):
         read = broken_by(case)
         if read is None:
@@ -515,27 +517,27 @@ def settled(rng, case: dict, fixed: dict) -> dict | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Side by side
+# Comparison
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def compare(case) -> None:
-    """AssertionError, naming the case, unless loss and gradients are the oracle's."""
+    """AssertionError with the case, unless loss and gradients equal the oracle's."""
     cfg = make_cfg(**flags_of(case))
-    loss, found, ref_pass = repository(replace(cfg, micro_tokens=case["micro_tokens"]), case)
+    loss, grads, ref_pass = repository(replace(cfg, micro_tokens=case["micro_tokens"]), case)
     responses = FIXTURE[case["wild"]]
-    if not ref_pass:  # the update's own forward serves as the ref pass
+    if not ref_pass:  # the update's forward serves as the ref pass
         responses = [replace(r, tokens=[ref_is_new(token) for token in r.tokens]) for r in responses]
     distill = cfg.distill_lambda if case["carried_distill"] is None else case["carried_distill"]
     want = oracle.step(responses, cfg, case["carried_kappa"], distill)
     assert close(loss, want.loss, scale=want.size), (case, loss, want.loss)
-    wanted = {"logp": want.policy, "entropy": want.entropy}
+    want_grads = {"logp": want.policy, "entropy": want.entropy}
     if cfg.actor != "none":
-        wanted |= {"actor_logp": want.actor, "distill_loss": want.distill}
-    for name, by_response in wanted.items():
+        want_grads |= {"actor_logp": want.actor, "distill_loss": want.distill}
+    for name, by_response in want_grads.items():
         for i, row in enumerate(by_response):
-            for a, b in zip(found[name][i], row, strict=True):
-                assert close(a, b), (case, name, i, found[name][i], row)
+            for a, b in zip(grads[name][i], row, strict=True):
+                assert close(a, b), (case, name, i, grads[name][i], row)
 
 
 def ref_is_new(token):
@@ -547,14 +549,14 @@ def close(a: float, b: float, scale: float = 0.0) -> bool:
 
 
 class Tally:
-    """Runs cases; notes which pairs of values they had, and that what is refused is refused in a sentence."""
+    """Run cases; note their pairs of values; check that contradicting flags are refused with UserError."""
 
     def __init__(self, seed: int):
         self.rng, self.seen, self.refused, self.ran = random.Random(seed), set(), 0, 0
         self.impossible = []  # pairs of values that contradict each other
 
     def run(self, fixed: dict) -> None:
-        """A case with these values, where there is one."""
+        """A case with these values, if they do not contradict each other."""
         case = draw(self.rng, fixed)
         if broken_by(case) and self.refused < 300:
             self.refused += 1
@@ -570,12 +572,12 @@ class Tally:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
-def test_every_combination_agrees_with_the_formulas_written_out(seed):
-    """All of correction x surrogate x reduction x denominator x models, the other axes drawn anew each time; then
-    every pair of values of any two axes that no such case had. What the flags' checks refuse is refused by a rule."""
+def test_every_combination_agrees_with_the_oracle(seed):
+    """All of correction x surrogate x reduction x denominator x models, with the remaining axes at random; then every
+    pair of values of any two axes without such a case. The flags' checks refuse exactly the contradictions."""
     tally = Tally(seed)
     crossed = list(itertools.product(*(AXES[name] for name in CROSSED)))
-    tally.rng.shuffle(crossed)  # a fault shows early
+    tally.rng.shuffle(crossed)  # to find a fault early
     for values in crossed:
         tally.run(dict(zip(CROSSED, values, strict=True)))
     no_ratio = 2 * 3 * 2 * 2  # tis_adjusted and jackpot_adjusted need a ratio, reinforce has none
@@ -605,8 +607,8 @@ LEARNT = [
 
 
 @pytest.mark.parametrize("case", LEARNT, ids=lambda case: "-".join(map(str, case.values())))
-def test_the_learners_update_gives_the_logits_these_gradients(case):
-    """Learner.update whole, in micro-batches of its own: temperature and distillation too, down to every logit."""
+def test_gradients_in_logits_of_the_learners_update(case):
+    """The whole Learner.update in several micro-batches: temperature and distillation too, for every logit."""
     cfg = make_cfg(**{"actor": "base:actor", **case}, obrs_topk=K, seed=SEED, max_tokens=9, micro_tokens=30)
     two = cfg.actor != "none"
     groups, responses = groups_of(False, [0, 1, 2, 3]), FIXTURE[False]
@@ -619,22 +621,22 @@ def test_the_learners_update_gives_the_logits_these_gradients(case):
     logged = learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {"kappa": 1.07, "distill": 2.5}))
     want = oracle.step(responses, cfg, 1.07, 2.5)
     assert close(logged["loss"], want.loss)
-    found = [x[0].grad for x in (learner.models.policy, learner.models.actor) if x is not None]
+    tables = [x[0].grad for x in (learner.models.policy, learner.models.actor) if x is not None]
     for i, r in enumerate(responses):
         places = [t for t, token in enumerate(r.tokens) if token.on]
         for n, t in enumerate(places):
             by_hand = [oracle.policy_logits(r.tokens[t], want.policy[i][n], want.entropy[i][n], r.temperature)]
             if two:
-                own, distilled = want.actor[i][n], want.distill[i][n]
-                by_hand.append(oracle.actor_logits(r.tokens[t], own, distilled, r.temperature, cfg))
-            for table, row in zip(found, by_hand, strict=True):
+                actor, distilled = want.actor[i][n], want.distill[i][n]
+                by_hand.append(oracle.actor_logits(r.tokens[t], actor, distilled, r.temperature, cfg))
+            for table, row in zip(tables, by_hand, strict=True):
                 assert all(close(a, b) for a, b in zip(table[i, t].tolist(), row, strict=True)), (i, t)
                 table[i, t] = 0.0
-    assert all(not table.any() for table in found)  # nothing anywhere else
+    assert all(not table.any() for table in tables)  # no gradient elsewhere
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The fixture sees what it should
+# Properties of the fixture
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -664,16 +666,16 @@ def ratios(wild: bool, over: str, under: str) -> tuple[list, list, list]:
     ],
 )
 def test_the_fixture_has_ratios_on_both_sides_of_every_edge(over, under, by_token, by_sum, by_mean):
-    found = ratios(False, over, under)
-    for xs, edges in zip(found, (by_token, by_sum, by_mean), strict=True):
+    values = ratios(False, over, under)
+    for xs, edges in zip(values, (by_token, by_sum, by_mean), strict=True):
         for edge in edges:
             assert min(xs) < edge < max(xs), (edge, sorted(xs))
 
 
-def test_nothing_in_the_fixture_is_equal_that_may_differ():
+def test_the_fixtures_values_differ():
     responses = FIXTURE[False]
     tokens = [token for r in responses for token in r.tokens]
-    for one, other in itertools.combinations((*LAWS, "start"), 2):
+    for one, other in itertools.combinations((*DISTRIBUTIONS, "start"), 2):
         assert all(getattr(t, one)[x] != getattr(t, other)[x] for t in tokens for x in range(V))
     lengths = [len(r.on) for r in responses]
     assert lengths.count(0) == 2 and len(set(lengths)) >= 6
@@ -693,20 +695,20 @@ def test_nothing_in_the_fixture_is_equal_that_may_differ():
 
 @pytest.mark.parametrize("lam", AXES["obrs_lambda"])
 @pytest.mark.parametrize("two", [False, True])
-@pytest.mark.parametrize("which", ["ref", "new"])
-def test_the_fixtures_brackets_bind_on_every_side(lam, two, which):
-    """kappa Z_low below, inside and above the bracket; both bounds of the room; draws and weights either way."""
+@pytest.mark.parametrize("target", ["ref", "new"])
+def test_the_fixtures_brackets_bind_on_every_side(lam, two, target):
+    """kappa Z_low is below, inside and above the bracket; both bounds of the room bind; draws and weights vary."""
     actor = "base:actor" if two else "none"
-    cfg = make_cfg(objective="jackpot", obrs_topk=K, obrs_target=which, obrs_z="bracket", obrs_lambda=lam, actor=actor)
+    cfg = make_cfg(objective="jackpot", obrs_topk=K, obrs_target=target, obrs_z="bracket", obrs_lambda=lam, actor=actor)
     tokens = [token for r in FIXTURE[False] for token in r.on]
     unbound = [oracle.z_of(t, replace(cfg, obrs_accept_rate=0.8), lam, 1e9) for t in tokens]  # without the tail
     high = [oracle.z_of(t, cfg, lam, 1e9) for t in tokens]
-    low = [oracle.z_low_of(t, which, lam, cfg) for t in tokens]
+    low = [oracle.z_low_of(t, target, lam, cfg) for t in tokens]
     binds = [a < b for a, b in zip(high, unbound, strict=True)]
     assert 0 < sum(binds) < len(binds)
     between = [1.4 * x < y for x, y in zip(low, high, strict=True)]
     assert 0 < sum(between) < len(between)
-    accepted = [t.u < oracle.acceptance(t, which, lam, 20.0) for t in tokens]
+    accepted = [t.u < oracle.acceptance(t, target, lam, 20.0) for t in tokens]
     assert 0 < sum(accepted) < len(accepted)
     weights = [
         oracle.obrs(t, replace(cfg, obrs_mode="reweight", obrs_c1=1e9, obrs_c2=1e9), lam, 1.0)[0] for t in tokens

@@ -1,5 +1,5 @@
-"""Where ranks compute, what an engine of several ranks samples, and when it sleeps. No GPU: what is asked for is
-recorded; vLLM's tensor parallelism runs on two CPU ranks."""
+"""Devices of ranks, samples of an engine on several ranks, sleeping engines. Without a GPU: calls are recorded;
+vLLM's tensor parallelism runs on two CPU ranks."""
 
 import pickle
 import sys
@@ -32,11 +32,11 @@ from source import LocalSource
 
 
 class Host:
-    """A host of 8 GPUs, played: what is asked for is written down, in order."""
+    """A stand-in for a host of 8 GPUs that records calls in order."""
 
     def __init__(self, patch, rank: int, gpus: int = 8):
-        self.asked = []
-        self.current = None  # the device of this process; None: nobody has set one
+        self.calls = []
+        self.current = None  # the device of this process; None: not set
         patch.setattr(learner_module, "LOCAL_RANK", rank)
         patch.setattr(learner_module, "WORLD_SIZE", 8)
         for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -47,7 +47,7 @@ class Host:
         patch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
         patch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": self.note("random state", device))
         patch.setattr(dist, "init_process_group", lambda backend, **how: self.note("group", backend, how["device_id"]))
-        patch.setattr(dist, "is_initialized", lambda: "group" in [name for name, *_ in self.asked])
+        patch.setattr(dist, "is_initialized", lambda: "group" in [name for name, *_ in self.calls])
         patch.setattr(dist, "get_rank", lambda: rank)
         patch.setattr(dist, "get_world_size", lambda: 8)
         patch.setattr(dist, "new_subgroups", lambda n, backend: self.note("subgroups", n, backend) or ["mine", []])
@@ -60,15 +60,15 @@ class Host:
         patch.setattr("torch.distributed.fsdp.fully_shard", lambda m, mesh, **how: m)
         patch.setattr(memory, "fill", lambda models, device: self.note("weights", str(device)))
 
-    def note(self, name: str, *what) -> None:
-        device = f"cuda:{self.current}" if "cuda" in what else None
-        self.asked.append(
-            (name, *(device if x == "cuda" and name == "random state" else x for x in what), self.current)
+    def note(self, name: str, *details) -> None:
+        device = f"cuda:{self.current}" if "cuda" in details else None
+        self.calls.append(
+            (name, *(device if x == "cuda" and name == "random state" else x for x in details), self.current)
         )
 
     def set_device(self, device) -> None:
         self.current = device
-        self.asked.append(("set", device))
+        self.calls.append(("set", device))
 
     def make_llm(self, folder, **settings):
         kind, tp = settings["distributed_executor_backend"], settings["tensor_parallel_size"]
@@ -76,8 +76,8 @@ class Host:
 
 
 @pytest.mark.parametrize("rank", range(8))
-def test_a_rank_asks_for_its_own_gpu_alone(rank, monkeypatch, tmp_path):
-    """The device comes first; group, engine, mesh, weights and random state then are on it."""
+def test_a_rank_uses_only_its_gpu(rank, monkeypatch, tmp_path):
+    """The device is set first; group, engine, mesh, weights and random state are on it."""
     host = Host(monkeypatch, rank)
     comm = Comm.start(patience=60)
     assert comm.device == f"cuda:{rank}"
@@ -85,7 +85,7 @@ def test_a_rank_asks_for_its_own_gpu_alone(rank, monkeypatch, tmp_path):
     engine = make_engine(cfg, "folder", 64, 5, comm.device, None, sleep_level(cfg))
     Learner(tiny_model(0), None, cfg, comm)
     checkpoint.rng_state()
-    assert host.asked == [
+    assert host.calls == [
         ("set", rank),
         ("group", "cpu:gloo,cuda:nccl", torch.device("cuda", rank), rank),
         ("subgroups", 2, "gloo", rank),
@@ -98,7 +98,7 @@ def test_a_rank_asks_for_its_own_gpu_alone(rank, monkeypatch, tmp_path):
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    """By every rank of the host: only the first one's sentence is printed."""
+    """Every rank of the host refuses, because only the first rank's error is printed."""
     for rank in (0, 6):
         Host(monkeypatch, rank=rank, gpus=4)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -108,8 +108,8 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
             Comm.start(patience=60)
 
 
-def test_another_vllm_is_named_in_one_sentence(monkeypatch):
-    """One in which a module that is changed has another name."""
+def test_an_unsupported_vllm_is_refused_in_one_sentence(monkeypatch):
+    """A vLLM without a module that is changed."""
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.logprobs", None)
     with pytest.raises(
         UserError, match=r"this vLLM has no vllm.v1.engine.logprobs .*; install 0.* or use --rollout=hf"
@@ -117,7 +117,7 @@ def test_another_vllm_is_named_in_one_sentence(monkeypatch):
         in_vllm.change_vllm(low_bits_on_cpu=False)
 
 
-def test_one_process_has_vllm_to_itself(monkeypatch):
+def test_one_process_needs_no_settings_for_ranks(monkeypatch):
     assert engines.among_ranks(1) == {}
 
 
@@ -128,40 +128,42 @@ def test_one_process_has_vllm_to_itself(monkeypatch):
 
 @pytest.mark.timeout(400)
 def test_two_ranks_are_one_engine(tmp_path, vllm_engines):
-    """vLLM on two CPU ranks, each with half of every weight: every response is the one that a single engine samples,
-    whoever asks, and its log-probabilities are what a plain forward of the model says, after a load too. With --delay
-    both ranks' groups are of the same versions in turn, and each is what a forward of its version's weights says."""
+    """vLLM on two CPU ranks, each with half of every weight: on every rank, responses equal a single engine's, and
+    log-probabilities equal a plain forward pass, after a load too. With --delay both ranks' groups have the same
+    versions in turn, and each group fits its version's weights."""
     for name, seed in (("first", 0), ("other", 1)):
         save(model("qwen3", seed, num_key_value_heads=2), tmp_path / name)
     torchrun("tensor_parallel.py", *(str(tmp_path / name) for name in ("first", "other", "out")))
-    said = pickle.loads((tmp_path / "out").read_bytes())
+    outputs = pickle.loads((tmp_path / "out").read_bytes())
     models = {name: checkpoint.load_model(tmp_path / name).eval() for name in ("first", "other")}
     for name, folder in (("first", "first"), ("loaded", "other")):
         for rank in (0, 1):
             prompts, seeds = work(rank)
-            assert [len(group) for group in said[rank][name]] == [len(group) for group in seeds]
-            for prompt, group in zip(prompts, said[rank][name], strict=True):
-                are_sampled_from(models[folder], prompt, group)
-    versions = [[version for version, *_ in one["delayed"]] for one in said]
+            assert [len(group) for group in outputs[rank][name]] == [len(group) for group in seeds]
+            for prompt, group in zip(prompts, outputs[rank][name], strict=True):
+                assert_sampled_from(models[folder], prompt, group)
+    versions = [[version for version, *_ in one["delayed"]] for one in outputs]
     assert versions[0] == versions[1] and len(versions[0]) == 16 and {0, 1} < set(versions[0])
-    assert any(len(set(versions[0][i : i + 4])) > 1 for i in range(0, 16, 4))  # several in one update
-    for one in said:
+    assert any(len(set(versions[0][i : i + 4])) > 1 for i in range(0, 16, 4))  # several versions in one update
+    for one in outputs:
         for version, prompt, group in one["delayed"]:
-            are_sampled_from(models[("first", "other")[version % 2]], prompt, group)
-    prompts = [prompt for one in said for _, prompt, _ in one["delayed"]]
-    assert len({tuple(prompt) for prompt in prompts}) == 32  # each rank has problems of its own
+            assert_sampled_from(models[("first", "other")[version % 2]], prompt, group)
+    prompts = [prompt for one in outputs for _, prompt, _ in one["delayed"]]
+    assert len({tuple(prompt) for prompt in prompts}) == 32  # problems differ between ranks
     single = vllm_engines(folder=str(tmp_path / "first"))
     for rank in (0, 1):
         alone = tokens(single.generate(*work(rank), Sampling(max_tokens=8, temperature=0.8), 3, [1]))
-        assert [[ids for ids, *_ in group] for group in alone] == [[ids for ids, *_ in g] for g in said[rank]["first"]]
-    assert said[0]["first"] != said[0]["loaded"]
-    for one in said:
-        assert one["any"] == [True, True, False] and one["logprobs"] == said[0]["logprobs"]
-    assert [one["nothing"] for one in said] == [1, []]
+        assert [[ids for ids, *_ in group] for group in alone] == [
+            [ids for ids, *_ in g] for g in outputs[rank]["first"]
+        ]
+    assert outputs[0]["first"] != outputs[0]["loaded"]
+    for one in outputs:
+        assert one["any"] == [True, True, False] and one["logprobs"] == outputs[0]["logprobs"]
+    assert [one["nothing"] for one in outputs] == [1, []]
 
 
-def are_sampled_from(lm, prompt: list, group: list) -> None:
-    """Each response's log-probabilities and most likely tokens are this model's, at a temperature of 0.8."""
+def assert_sampled_from(lm, prompt: list, group: list) -> None:
+    """Each response's log-probabilities and top tokens are this model's, at a temperature of 0.8."""
     for ids, logp, top in group:
         with torch.no_grad():
             z = lm(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / 0.8
@@ -170,26 +172,26 @@ def are_sampled_from(lm, prompt: list, group: list) -> None:
         assert torch.equal(torch.tensor(top), want.topk(3, -1).indices)
 
 
-def test_ranks_of_one_engine_sample_together_until_none_of_them_lacks_a_group(folders):
-    """Dynamic sampling: a rank that has its groups goes on asking for none, as long as another one needs more."""
+def test_ranks_of_one_engine_sample_until_all_have_their_groups(folders):
+    """Dynamic sampling: a rank with all its groups keeps calling with 0 prompts while a second rank needs more."""
 
     class Shared:
         packed, dtype = False, "float32"
         answers = [True, True, True, False]
 
         def __init__(self):
-            self.asked, self.own = [], []
+            self.calls, self.conditions = [], []
 
         def any_rank(self, condition):
-            self.own.append(condition)
-            return self.answers[len(self.own) - 1]
+            self.conditions.append(condition)
+            return self.answers[len(self.conditions) - 1]
 
         def generate(self, prompts, seeds, *more):
-            self.asked.append(len(prompts))
+            self.calls.append(len(prompts))
             return [g.responses for g in make_groups(len(prompts), G=4, seed=2)]
 
         def sleep(self):
-            self.asked.append("sleep")
+            self.calls.append("sleep")
 
     engine = Shared()
     task = SimpleNamespace(problem=lambda split, i: SimpleNamespace(id=str(i)))
@@ -198,7 +200,7 @@ def test_ranks_of_one_engine_sample_together_until_none_of_them_lacks_a_group(fo
     )
     source.sample = lambda numbers: engine.generate(list(numbers), None) and make_groups(len(numbers), seed=2)
     assert len(source.next(2, 0)) == 2
-    assert engine.own == [True, False, False, False] and engine.asked == [2, 0, 0, "sleep"]
+    assert engine.conditions == [True, False, False, False] and engine.calls == [2, 0, 0, "sleep"]
     assert source.sequence == 2
 
 
@@ -223,7 +225,7 @@ def learner_config(**flags):
     import config
     from machinery import settings
 
-    usual = {
+    defaults = {
         **config.EMBEDDED,
         "actor": "none",
         "rollout": "hf",
@@ -231,7 +233,7 @@ def learner_config(**flags):
         "rollout_batch": 16,
         "group_size": 4,
     }
-    return settings.resolve(config.Config(**{**usual, **flags}), n_ranks=4)
+    return settings.resolve(config.Config(**{**defaults, **flags}), n_ranks=4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def learner_config(**flags):
 
 
 class Llm:
-    """vLLM's calls, written down."""
+    """A stand-in for vLLM's LLM that records calls."""
 
     def __init__(self, log: list):
         self.log = log
@@ -267,7 +269,7 @@ class Llm:
 
 
 def recorded(level: int, monkeypatch) -> tuple[VLLMEngine, list]:
-    """A VLLMEngine whose vLLM writes its calls down, as on a GPU."""
+    """A VLLMEngine with a recorded vLLM, as on a GPU."""
     log = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("free"))
     engine = VLLMEngine.__new__(VLLMEngine)
@@ -278,7 +280,7 @@ def recorded(level: int, monkeypatch) -> tuple[VLLMEngine, list]:
     return engine, log
 
 
-def test_an_engine_that_gave_its_weights_up_gets_them_before_its_cache(monkeypatch):
+def test_an_engine_without_weights_loads_them_before_its_cache(monkeypatch):
     engine, log = recorded(2, monkeypatch)
     engine.load([("a", torch.ones(1))])
     engine.sleep()
@@ -293,7 +295,7 @@ def test_an_engine_that_gave_its_weights_up_gets_them_before_its_cache(monkeypat
     ]
 
 
-def test_an_engine_that_kept_its_weights_wakes_when_it_is_asked(monkeypatch):
+def test_an_engine_with_weights_wakes_at_the_next_call(monkeypatch):
     engine, log = recorded(1, monkeypatch)
     engine.sleep()
     engine.generate([], [], Sampling(), 0, [1])
@@ -314,8 +316,8 @@ def test_without_a_gpu_nothing_sleeps(monkeypatch):
     assert HFEngine(tiny_model(0)).sleep() is None
 
 
-def test_the_thread_that_saves_stays_on_its_ranks_gpu(monkeypatch):
-    """A new thread begins on the first GPU, and torch's saving would open it there."""
+def test_the_saving_thread_uses_its_ranks_gpu(monkeypatch):
+    """A new thread starts on the first GPU, and torch's saving would open a context there."""
     log, snapshot = [], SimpleNamespace(final=Path("there"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
@@ -327,16 +329,16 @@ def test_the_thread_that_saves_stays_on_its_ranks_gpu(monkeypatch):
     assert log == [5, snapshot, snapshot]
 
 
-def test_how_deep_it_may_sleep():
+def test_sleep_levels():
     assert sleep_level(make_cfg()) == 2
     assert sleep_level(make_cfg(rollout_quant="int8")) == 1
     assert sleep_level(make_cfg(delay="constant")) == 1
 
 
 @pytest.mark.parametrize("delay", ["none", "constant"])
-def test_a_run_lets_its_engine_sleep_after_every_rollout(delay, folders, tmp_path, monkeypatch):
-    """The order of one run, around the engine in plain torch: between a sleep and the next use there is nothing but the
-    learner's work, and what gave its weights up is loaded first."""
+def test_an_engine_sleeps_after_every_rollout(delay, folders, tmp_path, monkeypatch):
+    """The order of calls of one run with the plain engine: only the learner works between a sleep and the next use,
+    and an engine without weights is loaded first."""
     import train
 
     log = []
@@ -363,10 +365,10 @@ def test_a_run_lets_its_engine_sleep_after_every_rollout(delay, folders, tmp_pat
     flags = {"actor": "none", "model": str(folders / "policy"), "delay": delay, "steps": 2, "max_tokens": 4}
     flags |= {"max_staleness": 1} if delay != "none" else {}
     train.train(make_cfg(objective="tis", out=str(tmp_path / "run"), eval_problems=1, check_sync=False, **flags))
-    assert log[0] == "sleep"  # before a second engine starts, or a resumed run trains on what it has
+    assert log[0] == "sleep"  # before a second engine starts, or a resumed run trains
     rounds = " ".join(log[1:]).split("update")
     assert len(rounds) == 3
-    for one, evaluations in zip(rounds, (1, 0, 1), strict=True):  # before the first update, and behind the last
+    for one, evaluations in zip(rounds, (1, 0, 1), strict=True):  # before the first update, and after the last
         calls = one.split()
         rollouts = 0 if one is rounds[-1] else 1
         assert calls[-1] == "sleep" and calls[-2] == "generate" and calls.count("sleep") == evaluations + rollouts
@@ -375,12 +377,12 @@ def test_a_run_lets_its_engine_sleep_after_every_rollout(delay, folders, tmp_pat
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# New weights for an engine in a process of its own
+# New weights for an engine in a separate process
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Apart:
-    """vLLM's calls for weights from another process, written down; vLLM's own class checks what comes."""
+    """Records vLLM's calls for weights from a different process; vLLM's class checks the values."""
 
     def __init__(self):
         self.log = []
@@ -394,8 +396,8 @@ class Apart:
     def update_weights(self, request):
         from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
-        said = IPCWeightTransferUpdateInfo(**request["update_info"])
-        self.log.append(list(zip(said.names, said.dtype_names, said.shapes, said.ipc_handles, strict=True)))
+        info = IPCWeightTransferUpdateInfo(**request["update_info"])
+        self.log.append(list(zip(info.names, info.dtype_names, info.shapes, info.ipc_handles, strict=True)))
 
     def finish_weight_update(self):
         self.log.append("finish")
@@ -403,11 +405,11 @@ class Apart:
 
 @pytest.fixture
 def one_gpu(monkeypatch):
-    """A GPU, played: its memory's handles are the numbers in it."""
+    """A stand-in for a GPU: the handle of memory is its content."""
     from vllm import envs
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    if hasattr(envs.__getattr__, "cache_clear"):  # an engine that ran in this process has it remember them
+    if hasattr(envs.__getattr__, "cache_clear"):  # an engine of this process may have cached them
         monkeypatch.setattr(envs, "__getattr__", envs.__getattr__.__wrapped__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
@@ -418,8 +420,8 @@ def one_gpu(monkeypatch):
 
 
 def test_weights_travel_by_handles_in_buckets(one_gpu, monkeypatch):
-    """Once opened, every load is start, buckets of at most so many bytes (or one tensor), finish. What lies on the host
-    (shapes of packed weights, what is read from a file) goes to the GPU: CUDA opens no other handle."""
+    """After the first opening, each load is start, buckets of at most BUCKET bytes (or one tensor), finish. Host
+    tensors (shapes of packed weights, tensors from a file) are moved to the GPU: CUDA opens no other handles."""
     monkeypatch.setattr(in_vllm, "BUCKET", 24)
     moved = []
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: moved.append(x.shape) or x)
@@ -455,18 +457,18 @@ def test_vllm_has_the_calls_that_weights_travel_by():
 
 
 @pytest.mark.parametrize("multiprocessing, ranks, apart", [("0", 1, False), ("1", 1, True), ("1", 2, False)])
-def test_an_engine_of_its_own_process_is_known_by_its_settings(multiprocessing, ranks, apart, one_gpu, monkeypatch):
-    """Under torchrun vLLM lives in the rank's process, whatever it is told."""
+def test_an_engine_in_its_own_process_is_known_by_its_settings(multiprocessing, ranks, apart, one_gpu, monkeypatch):
+    """Under torchrun vLLM always runs in the rank's process."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", multiprocessing)
     monkeypatch.setattr(dist, "is_initialized", lambda: ranks > 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-    asked = []
-    monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: asked.append(settings), None))
+    calls = []
+    monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: calls.append(settings), None))
     monkeypatch.setattr(engines, "change_vllm", lambda **how: None)
     monkeypatch.setattr(engines, "unread", lambda folder: tiny_model(0))
     engine = VLLMEngine("folder", max_len=8, max_logprobs=1)
     assert engine.apart == apart
-    assert asked[0].get("weight_transfer_config") == ({"backend": "ipc"} if apart else None)
+    assert calls[0].get("weight_transfer_config") == ({"backend": "ipc"} if apart else None)
 
 
 def test_without_a_gpu_weights_are_read_where_they_are(monkeypatch):
@@ -487,7 +489,7 @@ def test_without_a_gpu_weights_are_read_where_they_are(monkeypatch):
     ],
 )
 def test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu(flags, refused, monkeypatch):
-    """More than 262,144 tokens; on a CPU none are."""
+    """More than 262,144 tokens; on a CPU no size is refused."""
     cfg = replace(make_cfg(objective="tis"), **flags)
     settings.check_packages(cfg, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""Numbers that spoil a batch, responses that were cut, and counts over ranks: each costs what it must, no more."""
+"""Non-finite log-probabilities, cut responses, counts over ranks: each affects only its response."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def response(logp, topk=((-1.0, -2.0),) * 3) -> Response:
     [
         ((-1, -2, -3), ((-1, -2),) * 3, False),
         ((-1, 1e-6, 0), ((1e-6, -2),) * 3, False),
-        ((-1, -2, -3), ((-1, -INF),) * 3, False),  # truncation allows one token
+        ((-1, -2, -3), ((-1, -INF),) * 3, False),  # truncation to one token
         ((-1, NAN, -3), ((-1, -2),) * 3, True),
         ((-1, -INF, -3), ((-1, -2),) * 3, True),
         ((INF, -2, -3), ((-1, -2),) * 3, True),
@@ -47,7 +47,7 @@ def response(logp, topk=((-1.0, -2.0),) * 3) -> Response:
         ((-1, -2, -3), ((-1, -2), (INF, -2), (-1, -2)), True),
     ],
 )
-def test_a_number_that_no_engine_may_give(logp, topk, poisoned):
+def test_invalid_log_probabilities_poison_a_response(logp, topk, poisoned):
     r = response(logp, topk)
     assert set_aside_if_poisoned(r) is poisoned
     assert r.loss_mask.tolist() == [not poisoned] * 3
@@ -65,13 +65,13 @@ def test_one_poisoned_token_costs_one_response(
     objective,
     value,  # noqa: F811
 ):
-    """The first update is that of the same batch without this response, and the user is told at once."""
+    """The first update equals an update without this response, and the user gets a warning."""
     generate = HFEngine.generate
     poison = [True]
 
     def wrapped(self, *args, **more):
         groups = generate(self, *args, **more)
-        if len(groups[0]) == 1:  # of the check of weights
+        if len(groups[0]) == 1:  # a call of the weight check
             return groups
         r = groups[0][1]
         if poison[0] == "masked":
@@ -93,7 +93,7 @@ def test_one_poisoned_token_costs_one_response(
     assert rows[1]["grad_norm"] > 0
 
 
-def test_an_engine_that_gives_nothing_finite_stops_the_run(solvers, tmp_path, train_here, monkeypatch):  # noqa: F811
+def test_an_engine_without_finite_values_ends_the_run(solvers, tmp_path, train_here, monkeypatch):  # noqa: F811
     generate = HFEngine.generate
 
     def wrapped(self, *args, **more):
@@ -124,8 +124,8 @@ def test_a_weight_that_is_not_finite_is_named(solvers, tmp_path, train_here):  #
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_cut_responses_leave_the_loss_and_its_denominator():
-    """--mask_cut: the statistics are those of a batch without the tokens of cut responses; advantages stay."""
+def test_cut_responses_are_excluded_from_loss_and_denominator():
+    """--mask_cut: statistics equal those of a batch without the tokens of cut responses; advantages are unchanged."""
     groups = make_groups(3, 4)
     for g, group in enumerate(groups):
         for i, r in enumerate(group.responses):
@@ -152,7 +152,7 @@ def test_cut_responses_leave_the_loss_and_its_denominator():
 
 
 def test_failures_of_every_rank_are_counted(solvers, tmp_path):
-    """The same groups are sampled on one rank and on two: as many answers fail."""
+    """The same groups on one rank and on two: the same number of failures."""
     rows = [{"problem": f"{i} + 1 :", "answer": str(i + 1), "n": i} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = "def odd(row, text, finish_reason):\n    return len(text) / (row['n'] % 2)\n"
@@ -175,8 +175,8 @@ def test_failures_of_every_rank_are_counted(solvers, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_temperature_0_takes_the_most_likely_token():
-    """Compared with an argmax over the logits, token by token."""
+def test_temperature_0_samples_the_most_likely_token():
+    """Against an argmax over the logits, token by token."""
     one = EvalSet(task=None, label="x", samples=1, temperature=0.0, max_tokens=6)
     sampling = evaluation.drawn_as(one, Sampling(top_p=0.9, max_tokens=99))
     model = tiny_model(1)
@@ -196,12 +196,12 @@ def test_temperature_0_takes_the_most_likely_token():
         (["--task=TASK:temperature=0.001"], "temperature=0.001 must be 0, or at least 0.01"),
     ],
 )
-def test_what_greedy_decoding_refuses(solvers, tmp_path, argv, sentence):
+def test_bad_temperatures_are_refused(solvers, tmp_path, argv, sentence):
     (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1 :", "answer": "2"}\n')
-    given = [word.replace("TASK", str(tmp_path / "rows.jsonl")) for word in argv]
+    flags = [word.replace("TASK", str(tmp_path / "rows.jsonl")) for word in argv]
     task = [] if any("--task" in word for word in argv) else [f"--task={tmp_path}/rows.jsonl"]
     with pytest.raises(UserError, match=sentence):
-        evaluation.main([f"--model={solvers}/policy", "--rollout=hf", "--max_tokens=8", *task, *given])
+        evaluation.main([f"--model={solvers}/policy", "--rollout=hf", "--max_tokens=8", *task, *flags])
     task = [f"--task={tmp_path}/rows.jsonl"]
     done = evaluation.main([f"--model={solvers}/policy", "--rollout=hf", "--max_tokens=8", *task, "--temperature=0"])
     assert (done["problems"], done["samples"], Path(done["model"]).name) == (1, 1, "policy")

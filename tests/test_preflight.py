@@ -1,4 +1,4 @@
-"""Prompts, gold answers and rewards that do not fit together are named before a model loads."""
+"""Prompts, gold answers and rewards that contradict each other are reported before a model loads."""
 
 import gzip
 import json
@@ -50,7 +50,7 @@ def test_prompt_and_reward_that_agree(tmp_path):
         ("2 + 3", {"reward": "math,think"}, "--reward=think reads <think>"),
     ],
 )
-def test_a_prompt_that_does_not_ask_for_what_is_read(tmp_path, problem, flags, sentence):
+def test_prompt_and_reward_that_contradict(tmp_path, problem, flags, sentence):
     (warning,) = warnings_of(table(tmp_path, [(problem, "5")], **flags), arithmetic_tokenizer())
     assert sentence in warning and warning.startswith(str(tmp_path / "rows.jsonl"))
 
@@ -69,8 +69,8 @@ def test_control_tokens_in_problems_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("template, opened", [(THINKS, True), (THINKS.replace("<think>", "go"), False)])
-def test_think_counts_from_where_the_prompt_ends(tmp_path, template, opened):
-    """A chat template may write the opening tag: the response then holds the closing one alone."""
+def test_think_continues_the_prompt(tmp_path, template, opened):
+    """A chat template can write the opening tag: then the response contains only the closing tag."""
     task = table(tmp_path, [("2 + 3", "5")], reward="think")
     task.style = replace(task.style, chat=Chat(template=template))
     task.fit(arithmetic_tokenizer())
@@ -87,12 +87,12 @@ def test_think_counts_from_where_the_prompt_ends(tmp_path, template, opened):
 
 @pytest.mark.parametrize("answer", ["\frac{1}{2}", "\text{no}", "3 \rho", "\nu", "a\x00", "\beta"])
 def test_an_answer_with_a_control_character_is_refused(tmp_path, answer):
-    """LaTeX with one backslash in JSON."""
+    """LaTeX with a single backslash in JSON."""
     with pytest.raises(UserError, match="line 1: the `answer` .* holds a control character"):
         table(tmp_path, [("p", f"x{answer} y")])
     score = tmp_path / "own.py"
     score.write_text("def score(row, text, finish_reason):\n    return 1.0\n")
-    table(tmp_path, [("p", f"x{answer} y")], reward=f"{score}:score")  # a function reads the row as it likes
+    table(tmp_path, [("p", f"x{answer} y")], reward=f"{score}:score")  # a custom function can read any text
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_braces_of_an_answer(tmp_path, answer, whole):
 
 
 def test_a_mix_of_files_and_packed_ones(tmp_path):
-    """All rows of the first file, then those of the second; the digest is that of both contents."""
+    """The rows of the first file, then of the second; the digest is over both contents."""
     a, b = tmp_path / "a.JSONL", tmp_path / "b.jsonl.gz"
     a.write_text('{"problem": "p0", "answer": "0"}\n{"problem": "p1", "answer": "1"}\n')
     b.write_bytes(gzip.compress(b'{"problem": "p2", "answer": "2"}\n'))
@@ -132,7 +132,7 @@ def test_a_mix_of_files_and_packed_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, told",
+    "changes, words",
     [
         ({"objective": "gepo", "delay": "lognormal"}, ["--cppo_beta=0.0 (0.005)", "--max_staleness=None (64)"]),
         ({"objective": "grpo", "delay": "constant"}, ["--ratio_base=ref (inf)", "--window_seconds=inf (1800.0)"]),
@@ -141,20 +141,20 @@ def test_a_mix_of_files_and_packed_ones(tmp_path):
         ({"objective": "vespo"}, []),
     ],
 )
-def test_an_objective_of_a_paper_names_the_settings_that_differ(changes, told):
+def test_differences_from_a_papers_settings_are_named(changes, words):
     line = unlike_paper(make_cfg(actor="none", **changes))
-    assert all(word in line for word in told) and bool(line) == bool(told) and line.count("\n") == bool(told)
+    assert all(word in line for word in words) and bool(line) == bool(words) and line.count("\n") == bool(words)
 
 
 @pytest.mark.parametrize("name", ["gepo", "jackpot", "tis", "tbpo"])
-def test_a_recipe_differs_from_its_paper_in_nothing(name):
+def test_a_recipe_has_its_papers_settings(name):
     path = ROOT / "configs" / "papers" / f"{RECIPES[name]}.toml"
     cfg = resolve_open(Config(**read_toml(Config, str(path))))
     assert cfg.objective == name and unlike_paper(cfg) == ""
 
 
-def test_a_date_in_a_chat_template_is_the_runs(tmp_path, monkeypatch):
-    """Not that of the host's clock: a run over midnight, or a sampler elsewhere, has the same prompts."""
+def test_a_date_in_a_chat_template_is_fixed_for_a_run(tmp_path, monkeypatch):
+    """Prompts do not depend on the host's clock: not over midnight, and not on remote samplers."""
     today = "{% for m in messages %}{{ m.content }}{% endfor %} on {{ strftime_now('%d %b %Y') }}"
     task = table(tmp_path, [("2 + 3", "5")], chat_date="2026-03-01")
     task.style = replace(task.style, chat=replace(task.style.chat, template=today))
@@ -166,8 +166,8 @@ def test_a_date_in_a_chat_template_is_the_runs(tmp_path, monkeypatch):
         table(tmp_path, [("2 + 3", "5")], chat_date="soon")
 
 
-def test_a_grader_that_is_learned_is_noticed(tmp_path):
-    """Right for math, and another number at the end: counted, where the gold answer is a plain number."""
+def test_inexact_right_answers_are_counted(tmp_path):
+    """Right answers that math accepts with a different final number, if the gold answer is a plain number."""
     task = table(tmp_path, [("p", "12"), ("q", "x+1")], reward="math")
     plain, formula = task.problem("test", 0), task.problem("test", 1)
     texts = ["\\boxed{12}", "so \\boxed{12}", "\\boxed{10 + 2}", "7", "\\boxed{12} or 5"]

@@ -9,7 +9,7 @@ from tasks import pretrained
 
 
 def test_parts_of_packages_are_joined_in_order(tmp_path, monkeypatch):
-    """By number, not by name; another digest is refused."""
+    """By number, not by name; a different digest is refused."""
     monkeypatch.setattr(pretrained, "MODELS", tmp_path)
     wheels = tmp_path / "packages" / "m"
     wheels.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Formats, the aligned layer, and its straight-through gradient."""
+"""Formats, the aligned layer and its straight-through gradient, low-bit engines and checkpoints."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ NOT_WHOLE = ".*q_proj has rows of 32, not a multiple of the group"
 
 
 def error_bound(x, fmt, s):
-    """The largest rounding error of each entry, as quant.py states it."""
+    """The largest rounding error of each entry, as stated in quant.py."""
     if fmt.dtype == torch.int8:
         return (s / 2).repeat_interleave(x.shape[1] // s.shape[1], 1) * (1 + 1e-5)
     return torch.maximum(x.abs() / 16, s / 1024) * (1 + 1e-5)
@@ -59,7 +59,7 @@ def test_round_trip_stays_within_the_stated_error(name, kind):
     assert q.dtype == fmt.dtype and s.shape == (16, 2 if fmt.group else 1)
     assert (s > 0).all() and q.float().abs().max() <= fmt.qmax
     assert ((back - x).abs() <= error_bound(x, fmt, s)).all() and torch.equal(back[x == 0], x[x == 0])
-    again, s2 = quantize(back, fmt.qmax, fmt.dtype, fmt.group)  # what is on the grid stays there
+    again, s2 = quantize(back, fmt.qmax, fmt.dtype, fmt.group)  # values on the grid are unchanged
     assert torch.allclose(dequantize(again, s2), back, rtol=1e-5, atol=0) and torch.equal(q.float(), again.float())
     assert torch.equal(quantize(-x, fmt.qmax, fmt.dtype, fmt.group)[0].float(), -q.float())
 
@@ -80,7 +80,7 @@ def test_the_product_is_that_of_the_dequantized_matrices(name, shape):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_gradients_are_straight_through(name):
-    """y = x^ W^T; dx = g W^, dW = g^T x^, db = sum g: the gradients of a plain layer that holds x^ and W^."""
+    """y = x^ W^T; dx = g W^, dW = g^T x^, db = sum g: the gradients of a plain layer with x^ and W^."""
     torch.manual_seed(0)
     fmt, plain = format_of(name, 32), torch.nn.Linear(64, 24)
     layer = LowBitLinear.from_linear(torch.nn.Linear(64, 24), fmt)
@@ -100,13 +100,13 @@ def test_gradients_are_straight_through(name):
     assert torch.allclose(layer.weight.grad, plain.weight.grad, atol=1e-4)
     assert torch.allclose(layer.bias.grad, plain.bias.grad, atol=1e-5)
     in_full_precision = torch.nn.functional.linear(x, layer.weight, layer.bias)
-    assert not torch.allclose(y, in_full_precision, atol=1e-4)  # it is quantized
+    assert not torch.allclose(y, in_full_precision, atol=1e-4)  # the layer is quantized
 
 
 def test_low_bit_weights_follow_the_master():
     layer = LowBitLinear.from_linear(torch.nn.Linear(8, 4), format_of("int8"))
     first = layer.quantized_weight()
-    assert layer.quantized_weight() is first  # made once
+    assert layer.quantized_weight() is first  # cached
     with torch.no_grad():
         layer.weight.mul_(2.0)
     second = layer.quantized_weight()
@@ -117,8 +117,8 @@ def test_low_bit_weights_follow_the_master():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_an_aligned_layer_is_the_old_one_in_all_but_its_product(bias):
-    """The same parameters in the same order under the same names, wherever the layer stood; and no random draw."""
+def test_align_changes_only_the_product_of_a_layer(bias):
+    """Parameters, their order and their names are the same, for every position of the layer; no random draw."""
     first = torch.nn.Linear(8, 8, bias=bias)
     second_place = torch.nn.Sequential(torch.nn.ReLU(), first)
     model = torch.nn.ModuleDict({"a": first, "b": second_place, "c": torch.nn.ReLU()})
@@ -136,7 +136,7 @@ def test_an_aligned_layer_is_the_old_one_in_all_but_its_product(bias):
     assert list(model.state_dict()) == names and [name for name, _ in model.named_modules()] == modules
 
 
-def test_which_layers(folders):
+def test_layers_that_are_quantized(folders):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folders / "untied")
@@ -161,7 +161,7 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
         check(rollout_quant="w4a16", quant_group=48)
     with pytest.raises(ValueError, match="--quant_group=24: "):
         check(learner_quant="w2a16", quant_group=24)
-    with pytest.raises(ValueError, match="has rows of 16"):  # with an actor it is the actor that is quantized
+    with pytest.raises(ValueError, match="has rows of 16"):  # with an actor, the actor is quantized
         check(small, rollout_quant="w4a16", quant_group=32)
     for fmt in ("int8", "fp8", "w4a16"):
         check(rollout_quant=fmt, quant_group=16)
@@ -174,20 +174,20 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(folders, tmp_p
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     check(rollout_quant="fp8")
     for fmt in ("int8", "fp8", "w4a16"):
-        how = dict(rollout_quant=fmt, quant_group=32)
+        formats = dict(rollout_quant=fmt, quant_group=32)
         with pytest.raises(
             ValueError, match=f"--rollout_quant={fmt}: on a GPU .* in 16 bits with this format; add --rollout_dtype=bf"
         ):
-            check(rollout="vllm", rollout_dtype="float32", **how)
-        check(rollout="vllm", rollout_dtype="bfloat16", **how)
-        check(rollout="hf", rollout_dtype="float32", **how)
+            check(rollout="vllm", rollout_dtype="float32", **formats)
+        check(rollout="vllm", rollout_dtype="bfloat16", **formats)
+        check(rollout="hf", rollout_dtype="float32", **formats)
         remote = dict(samplers=str(tmp_path))
-        check(rollout="vllm", rollout_dtype="float32", **how, **remote)
+        check(rollout="vllm", rollout_dtype="float32", **formats, **remote)
 
 
 @pytest.mark.parametrize("flags", [{"rollout_quant": "int8"}, {"learner_quant": "fp8"}, {"optimizer": "muon"}], ids=str)
-def test_experts_of_an_unknown_kind_are_refused_and_not_passed_over(tmp_path, flags):
-    """GPT-OSS keeps its experts' matrices the other way round, and adds biases to them."""
+def test_experts_of_an_unknown_kind_are_refused(tmp_path, flags):
+    """GPT-OSS transposes its experts' matrices and adds biases to them."""
     from transformers import GptOssConfig
 
     GptOssConfig(
@@ -207,16 +207,16 @@ def test_experts_of_an_unknown_kind_are_refused_and_not_passed_over(tmp_path, fl
     check_models(make_cfg(), str(tmp_path), None)
 
 
-def test_scales_are_rounded_as_a_cast_rounds():
-    """Also where a number lies between two of bfloat16, and to even there."""
+def test_scales_are_rounded_like_a_cast():
+    """Numbers midway between two bfloat16 numbers are rounded to even."""
     s = torch.cat(
         [torch.rand(1000, generator=torch.Generator().manual_seed(0)), 1 + torch.arange(8) / 256, torch.ones(1)]
     )
     assert torch.equal(quant.in_bfloat16(s), s.bfloat16().float())
 
 
-def test_routers_stay_in_high_precision_wherever_their_matrix_lies():
-    """In a module of the router's own name too, as Gemma 4 and HunYuan have it; for vLLM by the same names."""
+def test_routers_stay_in_high_precision():
+    """Also a matrix in a submodule of the router (Gemma 4, HunYuan); vLLM ignores the same names."""
     names = ("a.mlp.gate_proj", "a.mlp.gate", "a.router.proj", "a.mlp.gate.wg", "a.mlp.shared_expert_gate", "a.gates.x")
     linears = [(name, torch.nn.Linear(32, 32)) for name in names]
     model = SimpleNamespace(named_modules=lambda: iter(linears), get_output_embeddings=lambda: None)
@@ -226,7 +226,7 @@ def test_routers_stay_in_high_precision_wherever_their_matrix_lies():
     assert [name for name in names if not any(re.match(rule, name) for rule in ignored)] == low
 
 
-def test_where_int8_products_saturate_weights_are_halved_and_activations_are_not():
+def test_weights_are_halved_if_int8_products_saturate():
     half = replace(format_of("int8"), qmax=63.0)
     linear = LowBitLinear.from_linear(torch.nn.Linear(8, 4), half)
     q, _ = linear.quantized_weight()
@@ -236,8 +236,8 @@ def test_where_int8_products_saturate_weights_are_halved_and_activations_are_not
     assert torch.allclose(linear(x), want, atol=1e-5)
 
 
-def test_scales_of_int4_are_what_vllm_keeps_on_a_gpu(monkeypatch):
-    """Its kernels multiply bfloat16 numbers: int4, exact there, times a scale that is rounded to bfloat16."""
+def test_scales_of_int4_equal_vllms_on_a_gpu(monkeypatch):
+    """vLLM's kernels multiply bfloat16 numbers: exact int4 times a scale rounded to bfloat16."""
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     assert format_of("w4a16", 32).scales == torch.float32
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -251,21 +251,21 @@ def test_scales_of_int4_are_what_vllm_keeps_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_a_gpu_compiles_is_the_same_function():
-    """Compiled for this processor: also a scale that is rounded to bfloat16 on its way stays so."""
+def test_the_compiled_functions_are_the_same_functions():
+    """Compiled for this processor; scales rounded to bfloat16 stay rounded."""
     x = torch.randn(40, 192, generator=torch.Generator().manual_seed(0))
     x[3] = 0
     for fmt in (format_of("fp8"), replace(format_of("w4a16", 32), scales=torch.bfloat16)):
-        how = (fmt.qmax, fmt.dtype, fmt.group, fmt.scales)
-        q, s = quantize.compiled()(x, *how)
-        want_q, want_s = quantize(x, *how)
+        settings = (fmt.qmax, fmt.dtype, fmt.group, fmt.scales)
+        q, s = quantize.compiled()(x, *settings)
+        want_q, want_s = quantize(x, *settings)
         assert torch.equal(q.float(), want_q.float()) and torch.equal(s, want_s)
         assert torch.equal(dequantize.compiled()(q, s, torch.bfloat16), dequantize(q, s, torch.bfloat16))
 
 
 @pytest.mark.parametrize("shape", [(1, 32, 16), (7, 32, 8), (5, 72, 40), (40, 192, 64), (5, 4112, 24)])
 def test_fp8_reaches_its_gpu_kernel_in_multiples_of_16(shape, monkeypatch):
-    """The kernel, played: rows of a, columns of b, a scale for each."""
+    """A stand-in for the kernel: rows of a, columns of b, a scale for each."""
     M, K, N = shape
 
     def kernel(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
@@ -308,7 +308,7 @@ def moved(model, seed: int, size: float = 0.02):
 
 @pytest.fixture(scope="session", params=["int8", "fp8", "w4a16"])
 def quantized(request, vllm_engines):
-    """Real vLLM in a low-bit format, and that format."""
+    """Real vLLM in a low-bit format, and the format."""
     fmt = format_of(request.param, 32)
     return vllm_engines(fmt=fmt), fmt
 
@@ -329,8 +329,8 @@ def mismatch(engine, learner) -> float:
     return float(gap.mean())
 
 
-def test_aligned_learners_compute_what_the_engine_computes(quantized):
-    """A tenth of the mismatch of a learner in full precision at most, before and after live updates, each proved."""
+def test_aligned_learners_have_a_tenth_of_the_mismatch(quantized):
+    """Compared with a learner in full precision, before and after weight syncs that change weights."""
     engine, fmt = quantized
     aligned, plain = learners(fmt.name, "aligned", "none")
     check = WeightCheck(aligned.models.policy.config, np.arange(2, 14), fmt)
@@ -356,7 +356,7 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
             q = unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape)
             assert torch.equal(q, m.cached[0])
         else:
-            assert sent[f"{n}.weight"] is m.cached[0]  # the object itself: nothing is quantized twice
+            assert sent[f"{n}.weight"] is m.cached[0]  # the same object: no second quantization
         assert sent[f"{n}.weight_scale"] is m.cached[1]
     assert sent["lm_head.weight"].dtype == torch.float32 and "model.embed_tokens.weight" in sent
     exact = dict(learner.published("policy", False))
@@ -364,8 +364,8 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
         assert torch.equal(exact[f"{n}.weight"], dequantize(*m.quantized_weight()))
 
 
-def test_remote_samplers_get_the_weights_themselves_unless_low_bits_travel():
-    """Each quantizes as it likes: one in full precision must not get rounded weights."""
+def test_remote_samplers_get_full_weights_unless_low_bits_are_sent():
+    """Samplers quantize on their own: a sampler in full precision must not get rounded weights."""
     (learner,) = learners("w4a16", "aligned")
     learner.cfg = replace(learner.cfg, samplers="x")
     plain, packed = dict(learner.published("policy", False)), dict(learner.published("policy", True))
@@ -373,8 +373,8 @@ def test_remote_samplers_get_the_weights_themselves_unless_low_bits_travel():
         assert torch.equal(plain[f"{n}.weight"], m.weight) and f"{n}.weight_packed" in packed
 
 
-def test_a_learner_in_another_format_publishes_the_engine_s_own():
-    """An int8 learner and a w4a16 engine: what goes out has sixteen levels, made from the master weights."""
+def test_a_learner_in_a_different_format_publishes_the_engines_format():
+    """An int8 learner and a w4a16 engine: published weights have sixteen levels, rounded from the master weights."""
     (learner,) = learners("int8", "aligned")
     policy, other = learner.models.policy, format_of("w4a16", 32)
     sent = dict(quant.for_engine(policy.state_dict().items(), policy, other, False))
@@ -385,10 +385,10 @@ def test_a_learner_in_another_format_publishes_the_engine_s_own():
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])
 def test_the_plain_engine_in_low_bits(name, folders):
-    """The plain sampler on the published tensors is the aligned learner."""
+    """The plain sampler with the published tensors equals the aligned learner."""
     (learner,) = learners(name, "aligned")
     engine = HFEngine(str(folders / "actor"), fmt=format_of(name, 32))
-    assert mismatch(engine, learner) < 1e-3  # from the start, before any weights are published
+    assert mismatch(engine, learner) < 1e-3  # before any weights are published
     moved(learner.models.policy, 3)
     engine.load(learner.published("policy", engine.packed))
     ids = torch.arange(2, 14)
@@ -405,8 +405,8 @@ def in_files(folder):
     tensors = [load_file(file) for file in files]
     index = Path(folder) / "model.safetensors.index.json"
     if len(files) > 1:
-        where = json.loads(index.read_text())["weight_map"]
-        assert where == {name: file.name for file, part in zip(files, tensors, strict=True) for name in part}
+        weight_map = json.loads(index.read_text())["weight_map"]
+        assert weight_map == {name: file.name for file, part in zip(files, tensors, strict=True) for name in part}
     assert index.exists() == (len(files) > 1)
     return {name: x for part in tensors for name, x in part.items()}
 
@@ -416,8 +416,8 @@ def in_files(folder):
     [("qwen2", "int8", True), ("qwen3", "w4a16", True), ("qwen3_moe", "fp8", False), ("gemma2", "w4a16", False)],
 )
 @pytest.mark.parametrize("names", ["its own", "older"])
-def test_a_checkpoint_in_low_bits_is_that_of_the_whole_model(family, name, packed, names, tmp_path, monkeypatch):
-    """Tied and untied heads, experts, several files; and names that transformers alone can read."""
+def test_a_checkpoint_in_low_bits_equals_the_quantized_model(family, name, packed, names, tmp_path, monkeypatch):
+    """Tied and untied heads, experts, several files; also names that only transformers can read."""
     fmt = format_of(name, 16)
     whole = standins.model(family)
     standins.save(whole, tmp_path / "model")
@@ -440,7 +440,7 @@ def test_a_checkpoint_in_low_bits_is_that_of_the_whole_model(family, name, packe
     assert ("quantization_config" in config) == packed
 
 
-def test_a_checkpoint_in_low_bits_holds_no_whole_model(tmp_path, monkeypatch):
+def test_a_checkpoint_in_low_bits_is_made_in_parts(tmp_path, monkeypatch):
     model = tiny_model(0, layers=6, hidden=512)
     model.save_pretrained(tmp_path / "model")
     nbytes = 0
@@ -461,45 +461,47 @@ def test_a_checkpoint_in_low_bits_holds_no_whole_model(tmp_path, monkeypatch):
     assert most[0] < nbytes / 6
 
 
-def start_folder_of_rank(rank: int, local: int, folder: str, meet: str, said) -> None:
-    """A process of the test below: says where it starts from, who wrote it, and the digest of what lies there."""
+def start_folder_of_rank(rank: int, local: int, folder: str, meet: str, results) -> None:
+    """A process of the test below: send the start folder, whether this rank wrote it, and the digest of its weights."""
     os.environ["LOCAL_RANK"] = str(local)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=3)
-    path, own = lowbit.quantized_for_a_node(folder, format_of("int8"), True)
-    said.put((rank, path, own is not None, hashlib.sha256((Path(path) / "model.safetensors").read_bytes()).hexdigest()))
-    dist.barrier()  # a folder goes with its owner
+    path, directory = lowbit.quantized_for_a_node(folder, format_of("int8"), True)
+    results.put(
+        (rank, path, directory is not None, hashlib.sha256((Path(path) / "model.safetensors").read_bytes()).hexdigest())
+    )
+    dist.barrier()  # the writer deletes the folder at the end
     dist.destroy_process_group()
 
 
 def test_ranks_of_a_node_start_from_one_folder(tmp_path):
-    """Three ranks on two nodes, the first two on one: two folders with the same weights, each written once."""
+    """Three ranks on two nodes: two folders with the same weights, each written once."""
     standins.save(standins.model("qwen2"), tmp_path / "model")
     spawn = multiprocessing.get_context("spawn")
-    said = spawn.SimpleQueue()
+    results = spawn.SimpleQueue()
     ranks = []
     for rank, local in enumerate((0, 1, 0)):
-        what = (rank, local, str(tmp_path / "model"), str(tmp_path / "meet"), said)
-        ranks.append(spawn.Process(target=start_folder_of_rank, args=what, daemon=True))
+        args = (rank, local, str(tmp_path / "model"), str(tmp_path / "meet"), results)
+        ranks.append(spawn.Process(target=start_folder_of_rank, args=args, daemon=True))
         ranks[-1].start()
     for process in ranks:
         process.join(200)
     assert [process.exitcode for process in ranks] == [0, 0, 0]
-    paths, wrote, digests = zip(*(rest for _, *rest in sorted(said.get() for _ in ranks)), strict=True)
+    paths, wrote, digests = zip(*(rest for _, *rest in sorted(results.get() for _ in ranks)), strict=True)
     assert paths[0] == paths[1] != paths[2] and wrote == (True, False, True) and len(set(digests)) == 1
     assert not any(Path(path).exists() for path in paths)
-    alone, own = lowbit.quantized_for_a_node(str(tmp_path / "model"), format_of("int8"), True)
-    assert alone == own.name and (Path(alone) / "model.safetensors").is_file()
+    alone, directory = lowbit.quantized_for_a_node(str(tmp_path / "model"), format_of("int8"), True)
+    assert alone == directory.name and (Path(alone) / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16", "w2a16"])
 def test_vllm_starts_in_low_bits(name, vllm_engines):
-    """Before any publication the engine already samples in its format."""
+    """The engine samples in its format before the first publication."""
     engine = vllm_engines(fmt=format_of(name, 32), seed=1)
     aligned, plain = learners(name, "aligned", "none")
     assert mismatch(engine, aligned) < mismatch(engine, plain) / 10
 
 
-def test_a_quantized_engine_with_old_weights_is_found_out(quantized):
+def test_a_quantized_engine_with_old_weights_is_found(quantized):
     engine, fmt = quantized
     (learner,) = learners(fmt.name, "aligned")
     check = WeightCheck(learner.models.policy.config, np.arange(2, 14), fmt)
@@ -514,7 +516,7 @@ def test_a_quantized_engine_with_old_weights_is_found_out(quantized):
 
 
 def test_training_follows_the_low_bit_loss():
-    """Updates of an aligned learner change its low-bit forward: a cached tensor of before would show."""
+    """Updates of an aligned learner change its low-bit forward: no stale cached tensor is used."""
     (learner,) = learners("int8", "aligned")
     cfg, policy = learner.cfg, learner.models.policy
     b = batching.collate(make_groups(), cfg)
@@ -525,13 +527,13 @@ def test_training_follows_the_low_bit_loss():
         learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert (learner.score(b, Needs()).logp - before)[b.mask].abs().max() > 1e-3
     assert all(not torch.equal(m.quantized_weight()[0], first[n]) for n, m in quant.quantized_linears(policy).items())
-    tiny_model(1).load_state_dict(policy.state_dict())  # the names are those of a plain model
+    tiny_model(1).load_state_dict(policy.state_dict())  # the names of a plain model
     (again,) = learners("int8", "aligned")
     again.models.policy.load_state_dict(policy.state_dict())
     assert torch.equal(again.score(b, Needs()).logp, learner.score(b, Needs()).logp)
 
 
-def test_the_model_that_samples_is_the_aligned_one():
+def test_only_the_sampling_model_is_aligned():
     cfg = make_cfg(objective="jackpot", actor="base:actor", rollout_quant="int8", learner_quant="aligned")
     learner = Learner(tiny_model(0), tiny_model(1), cfg, Comm())
     assert {type(m) for m in quant.quantized_linears(learner.models.actor).values()} == {LowBitLinear}
@@ -541,8 +543,8 @@ def test_the_model_that_samples_is_the_aligned_one():
     assert out["stepped"] and out["actor/grad_norm"] > 0
 
 
-def test_the_engine_holds_the_very_bits(vllm_engines):
-    """fp8: vLLM's weights and scales, joined over q, k, v and over gate, up, are the bits of the learner's forward."""
+def test_the_engine_holds_the_learners_bits(vllm_engines):
+    """fp8: vLLM's fused weights and scales (q, k, v and gate, up) are bit-identical to the learner's forward."""
     engine = vllm_engines(fmt=format_of("fp8"))
     (learner,) = learners("fp8", "aligned")
     moved(learner.models.policy, 5)

@@ -1,6 +1,6 @@
-"""The papers' settings in configs/papers/: each resolves with all its rows, says what its paper says, runs in small.
+"""The papers' settings in configs/papers/: every row resolves, settings equal the paper's, small runs work.
 
-In small: stand-ins for the models, two updates, eight tokens a response. What makes a recipe is not touched."""
+Small runs have stand-in models, two updates and eight tokens a response. Other settings are the recipe's."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from machinery.flags import is_hub_id
 from machinery.run import read_metrics
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "configs" / "papers").glob("*.toml"))}
-# Where the hub, or a line of Python in configs/README.md, has what the papers name
+# Sources of the papers' data on the hub, or of a line of Python in configs/README.md
 HUB = {
     "AIME24": "hf:HuggingFaceH4/aime_2024/train",
     "AIME25": "hf:math-ai/aime25/test",
@@ -41,23 +41,23 @@ HUB = {
 # Jackpot's tables: responses to each problem
 TABLE_1 = {"GSM8K": 4, "MATH-500": 4, "AMC22/23": 4, "AMC12 2024": 4, "AIME24": 4, "AIME25": 4}
 TABLE_2 = {**TABLE_1, "AIME24": 16, "AIME25": 16}
-QARL_SETS = dict.fromkeys(("AIME24", "AIME25", "AMC22/23"), 8)  # how many is not in its text
+QARL_SETS = dict.fromkeys(("AIME24", "AIME25", "AMC22/23"), 8)  # the number is not in the text
 QARL_SETS |= dict.fromkeys(("MATH-500", "Minerva", "OlympiadBench"), 1)
 QWEN3_4B = {"model": "Qwen/Qwen3-4B-Base", "actor": "none", "task": "DeepScaleR"}
-# Of each recipe models, data, and what is held out, with the responses to each problem; `eval_temperature` and
-# `eval_tokens` say how those are sampled where not at 1 and --max_tokens. A recipe has no cache of 8 bits, no arguments
-# of the chat template and no system prompt but where it stands here
+# Models, data and held-out sets of each recipe, with the responses to each problem, and `eval_temperature` and
+# `eval_tokens` if they are not 1 and --max_tokens. Without an entry here, a recipe has no 8-bit cache, no chat template
+# arguments and no system prompt
 USUAL = {"kv_cache_dtype": "auto", "chat_kwargs": "", "system_prompt": ""}
 QARL = {"actor": "none", "task": "OpenR1-Math-46K", "sets": QARL_SETS, "eval_temperature": 0.6, "reward": ""}
 SOURCES = {
     "jackpot": {**QWEN3_4B, "actor": "Qwen/Qwen3-1.7B-Base", "sets": TABLE_1},
     "jackpot_stale": {**QWEN3_4B, "sets": TABLE_2},
-    # how many is not in the text
+    # the number is not in the text
     "jackpot_clip": {**QWEN3_4B, "sets": {"GSM8K": 4, "MATH-500": 4, "AMC22/23": 4, "AIME24": 16}},
     "jackpot_fp8": {**QWEN3_4B, "sets": TABLE_2, "kv_cache_dtype": "fp8"},
     "tis_dapo": {
         **{"model": "Qwen/Qwen2.5-32B", "actor": "none", "task": "DAPO-Math-17k, made unique"},
-        "sets": {"AIME24": 32},  # how many is not in the text
+        "sets": {"AIME24": 32},  # the number is not in the text
     },
     "tis_int8": {
         **{"model": "Qwen/Qwen2.5-0.5B", "actor": "none", "task": "GSM8K, to train", "sets": {"GSM8K": 1}},
@@ -65,7 +65,7 @@ SOURCES = {
     },
     "praxis": {
         **{"model": "Qwen/Qwen3-8B", "actor": "none", "task": "GSM8K, to train", "sets": {"GSM8K": 1}},
-        **{"chat_kwargs": "enable_thinking=false", "eval_tokens": 2048},  # the tokens are not in the text
+        **{"chat_kwargs": "enable_thinking=false", "eval_tokens": 2048},  # the number of tokens is not in the text
     },
     "qarl": {**QARL, "model": "Qwen/Qwen3-8B-Base"},
     "qarl_moe": {**QARL, "model": "Qwen/Qwen3-30B-A3B-Base"},
@@ -76,7 +76,7 @@ SOURCES = {
         "answer. Please put your final answer within `\\boxed{}`. Also, indicate that it is the answer.",
     },
 }
-# What else the papers print, read from them and not from the files: `batches` is rollout batch and update, in prompts
+# More settings, copied from the papers, not from the files. `batches`: rollout batch and update, in prompts
 PAPERS = {
     "jackpot": {
         **{"batches": (64, 64), "correction": "obrs", "obrs_target": "ref", "obrs_lambda": 1, "obrs_topk": 20},
@@ -120,7 +120,7 @@ PAPERS = {
     },
 }
 PAPERS["qarl_moe"] = PAPERS["qarl"]
-# Models and data of a recipe's other rows, in their order
+# Models and data of a recipe's additional rows, in order
 OTHERS = {
     "jackpot": [
         ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-1.7B-Base", "DeepScaleR"),
@@ -132,7 +132,7 @@ OTHERS = {
     "tis_dapo": [("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "none", "DAPO-Math-17k, made unique")],
     "qarl": [(f"Qwen/Qwen2.5-Math-{size}", "none", "OpenR1-Math-46K") for size in ("7B", "1.5B")],
 }
-# What a run in small sets anew: sizes, places and the engine. All else of a recipe stays
+# Flags that small runs change: sizes, places and the engine
 SMALL = {
     *("model", "actor", "task", "eval_task", "out", "steps"),
     *("epochs", "rollout_batch", "train_batch", "group_size", "max_tokens", "max_prompt_tokens"),
@@ -146,48 +146,49 @@ def of_file(name: str) -> dict:
 
 
 def rows_of(name: str) -> list[list[str]]:
-    """The flags of the rows in a recipe's head: its indented lines, up to two spaces or the end."""
+    """The flags of the rows in a recipe's head: indented lines up to two spaces or the end."""
     lines = re.findall(r"^#   (--.*?)(?:  .*)?$", RECIPES[name].read_text(), re.M)
     return [line.split() for line in lines]
 
 
 def sets_of(eval_task: str) -> dict[str, dict]:
-    """The held-out sets, each with its own settings."""
+    """The held-out sets with their settings."""
     words = [tasks.parts_of(word) for word in eval_task.split(",")]
-    return {source: dict(tasks.setting("eval_task", source, part) for part in own) for source, own in words}
+    return {source: dict(tasks.setting("eval_task", source, part) for part in of_set) for source, of_set in words}
 
 
-def parsed(name: str, *flags: str, **how) -> config.Config:
-    return settings.parse([f"--config={RECIPES[name]}", *flags], **how)
+def parsed(name: str, *flags: str, **options) -> config.Config:
+    return settings.parse([f"--config={RECIPES[name]}", *flags], **options)
 
 
 def planned(name: str, *flags: str) -> config.Config:
-    """As its command's eight ranks a node see it."""
+    """The configuration on eight ranks a node."""
     return parsed(name, *flags, n_ranks=8, installed=False)
 
 
-def test_every_recipe_is_compared_with_its_paper_and_stands_in_the_table():
+def test_every_recipe_is_compared_and_listed():
     table = (ROOT / "configs" / "README.md").read_text()
     listed = set(re.findall(r"^\| \[(\w+)\]\(papers/\1\.toml\)", table, re.M))
     assert listed == RECIPES.keys() == PAPERS.keys() == SOURCES.keys()
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_says_what_its_paper_says(name, monkeypatch):
+def test_a_recipe_has_the_settings_of_its_paper(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a recipe is for a machine with GPUs
     cfg = planned(name)
     wanted = USUAL | SOURCES[name] | PAPERS[name]
     wanted["task"] = HUB[wanted["task"]]
     rollout, update = wanted.pop("batches", (8, 8))
-    how = (wanted.pop("eval_temperature", 1), wanted.pop("eval_tokens", cfg.max_tokens))
+    temperature, max_tokens = wanted.pop("eval_temperature", 1), wanted.pop("eval_tokens", cfg.max_tokens)
     sets = {
-        HUB[one]: {"samples": n, "temperature": how[0], "max_tokens": how[1]} for one, n in wanted.pop("sets").items()
+        HUB[one]: {"samples": n, "temperature": temperature, "max_tokens": max_tokens}
+        for one, n in wanted.pop("sets").items()
     }
-    usual = {"samples": 1, "temperature": 1, "max_tokens": cfg.max_tokens}
-    assert {source: usual | own for source, own in sets_of(cfg.eval_task).items()} == sets
+    defaults = {"samples": 1, "temperature": 1, "max_tokens": cfg.max_tokens}
+    assert {source: defaults | changes for source, changes in sets_of(cfg.eval_task).items()} == sets
     assert (cfg.rollout_batch, cfg.train_batch) == (rollout * cfg.group_size, update * cfg.group_size)
     assert {key: getattr(cfg, key) for key in wanted} == wanted
-    assert cfg.train_batch % (8 * cfg.group_size) == 0  # divides among 8 GPUs
+    assert cfg.train_batch % (8 * cfg.group_size) == 0  # divisible among 8 GPUs
     assert cfg.dtype == cfg.rollout_dtype == "bfloat16"
     assert is_hub_id(cfg.model)
     head = RECIPES[name].read_text().split("\nobjective")[0]
@@ -203,20 +204,20 @@ def test_all_rows_of_a_recipe_resolve(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = rows_of(name)
     assert len(rows) >= 2
-    usual = planned(name)
-    seen, others = {repr(usual)}, []
+    base = planned(name)
+    seen, others = {repr(base)}, []
     for row in rows:
         cfg = planned(name, *row)
         seen.add(repr(cfg))
-        assert cfg.train_batch == usual.train_batch
-        if (cfg.model, cfg.actor, cfg.task) != (usual.model, usual.actor, usual.task):
+        assert cfg.train_batch == base.train_batch
+        if (cfg.model, cfg.actor, cfg.task) != (base.model, base.actor, base.task):
             others.append((cfg.model, cfg.actor, cfg.task))
     assert others == [(model, actor, HUB[task]) for model, actor, task in OTHERS.get(name, [])]
-    assert len(seen) == 1 + len(rows)  # each is another run
+    assert len(seen) == 1 + len(rows)  # all runs are different
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_data_sets_are_named_as_the_reader_wants_them(name):
+def test_data_sets_have_readable_names(name):
     cfg = of_file(name)
     held_out = sets_of(cfg["eval_task"])
     for source in (cfg["task"], *held_out):
@@ -225,16 +226,16 @@ def test_data_sets_are_named_as_the_reader_wants_them(name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In small
+# Small runs
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Stand-ins by family, a larger and a smaller one of qwen3, and six problems."""
+    """Stand-ins by family, a large and a small one of qwen3, and six problems."""
     root = tmp_path_factory.mktemp("small")
-    made = {"qwen3": ("qwen3", 2), "actor": ("qwen3", 1), "qwen2": ("qwen2", 2), "moe": ("qwen3_moe", 2)}
-    for seed, (name, (family, layers)) in enumerate(made.items()):
+    models = {"qwen3": ("qwen3", 2), "actor": ("qwen3", 1), "qwen2": ("qwen2", 2), "moe": ("qwen3_moe", 2)}
+    for seed, (name, (family, layers)) in enumerate(models.items()):
         changes = {"num_hidden_layers": layers, "max_position_embeddings": 512}  # HeteroRL's system prompt is long
         standins.save(standins.model(family, seed, **changes), root / name)
     rows = [{"problem": f"What is {i} + {i}?", "answer": f"work\n#### {2 * i}"} for i in range(6)]
@@ -243,14 +244,14 @@ def small(tmp_path_factory):
 
 
 def stand_in(model: str) -> str:
-    """Which stand-in has the architecture of a model of the hub."""
+    """The stand-in with the architecture of a model of the hub."""
     if "A3B" in model:
         return "moe"
     return "qwen3" if "Qwen3" in model else "qwen2"
 
 
 def shrunk(name: str, small, out) -> list[str]:
-    """The flags that make a recipe small: two groups of two an update, and as many updates to a sync as it has."""
+    """The flags that make a recipe small: two groups of two an update, with the recipe's number of updates a sync."""
     cfg = of_file(name)
     settings = "".join(f":{part}" for part in cfg["eval_task"].split(",")[0].split(":") if part.startswith("temp"))
     flags = {
@@ -278,7 +279,7 @@ def shrunk(name: str, small, out) -> list[str]:
     return [f"--{key}={value}" for key, value in flags.items()]
 
 
-# what only this recipe's parts log
+# metrics that only this recipe logs
 LOGGED = {
     "jackpot": ("obrs/z_approx", "distill_kl"),
     "jackpot_stale": ("obrs/z_approx", "obrs/kappa"),
@@ -295,7 +296,7 @@ LOGGED = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_in_small(name, small, tmp_path):
-    """In the precision that it names; on two ranks where it wants shards."""
+    """In the recipe's precision; on two ranks if the recipe uses shards."""
     argv = shrunk(name, small, tmp_path / "run")
     if of_file(name).get("parallel") == "fsdp":
         torchrun("../train.py", f"--config={RECIPES[name]}", *argv)
@@ -310,5 +311,5 @@ def test_a_recipe_runs_in_small(name, small, tmp_path):
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows if "loss" in row] == [0, 1]
     for key in ("loss", "grad_norm", *LOGGED[name]):
-        logged = [row[key] for row in rows if key in row]  # some are logged once a rollout batch
+        logged = [row[key] for row in rows if key in row]  # a few metrics are logged once a rollout batch
         assert logged and all(map(math.isfinite, logged))

@@ -21,7 +21,7 @@ V = 5
 
 
 def distribution(seed: int, near=None):
-    """Logits (V,) of a distribution over five tokens; near others, or anywhere."""
+    """Logits (V,) of a distribution over five tokens; near a given distribution, or random."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(V, generator=g, dtype=f64)
     return x if near is None else near + 0.5 * x
@@ -39,9 +39,9 @@ def gradient_of(value, logits):
     return torch.autograd.grad(value, logits, retain_graph=True)[0]
 
 
-def expected_gradient(value, law, logits):
-    """sum_x law(x) d value_x / d logits, of values (V,)."""
-    return gradient_of((law.exp().detach() * value).sum(), logits)
+def expected_gradient(value, distribution, logits):
+    """sum_x p(x) d value_x / d logits, of values (V,); distribution: log p."""
+    return gradient_of((distribution.exp().detach() * value).sum(), logits)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def test_values_of_the_estimators_on_average():
 
 
 def test_gradients_of_the_estimators_on_average():
-    """Of KL(p || start), of KL(start || p)."""
+    """Of KL(p || start) and of KL(start || p)."""
     z = NEW.clone().requires_grad_()
     logp = z.log_softmax(0)
     to_start, from_start = gradient_of(kl(logp, START), z), gradient_of(kl(START, logp), z)
@@ -70,14 +70,14 @@ def test_gradients_of_the_estimators_on_average():
 
 
 def test_weighted_k3_with_its_ratio_has_the_gradient_of_k2():
-    """DeepSeek-V3.2's term (p_new / p_old) k3, differentiated through both factors, against p_new / p_old times k2."""
+    """DeepSeek-V3.2's term (p_new / p_old) k3, differentiated through both factors, equals p_new / p_old times k2."""
     z = NEW.clone().requires_grad_()
     logp = z.log_softmax(0)
     ratio = (logp - REF).exp()
     for x in range(V):
-        theirs = gradient_of(ratio[x] * kl_estimate(logp, START, "k3")[x], z)
-        ours = gradient_of(ratio[x].detach() * kl_estimate(logp, START, "k2")[x], z)
-        assert torch.allclose(theirs, ours)
+        deepseeks = gradient_of(ratio[x] * kl_estimate(logp, START, "k3")[x], z)
+        got = gradient_of(ratio[x].detach() * kl_estimate(logp, START, "k2")[x], z)
+        assert torch.allclose(deepseeks, got)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_weighted_k3_with_its_ratio_has_the_gradient_of_k2():
 
 
 def five_tokens(logp, adv, inf=INF, ref=REF):
-    """(TokenStats, batch) of five responses of one token, each of the vocabulary once."""
+    """(TokenStats, batch) of five responses of one token, each token of the vocabulary once."""
     column = torch.ones(V, 1, dtype=torch.bool)
     batch = TinyBatch(
         logp_ref=ref[:, None],
@@ -116,8 +116,8 @@ NOTHING = torch.zeros(V, 1, dtype=f64)
     ],
 )
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_the_term_is_the_kl_of_the_policy_whoever_sampled(flags, inf, ref, estimator):
-    """Summed over the vocabulary under p_inf, the loss of tokens without an advantage has the gradient of the KL."""
+def test_the_term_is_the_policys_kl_for_every_sampler(flags, inf, ref, estimator):
+    """Summed over the vocabulary under p_inf, the loss of tokens without advantage has the gradient of the KL."""
     z = NEW.clone().requires_grad_()
     logp = z.log_softmax(0)
     cfg = make_cfg(kl_coef=0.3, kl_estimator=estimator, **flags)
@@ -129,8 +129,8 @@ def test_the_term_is_the_kl_of_the_policy_whoever_sampled(flags, inf, ref, estim
     assert got.abs().max() > 0.01
 
 
-def test_under_obrs_reward_and_kl_count_a_context_alike():
-    """Both are scaled by Z, as OBRS scales everything: the balance between them is what the flag says."""
+def test_obrs_scales_reward_and_kl_equally():
+    """OBRS scales both by Z, so their ratio is the flag's."""
     z = NEW.clone().requires_grad_()
     logp = z.log_softmax(0)
     cfg = make_cfg(objective="jackpot", obrs_mask="expected", obrs_c1=1e9, kl_coef=0.3, clip=False)
@@ -145,29 +145,29 @@ def test_under_obrs_reward_and_kl_count_a_context_alike():
 @pytest.mark.parametrize("correction", sorted(set(CORRECTIONS) - {"z_tis", "obrs", "jackpot_adjusted", "vespo"}))
 @pytest.mark.parametrize("surrogate", ["ppo", "reinforce"])
 @pytest.mark.parametrize("denominator", ["proposed", "kept"])
-def test_k2_is_an_advantage_less_the_log_ratio(correction, surrogate, denominator):
-    """Whatever the correction: the gradient is that of the advantages A - kl_coef log(p_new / p_start), clip aside."""
+def test_k2_equals_an_advantage_minus_the_log_ratio(correction, surrogate, denominator):
+    """For every correction, without clip: the advantages of the gradient are A - kl_coef log(p_new / p_start)."""
     base = "new" if correction == "tis_adjusted" else "ref"
     if base == "new" and surrogate == "reinforce":
         return
-    where = [[-1.2, -0.7, -1.6], [-0.4, -1.1, -2.0]]
+    logp_new = [[-1.2, -0.7, -1.6], [-0.4, -1.1, -2.0]]
     flags = dict(correction=correction, surrogate=surrogate, clip=False, loss_denominator=denominator, ratio_base=base)
     cfg = make_cfg(objective="none", kl_coef=0.25, **flags)
     grads = []
     for in_loss in (True, False):
-        new, batch = tiny(LOG_R, new=where)
+        new, batch = tiny(LOG_R, new=logp_new)
         batch.logp_start = torch.tensor([[-2.0, -0.5, -1.0], [-1.0, -3.0, -0.1]], dtype=f64)
         if not in_loss:
             batch.adv = batch.adv - 0.25 * (new.logp - batch.logp_start).detach()
-        own = cfg if in_loss else objectives.unregularised(cfg)
-        stats = objectives.prepare(batch, One, own, {})
-        value, _ = objectives.loss(new, batch, stats, own)
+        cfg_of_case = cfg if in_loss else objectives.unregularised(cfg)
+        stats = objectives.prepare(batch, One, cfg_of_case, {})
+        value, _ = objectives.loss(new, batch, stats, cfg_of_case)
         value.sum().backward()
         grads.append(new.logp.grad)
     assert torch.allclose(*grads)
 
 
-def test_the_entropy_takes_no_weight():
+def test_the_entropy_has_no_weight():
     new, batch = tiny(LOG_R, mask=[[True] * 3, [True, False, True]])
     new.entropy = torch.full((2, 3), 1.5, dtype=f64, requires_grad=True)
     plain, _ = objectives.loss(new, batch, STATS, make_cfg(objective="areal_drop"))
@@ -177,9 +177,9 @@ def test_the_entropy_takes_no_weight():
     assert torch.allclose(new.entropy.grad, -0.2 * batch.mask.double())
 
 
-def test_the_actors_own_loss_has_no_regularisers():
-    own = objectives.actor_config(make_cfg(actor="base:actor", kl_coef=0.1, entropy_coef=0.2))
-    assert (own.kl_coef, own.entropy_coef) == (0, 0)
+def test_the_actors_loss_has_no_regularisers():
+    actor_cfg = objectives.actor_config(make_cfg(actor="base:actor", kl_coef=0.1, entropy_coef=0.2))
+    assert (actor_cfg.kl_coef, actor_cfg.entropy_coef) == (0, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,13 +191,13 @@ def test_defaults_and_contradictions():
     cfg = make_cfg()
     assert (cfg.kl_coef, cfg.entropy_coef) == (0, 0)
     assert make_cfg(kl_coef=0.1).kl_estimator == "k2"
-    for given, words in (
+    for changes, words in (
         (dict(kl_coef=-0.1), "--kl_coef=-0.1: must not be negative"),
         (dict(entropy_coef=-1.0), "--entropy_coef=-1.0: must not be negative"),
         (dict(kl_coef=0.1, top_p=0.9, keep_sampling_mask="recompute"), "--kl_coef: the KL between two truncated"),
     ):
         with pytest.raises(flags.UserError, match=words):
-            make_cfg(**given)
+            make_cfg(**changes)
 
 
 def test_warm_up_as_a_share_of_the_steps():
@@ -218,27 +218,27 @@ def test_the_start_model_scores_and_stays_frozen():
     learner, groups = make_learner(cfg), make_groups(2, seed=2)
     before = {name: p.detach().clone() for name, p in learner.models.named_parameters()}
     batch = batching.collate(groups, cfg)
-    said = learner.score(batch, Needs(start=True)).logp_start
+    start_logp = learner.score(batch, Needs(start=True)).logp_start
     alone = Learner(tiny_model(3, dtype=f64), None, replace(cfg, kl_coef=0.0), Comm())
-    assert torch.allclose(said, alone.score(batch, Needs()).logp, atol=1e-12)
-    was = make_learner(replace(cfg, kl_coef=0.0)).score(batch, Needs()).logp
+    assert torch.allclose(start_logp, alone.score(batch, Needs()).logp, atol=1e-12)
+    before_logp = make_learner(replace(cfg, kl_coef=0.0)).score(batch, Needs()).logp
     logged = learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))
-    assert logged["start_kl"] == pytest.approx(float((was - said)[batch.mask].mean()))
+    assert logged["start_kl"] == pytest.approx(float((before_logp - start_logp)[batch.mask].mean()))
     assert logged["start_k3_kl"] > 0
     for name, p in learner.models.named_parameters():
         assert torch.equal(p, before[name]) == name.startswith("start."), name
-    assert batch.logp_start is None  # one forward for both: nothing was scored before
+    assert batch.logp_start is None  # one forward pass for both: no earlier scoring
 
 
-def test_under_an_aligned_learner_the_start_model_computes_in_low_bits_too():
-    """Held to itself a policy has drifted nowhere."""
+def test_an_aligned_learner_has_an_aligned_start_model():
+    """A policy equal to its start model has no drift."""
     cfg = make_cfg(kl_coef=0.1, rollout_quant="w4a16", learner_quant="aligned", quant_group=32)
     policy, start = tiny_model(0), tiny_model(0)
-    said = Learner(policy, None, cfg, Comm(), start=start).score(
+    stats = Learner(policy, None, cfg, Comm(), start=start).score(
         batching.collate(make_groups(), cfg), Needs(start=True)
     )
-    assert torch.equal(said.logp, said.logp_start)
+    assert torch.equal(stats.logp, stats.logp_start)
 
 
-def test_without_a_coefficient_there_is_no_second_model():
+def test_without_a_coefficient_there_is_no_start_model():
     assert make_learner(make_cfg()).models.start is None

@@ -1,6 +1,6 @@
-"""Remote samplers as real processes: over ZeroMQ and over a folder, killed, stopped, cut off, turned away.
+"""Remote samplers as real processes: over ZeroMQ and over a folder, killed, stopped, disconnected.
 
-After every run the account adds up. A learner has 240 s (test_train.finish), and every wait in here has a limit."""
+After every run the account of groups is complete. A learner has 240 s (test_train.finish); every wait has a limit."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ from remote import sampler
 from remote.account import Account
 from remote.keys import make_keys
 
-pytestmark = pytest.mark.timeout(600)  # several processes, and a machine that may be busy
+pytestmark = pytest.mark.timeout(600)  # several processes on a machine that may be busy
 
 REMOTE = dict(
     rollout_batch=16, train_batch=16, steps=6, save_every=2, objective="tis", actor="none", give_up=90, eval_problems=8
@@ -34,7 +34,7 @@ REMOTE = dict(
 
 
 def box(address, folder, *more, keys="none", name="box"):
-    """A sampler, as a process."""
+    """A sampler process."""
     argv = [sys.executable, "-m", "remote", f"--connect={address}", f"--spool={folder}", f"--keys={keys}"]
     argv += [f"--name={name}", "--rollout=hf", "--groups=2", "--give_up=90", "--patience=1", *more]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -42,14 +42,14 @@ def box(address, folder, *more, keys="none", name="box"):
 
 
 def kill(*processes):
-    """What they have printed."""
+    """Kill processes and return their output."""
     for p in processes:
         p.send_signal(signal.SIGKILL)
     return "".join(p.communicate(timeout=30)[0] or "" for p in processes)
 
 
 def finishes(learner, *samplers):
-    """The learner comes to its end; then the samplers are killed. What they have printed."""
+    """Wait for the learner's end, then killed the samplers and return their output."""
     code, text, err = finish(learner)
     printed = kill(*samplers)
     assert code == 0, err[-3000:] + printed[-3000:]
@@ -57,15 +57,15 @@ def finishes(learner, *samplers):
 
 
 def source_state(run, rank=0):
-    """The state of a rank's source in the newest checkpoint, as soon as one is whole."""
+    """The state of a rank's source in the newest complete checkpoint."""
     assert until(lambda: list((run / "checkpoints").glob("step_??????")), within=60)
     newest = sorted((run / "checkpoints").glob("step_??????"))[-1]
     return torch.load(newest / f"rank{rank}.pt", weights_only=True)["source"]
 
 
-def the_account_adds_up(run, spools, updates=6, ranks=1, most=0.5):
-    """Every group that was handed over is accounted for in the checkpoint or still in a spool, none is missing in
-    between; every one accounted for has one fate; as many were trained on as the updates took."""
+def assert_account_is_complete(run, spools, updates=6, ranks=1, most=0.5):
+    """Every handed-over group is in the checkpoint's account or in a spool. Every group in the account has one fate.
+    The number of trained groups equals the number that the updates used."""
     trained, have = 0, {}
     for spool in spools:
         for path in spool.glob("*/*-*"):
@@ -96,12 +96,12 @@ def folder_flags(shared, **more):
     return {**REMOTE, "samplers": shared, **more}
 
 
-def go_on(out):
+def resume(out):
     return start(["--resume", f"--out={out}"])
 
 
-def test_over_zmq_with_keys_two_samplers_of_another_kind_and_the_trained_actor(solvers, tmp_path):
-    """A small actor samples on two hosts, one of them in int8; everything is encrypted; one joins late."""
+def test_over_zmq_with_keys_two_samplers_and_a_trained_actor(solvers, tmp_path):
+    """A small actor samples on two hosts, one in int8; all messages are encrypted; one sampler joins late."""
     make_keys(str(tmp_path / "keys"), 2)
     settings = zmq_flags(
         objective="jackpot",
@@ -117,25 +117,24 @@ def test_over_zmq_with_keys_two_samplers_of_another_kind_and_the_trained_actor(s
     second = box(address, tmp_path / "b", "--rollout_quant=int8", keys=tmp_path / "keys" / "sampler1", name="sampler1")
     finishes(learner, first, second)
     spools = [tmp_path / "a" / "spool", tmp_path / "b" / "spool"]
-    rows = the_account_adds_up(tmp_path / "run", spools, most=10)  # two models that differ
+    rows = assert_account_is_complete(tmp_path / "run", spools, most=10)  # two different models
     assert all(r["staleness/max_updates"] <= 3 for r in rows)
     assert "sampler sampler0-a" in (tmp_path / "run" / "remote.log").read_text()
     assert rows[-1]["remote/received"] >= 24 and rows[-1]["remote/strangers"] == 0
 
 
 def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
-    """No file may grow beyond 600 bytes for a while: every group fails to be written, waits, and is trained on in the
-    end."""
+    """For a while files cannot exceed 600 bytes: every group fails to be written, waits, and is trained on later."""
     shared = tmp_path / "shared"
     learner = start(flags(solvers, tmp_path / "run", **folder_flags(shared, max_staleness=1)))
     sampler = box(shared, tmp_path / "box")
     wait_for(tmp_path / "run", 1, learner)
     resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
     done = read_metrics(tmp_path / "run")[-1]["step"]
-    assert any("File too large; waiting for room" in line for line in sampler.stdout)  # it waits until it is said
+    assert any("File too large; waiting for room" in line for line in sampler.stdout)  # waits for this line
     resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     finishes(learner, sampler)
-    the_account_adds_up(tmp_path / "run", [shared / "rollouts"])
+    assert_account_is_complete(tmp_path / "run", [shared / "rollouts"])
     assert done >= 1
 
 
@@ -149,8 +148,7 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
     ],
 )
 def test_killed_and_started_again(who, solvers, tmp_path):
-    """The spool is as small as can be: a learner that must see more groups than that between two checkpoints, orphans
-    among them, gets them."""
+    """The spool is minimal: the learner still gets more groups between two checkpoints, orphans included."""
     if "folder" in who:
         settings = folder_flags(tmp_path / "shared", save_every=3)
         address, spool = settings["samplers"], tmp_path / "shared" / "rollouts"
@@ -164,16 +162,16 @@ def test_killed_and_started_again(who, solvers, tmp_path):
         kill(sampler)
     if who != "sampler":
         kill(learner)
-        learner = go_on(tmp_path / "run")
+        learner = resume(tmp_path / "run")
     if who in ("sampler", "both"):
         sampler = box(address, tmp_path / "box")
     finishes(learner, sampler)
-    the_account_adds_up(tmp_path / "run", [spool])
+    assert_account_is_complete(tmp_path / "run", [spool])
 
 
 @pytest.mark.slow
-def test_a_learner_that_waits_stops_at_a_signal_and_gives_up_with_a_sentence(solvers, tmp_path):
-    """Nobody samples. What was computed is saved either way, and the sampler that comes in the end finds it."""
+def test_a_waiting_learner_stops_at_a_signal_and_gives_up_with_an_error(solvers, tmp_path):
+    """No sampler is running. The run is saved both times, and a late sampler continues it."""
     settings = zmq_flags(give_up=600)
     learner = start(flags(solvers, tmp_path / "run", **settings))
     published = tmp_path / "run" / "versions" / "v000000.safetensors"
@@ -188,27 +186,27 @@ def test_a_learner_that_waits_stops_at_a_signal_and_gives_up_with_a_sentence(sol
     assert code == 1 and "error: no group to train on for 2 s" in err and "Traceback" not in err
     learner = start(["--resume", f"--out={tmp_path / 'run'}", "--give_up=90"])
     finishes(learner, box(settings["samplers"], tmp_path / "box"))
-    the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
+    assert_account_is_complete(tmp_path / "run", [tmp_path / "box" / "spool"])
 
 
 @pytest.mark.slow
-def test_stopped_for_longer_than_every_timeout(solvers, tmp_path):
+def test_suspended_for_longer_than_every_timeout(solvers, tmp_path):
     settings = zmq_flags()
     learner = start(flags(solvers, tmp_path / "run", **settings))
     sampler = box(settings["samplers"], tmp_path / "box", "--give_up=14")
     wait_for(tmp_path / "run", 1, learner)
-    # The sampler gives up after 3 s, for good after 14.
+    # the sampler reports after 3 s and gives up after 14 s
     for process, seconds in ((sampler, 16), (learner, 12)):
         process.send_signal(signal.SIGSTOP)
         time.sleep(seconds)
         process.send_signal(signal.SIGCONT)
     finishes(learner, sampler)
-    the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
+    assert_account_is_complete(tmp_path / "run", [tmp_path / "box" / "spool"])
 
 
 class Proxy(threading.Thread):
-    """Between samplers and learner: whole messages are lost, damaged, doubled, held back and throttled, and the
-    connection is cut now and then. No call blocks for longer than a second."""
+    """A proxy between samplers and learner: messages are lost, damaged, doubled, delayed and throttled, and connections
+    are cut sometimes. No call blocks for longer than a second."""
 
     def __init__(self, upstream):
         super().__init__(daemon=True)
@@ -219,8 +217,8 @@ class Proxy(threading.Thread):
         self.context = zmq.Context()
         self.front = self.open(zmq.ROUTER)
         self.address = f"tcp://127.0.0.1:{self.front.bind_to_random_port('tcp://127.0.0.1')}"
-        self.back = {}  # sampler -> its socket towards the learner
-        self.held = []  # messages held back
+        self.back = {}  # sampler -> its socket to the learner
+        self.held = []  # delayed messages
         self.start()
 
     def open(self, kind):
@@ -239,14 +237,14 @@ class Proxy(threading.Thread):
             if time.monotonic() > cut:
                 cut = time.monotonic() + 6
                 self.did["cut"] += 1
-                for end in self.back.values():  # the learner sees the sampler vanish and another come
+                for end in self.back.values():  # the learner sees one sampler vanish and a new one appear
                     end.close(linger=0)
                 self.back.clear()
                 self.held.clear()
         self.context.destroy(linger=0)
 
     def receive(self):
-        """(whether it goes up to the learner, sampler, frames) of every socket that has a message."""
+        """(whether it goes to the learner, sampler, frames) of every socket with a message."""
         poller = zmq.Poller()
         for end in (self.front, *self.back.values()):
             poller.register(end, zmq.POLLIN)
@@ -275,21 +273,21 @@ class Proxy(threading.Thread):
             self.pass_on(up, who, frames)
 
     def damage(self, frame):
-        """One bit is wrong."""
+        """Flip one bit."""
         if not frame:
             return b"?"
         at = self.random.randrange(len(frame))
         return frame[:at] + bytes([frame[at] ^ 1 << self.random.randrange(8)]) + frame[at + 1 :]
 
     def pass_on(self, up, who, frames):
-        with contextlib.suppress(zmq.Again):  # nobody takes it: lost
+        with contextlib.suppress(zmq.Again):  # no receiver: lost
             if not up:
                 self.front.send_multipart([who, *frames])
             elif who in self.back:
                 self.back[who].send_multipart(frames)
 
 
-def test_through_a_proxy_that_spoils_everything(solvers, tmp_path):
+def test_through_a_proxy_that_damages_messages(solvers, tmp_path):
     settings = zmq_flags()
     proxy = Proxy(settings["samplers"])
     learner = start(flags(solvers, tmp_path / "run", **settings))
@@ -297,29 +295,29 @@ def test_through_a_proxy_that_spoils_everything(solvers, tmp_path):
     proxy.stopping = True
     proxy.join(timeout=10)
     assert not proxy.is_alive()
-    the_account_adds_up(tmp_path / "run", [tmp_path / "box" / "spool"])
+    assert_account_is_complete(tmp_path / "run", [tmp_path / "box" / "spool"])
     assert all(proxy.did[kind] > 0 for kind in ("lose", "damage", "double", "hold", "slow", "cut")), proxy.did
 
 
 def streams(run, rank):
-    """(sampler.rank, how many of its groups) in a rank's checkpoint."""
+    """{sampler.rank: number of its groups} in a rank's checkpoint."""
     account = Account.of(source_state(run, rank)["account"])
     return {sampler: len(seen) for (sampler, _), seen in account.items()}
 
 
 @pytest.mark.slow
 def test_two_ranks_and_two_samplers(solvers, tmp_path):
-    """Each sampler serves both ranks and fetches its weights from the first."""
+    """Each sampler serves both ranks and fetches weights from the first rank."""
     at = free_port()
     settings = {**REMOTE, "samplers": f"tcp://127.0.0.1:{at}", "steps": 4}
-    settings |= {"rollout_dtype": "bfloat16"}  # so deltas are sent
+    settings |= {"rollout_dtype": "bfloat16"}  # with deltas
     learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
     both = f"tcp://127.0.0.1:{at},tcp://127.0.0.1:{at + 1}"
     finishes(learner, *(box(both, tmp_path / name, name=name) for name in ("a", "b")))
     spools = [tmp_path / "a" / "spool", tmp_path / "b" / "spool"]
-    rows = the_account_adds_up(tmp_path / "run", spools, updates=4, ranks=2)
+    rows = assert_account_is_complete(tmp_path / "run", spools, updates=4, ranks=2)
     assert set(streams(tmp_path / "run", 0)) <= {"a.0", "b.0"} and set(streams(tmp_path / "run", 1)) <= {"a.1", "b.1"}
-    assert rows[-1]["remote/trained"] == 16 and rows[-1]["remote/handed"] >= 16  # of both ranks
+    assert rows[-1]["remote/trained"] == 16 and rows[-1]["remote/handed"] >= 16  # sum over both ranks
 
 
 @pytest.mark.slow
@@ -330,18 +328,18 @@ def test_two_ranks_a_folder_and_four_bits(solvers, tmp_path):
     learner = start(flags(solvers, tmp_path / "run", **settings), ranks=2)
     a = box(shared, tmp_path / "a", "--spool_groups=2", name="a")
     wait_for(tmp_path / "run", 2, learner)
-    got = streams(tmp_path / "run", 0) | streams(tmp_path / "run", 1)
-    assert set(got) == {"a.0", "a.1"}, got
+    counts = streams(tmp_path / "run", 0) | streams(tmp_path / "run", 1)
+    assert set(counts) == {"a.0", "a.1"}, counts
     kill(a)
     finishes(learner, box(shared, tmp_path / "b", name="b"))
-    the_account_adds_up(tmp_path / "run", [shared / "rollouts"], ranks=2, most=10)
-    got = streams(tmp_path / "run", 0) | streams(tmp_path / "run", 1)
-    assert set(got) == {"a.0", "a.1", "b.0", "b.1"}, got
+    assert_account_is_complete(tmp_path / "run", [shared / "rollouts"], ranks=2, most=10)
+    counts = streams(tmp_path / "run", 0) | streams(tmp_path / "run", 1)
+    assert set(counts) == {"a.0", "a.1", "b.0", "b.1"}, counts
 
 
-def test_a_sampler_that_nobody_answers_gives_up(tmp_path):
-    why = "no answer from tcp://127.0.0.1:9 for 1 s: check that the learner runs"
-    with pytest.raises(SystemExit, match=why):
+def test_a_sampler_without_an_answer_stops(tmp_path):
+    message = "no answer from tcp://127.0.0.1:9 for 1 s: check that the learner runs"
+    with pytest.raises(SystemExit, match=message):
         sampler.main([f"--spool={tmp_path / 's'}", "--connect=tcp://127.0.0.1:9", "--give_up=1", "--patience=0.2"])
 
 

@@ -1,4 +1,4 @@
-"""Engines, records, and the proof of every weight sync, on the plain sampler and on real vLLM."""
+"""Engines, records, and the check of every weight sync, on the plain sampler and on real vLLM."""
 
 import os
 from collections import Counter
@@ -32,7 +32,7 @@ TWELVE_TOKENS = Sampling(max_tokens=12)
 
 @pytest.fixture(params=["hf", "vllm"])
 def engine(request, folders):
-    """Both engines, holding the tiny actor."""
+    """Each engine with the tiny actor's weights."""
     if request.param == "hf":
         return HFEngine(str(folders / "actor"))
     engine = request.getfixturevalue("vllm_engine")
@@ -53,7 +53,7 @@ def same_tokens(a: Response, b: Response) -> bool:
 
 
 def true_logp(model, prompt, response, temperature=1.0):
-    """The model's log-probabilities (L, V) along a response, computed plainly."""
+    """The model's log-probabilities (L, V) along a response, without a cache."""
     ids = torch.tensor([*prompt, *map(int, response.tokens)])[None]
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0].double() / temperature
@@ -101,17 +101,17 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch(engine):
 
 
 def test_prompts_of_more_tokens_than_vllm_reads_at_once(engine):
-    """On a CPU it reads 4,096; here are 5,400, and each response is what it is without the other prompts."""
+    """On a CPU vLLM reads 4,096 tokens at once; with 5,400 tokens each response is the same as in a smaller batch."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 256, 60) for _ in range(90)]
     four = Sampling(max_tokens=4)
     together = sample(engine, [[i] for i in range(90)], four, prompts=prompts)
-    some = sample(engine, [[i] for i in range(60, 75)], four, prompts=prompts[60:75])
-    assert all(same_tokens(a, b) for a, b in zip(flat(together[60:75]), flat(some), strict=True))
+    part = sample(engine, [[i] for i in range(60, 75)], four, prompts=prompts[60:75])
+    assert all(same_tokens(a, b) for a, b in zip(flat(together[60:75]), flat(part), strict=True))
 
 
-def test_a_response_that_ends_with_its_last_token_has_ended_by_itself(engine):
-    """The stop token in the last place that --max_tokens leaves is still an end."""
+def test_a_stop_token_in_the_last_position_is_a_stop(engine):
+    """A stop token in the last position that --max_tokens allows gives finish_reason "stop"."""
     whole = [
         r for r in flat(sample(engine, [list(range(40))], prompts=((5, 6, 7),), stop=(1, 2, 3))) if len(r.tokens) < 12
     ]
@@ -137,7 +137,7 @@ def test_samples_follow_the_distribution(engine):
 
 
 def test_ragged_prompts_and_finished_rows_change_nothing():
-    """Left padding and the dropping of finished rows against one request at a time, with many stop tokens."""
+    """Left padding and dropped finished rows against one request at a time, with many stop tokens."""
     prompts = [(5,), (9, 8, 7, 6, 5, 4), (100, 3, 2), (4, 4)]
     seeds = [list(range(10 * i, 10 * i + 8)) for i in range(4)]
 
@@ -152,7 +152,7 @@ def test_ragged_prompts_and_finished_rows_change_nothing():
         for r, seed in zip(group, group_seeds, strict=True):
             alone = run(engine, [[seed]], (prompt,))[0][0]
             assert same_tokens(r, alone) and (r.finish_reason == "stop") == (r.tokens[-1] < 30)
-    small = HFEngine(tiny_model(1), batch_tokens=130)  # cut into batches, and groups into pieces: the same again
+    small = HFEngine(tiny_model(1), batch_tokens=130)  # smaller batches, groups cut into pieces: the same responses
     decode, sizes = small._decode, []
 
     def noting(prompts, seeds, *more):
@@ -166,7 +166,7 @@ def test_ragged_prompts_and_finished_rows_change_nothing():
 
 
 def test_the_cache_of_the_torch_engine_has_its_gibibytes():
-    """Keys and values of each layer, of so many heads of so many numbers, in float32 or bfloat16."""
+    """Keys and values of each layer, head and head dimension, in float32 or bfloat16."""
     c = tiny_model(1, layers=3).config
     of_a_token = 2 * 3 * c.num_key_value_heads * c.head_dim
     assert HFEngine(tiny_model(1, layers=3)).batch_tokens == 4 * 2**30 // (4 * of_a_token)
@@ -190,7 +190,7 @@ def test_flags_reach_the_engines(folders, monkeypatch):
         dtype="bfloat16",
         seed=9,
         memory_gib=0.5,
-        rows=2 * cfg.rollout_batch,  # of two ranks
+        rows=2 * cfg.rollout_batch,  # two ranks
         kv_cache="fp8",
         logprobs_mode="raw",
         head_fp32=True,
@@ -203,8 +203,8 @@ def test_flags_reach_the_engines(folders, monkeypatch):
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM has no 8-bit cache here")
-def test_an_8_bit_cache_is_a_mismatch_of_its_own(vllm_engines):
-    """Keys and values of three bits of mantissa: near the plain engine, and further from it than float32 rounds."""
+def test_an_8_bit_cache_adds_mismatch(vllm_engines):
+    """Keys and values with three bits of mantissa: near the plain engine, but the gap exceeds float32 rounding."""
     ids = np.arange(48).reshape(2, 24) * 7 % 250
     plain, small = vllm_engines(), vllm_engines(kv_cache="fp8")
     for engine in (plain, small):
@@ -213,30 +213,30 @@ def test_an_8_bit_cache_is_a_mismatch_of_its_own(vllm_engines):
     assert 1e-5 < gap.mean() < 0.06
 
 
-def test_a_cache_in_int8_rounds_each_tokens_heads_by_their_largest_entry():
-    """Beside the formula in plain floats; prompts and new tokens alike."""
+def test_an_int8_cache_rounds_by_each_heads_largest_entry():
+    """Against the formula in plain floats; for prompts and new tokens."""
     cache = in_eight_bits()
     draw = torch.Generator().manual_seed(0)
     steps = [[torch.randn(2, 3, n, 4, generator=draw) * (1 + n) for _ in range(2)] for n in (5, 1)]
     for key, value in steps:
-        found = cache.update(key, value, 0)
-    for which in range(2):
-        whole = torch.cat([step[which] for step in steps], 2)
-        assert found[which].shape == whole.shape
-        for entries, ours in zip(whole.flatten(0, 2).tolist(), found[which].flatten(0, 2).tolist(), strict=True):
+        cached = cache.update(key, value, 0)
+    for part in range(2):
+        whole = torch.cat([step[part] for step in steps], 2)
+        assert cached[part].shape == whole.shape
+        for entries, got in zip(whole.flatten(0, 2).tolist(), cached[part].flatten(0, 2).tolist(), strict=True):
             s = max(map(abs, entries)) / 127
-            assert ours == pytest.approx([s * round(x / s) for x in entries], rel=1e-5)
+            assert got == pytest.approx([s * round(x / s) for x in entries], rel=1e-5)
 
 
 def test_an_engine_with_a_cache_in_int8(folders):
-    """It samples from a law of its own, near the plain one; prompts of unequal lengths, rows that end."""
+    """The sampling distribution differs slightly from the plain engine's; unequal prompts, rows that end."""
     prompts, seeds = [np.arange(3, 9), np.arange(5, 22)], [[1, 2, 3, 4], [5, 6, 7, 8]]
-    plain, small = (HFEngine(str(folders / "policy"), kv_cache=how) for how in ("auto", "int8"))
-    ours, theirs = (e.generate(prompts, seeds, Sampling(max_tokens=12), 0, [1]) for e in (plain, small))
-    pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    plain, small = (HFEngine(str(folders / "policy"), kv_cache=kv_cache) for kv_cache in ("auto", "int8"))
+    of_plain, of_small = (e.generate(prompts, seeds, Sampling(max_tokens=12), 0, [1]) for e in (plain, small))
+    pairs = [(a, b) for x, y in zip(of_plain, of_small, strict=True) for a, b in zip(x, y, strict=True)]
     gaps = np.concatenate([a.logp_inf[:n] - b.logp_inf[:n] for a, b in pairs for n in [alike(a, b)]])
     assert len(gaps) > 40 and 1e-5 < np.abs(gaps).mean() < 0.05
-    for prompt, group in zip(prompts, theirs, strict=True):  # it scores as it samples: the error that sync.py measures
+    for prompt, group in zip(prompts, of_small, strict=True):  # logprobs() agrees with sampling
         for r in group:
             n = len(r.tokens)
             whole = np.concatenate([prompt, r.tokens])[None]
@@ -245,22 +245,20 @@ def test_an_engine_with_a_cache_in_int8(folders):
 
 
 def alike(a, b) -> int:
-    """Tokens at the start of two responses that are the same."""
+    """Number of equal tokens at the start of two responses."""
     same = a.tokens[: min(map(len, (a.tokens, b.tokens)))] == b.tokens[: min(map(len, (a.tokens, b.tokens)))]
     return int(same.cumprod().sum())
 
 
 def test_new_weights_drop_cached_prefixes(vllm_engine, monkeypatch):
-    """A cached block belongs to the old weights.
-
-    On this CPU blocks are longer than the suite's context, so the call itself is watched."""
+    """A cached block belongs to the old weights. Blocks are longer than the context here, so the call is watched."""
     calls = []
     monkeypatch.setattr(vllm_engine.llm, "reset_prefix_cache", lambda *a, **k: calls.append(1))
     vllm_engine.load(list(tiny_model(1).state_dict().items()))
     assert calls
 
 
-def test_changes_of_vllm_are_made_once_and_refused_where_they_do_not_fit(monkeypatch, capsys):
+def test_changes_of_vllm_are_made_once_and_refused_without_a_target(monkeypatch, capsys):
     vllm = pytest.importorskip("vllm")
 
     def twice(function):
@@ -268,18 +266,18 @@ def test_changes_of_vllm_are_made_once_and_refused_where_they_do_not_fit(monkeyp
 
     owner = SimpleNamespace(__name__="owner", one=lambda: 1)
     in_vllm.change(owner, "one", twice)
-    in_vllm.change(owner, "one", twice)  # of the second engine in this process
+    in_vllm.change(owner, "one", twice)  # by the second engine in this process
     assert owner.one() == 2 and not capsys.readouterr().err
     with pytest.raises(ValueError, match=r"vLLM .* has no owner.two, which model/in_vllm.py replaces; .* --rollout=hf"):
         in_vllm.change(owner, "two", twice)
     monkeypatch.setattr(vllm, "__version__", "9.9.9")
     owner.three = lambda: 3
-    in_vllm.change(owner, "three", twice)  # another version that has the function: used, and said
+    in_vllm.change(owner, "three", twice)  # a different version with the function: changed, with a warning
     assert owner.three() == 6 and "vLLM 9.9.9: model/in_vllm.py replaces owner.three" in capsys.readouterr().err
 
 
-def test_heads_that_vllm_has_no_attention_for_are_refused(tmp_path):
-    """On a CPU; its own words would be a traceback after the model has loaded."""
+def test_head_sizes_without_vllm_attention_are_refused(tmp_path):
+    """On a CPU; vLLM's own error would be a traceback after loading the model."""
     config = tiny_model(0).config
     config.head_dim = 16
     config.save_pretrained(tmp_path)
@@ -288,7 +286,7 @@ def test_heads_that_vllm_has_no_attention_for_are_refused(tmp_path):
 
 
 def test_a_cache_too_small_for_one_response_is_refused(folders):
-    """Before vLLM starts; by default it holds a batch of them."""
+    """The check comes before vLLM starts; the default cache holds a batch of responses."""
     with pytest.raises(UserError, match="one response of 64 tokens, prompt included, needs .* raise --rollout_memory"):
         VLLMEngine(str(folders / "actor"), max_len=64, max_logprobs=1, memory_gib=1e-5)
     block = 128 * 10  # bytes
@@ -296,10 +294,10 @@ def test_a_cache_too_small_for_one_response_is_refused(folders):
     assert engines.cache_size(10, 129, 999) == 256 * 3 * block
 
 
-def test_what_vllm_raises_becomes_one_sentence(monkeypatch, tmp_path):
+def test_errors_of_vllm_become_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    told = pytest.raises(UserError, match="it does not start .ValueError: no room left.; its traceback is in .*log")
-    with told, in_vllm.in_one_sentence("it does not start"):
+    error = pytest.raises(UserError, match="it does not start .ValueError: no room left.; its traceback is in .*log")
+    with error, in_vllm.in_one_sentence("it does not start"):
         raise ValueError("no room\n left")
     (log,) = tmp_path.iterdir()
     assert "Traceback" in log.read_text() and "no room" in log.read_text()
@@ -307,12 +305,12 @@ def test_what_vllm_raises_becomes_one_sentence(monkeypatch, tmp_path):
         raise SyncError("of the stream itself")
 
 
-def test_int8_layers_take_the_kernel_that_every_cpu_has():
-    """Whatever torch's default type is, so that a reload finds the kernel of the start."""
+def test_int8_layers_use_the_kernel_of_every_cpu():
+    """For every default dtype of torch, so that a reload uses the kernel of the start."""
     assert not in_vllm.without_amx(lambda *shape_and_type: True)(64, 32, torch.int8)
 
 
-def test_what_vllm_overwrites_is_put_back(monkeypatch):
+def test_variables_that_vllm_overwrites_are_restored(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for size in ("2", None):
         if size is None:
@@ -335,11 +333,11 @@ def test_uniforms_are_a_pure_function_of_key_and_position():
     assert abs(u.mean() - 0.5) < 0.05 and not np.array_equal(u[:10], uniforms(10, "mask", 0, ("rank0", 0, 4), 2))
     groups = make_groups(4, seed=1)
     whole = batching.collate(groups, make_cfg())
-    part = batching.collate(groups[2:], make_cfg())  # another rank, another place in the batch: the same draws
+    part = batching.collate(groups[2:], make_cfg())  # different rank, different position in the batch: the same draws
     same_rows = whole.mask_uniforms[8:, : part.mask_uniforms.shape[1]]
     assert torch.equal(same_rows[part.exists], part.mask_uniforms[part.exists])
     assert not torch.equal(whole.mask_uniforms, batching.collate(groups, make_cfg(seed=1)).mask_uniforms)
-    assert len(set(whole.mask_uniforms[:, 0].tolist())) == len(whole)  # and each response has its own
+    assert len(set(whole.mask_uniforms[:, 0].tolist())) == len(whole)  # draws differ between responses
 
 
 def test_collate_by_hand():
@@ -366,8 +364,8 @@ def test_collate_by_hand():
 
 
 @pytest.mark.parametrize("way", ["off", "replay", "recompute"])
-def test_how_the_learner_scores_each_response(way):
-    """Each with its own group's settings: the temperature always, the truncation only where it is recomputed."""
+def test_sampling_settings_in_the_learners_scores(way):
+    """Each response has its group's settings: the temperature always, truncation only if it is recomputed."""
     groups = make_groups(2, G=2, K=3, seed=5)
     groups[0].sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05)
     groups[1].sampling = Sampling(temperature=1.3, top_p=0.8, top_k=30, min_p=0.01)
@@ -414,7 +412,7 @@ def assert_same_group(a, b):
     assert all(same_tokens(x, y) for x, y in zip(a.responses, b.responses, strict=True))
 
 
-def test_groups_that_fail_are_sampled_again_and_none_is_skipped(folders, monkeypatch):
+def test_failed_groups_are_sampled_again(folders, monkeypatch):
     source = make_source(HFEngine(str(folders / "actor")), folders)
     source.publish(0, tiny_model(1).state_dict().items())
     first = source.next(1, 0)
@@ -427,7 +425,7 @@ def test_groups_that_fail_are_sampled_again_and_none_is_skipped(folders, monkeyp
     assert [g.uid[2] for g in first + again] == [0, 1, 2]
 
 
-def test_source_hands_over_whole_groups_and_resumes_where_it_was(engine, folders):
+def test_source_returns_whole_groups_and_resumes(engine, folders):
     source = make_source(engine, folders)
     source.publish(2, tiny_model(1).state_dict().items())
     groups = source.next(2, 2) + source.next(1, 2)
@@ -445,8 +443,8 @@ def test_source_hands_over_whole_groups_and_resumes_where_it_was(engine, folders
         assert_same_group(a, b)
 
 
-class Earns:
-    """A task whose rewards are given: of problem n the first one earns 1, and the others where n is in `flat`."""
+class FixedRewards:
+    """Fixed rewards: of problem n the first response earns 1, the rest only if n is in `flat`."""
 
     size = None
 
@@ -475,10 +473,10 @@ class Earns:
         (set(range(99)), 3, [0, 1, 2, 3], 8, 12),
     ],
 )
-def test_groups_without_spread_are_sampled_anew(folders, flat, rounds, wanted, dropped, sequence):
-    """Only as many as are missing, from the prompts that come next, in so many rounds; then the first of them serve."""
+def test_groups_without_spread_are_replaced(folders, flat, rounds, wanted, dropped, sequence):
+    """Only missing groups are replaced, from the next prompts, for `rounds` rounds; then dropped groups fill up."""
     source = make_source(HFEngine(str(folders / "actor")), folders)
-    source.task, source.resample = Earns(flat), rounds
+    source.task, source.resample = FixedRewards(flat), rounds
     groups = source.next(4, 0)
     assert [int(g.prompt_id) for g in groups] == wanted
     assert source.sequence == sequence
@@ -506,8 +504,8 @@ def test_every_response_has_its_own_seed(folders, monkeypatch):
     assert len(seen) == len(set(seen)) == 18
 
 
-def test_two_ranks_sample_what_one_would(folders):
-    """Uids, prompts, samples and so mask uniforms belong to the problem's number, not to the rank that took it."""
+def test_two_ranks_sample_the_groups_of_one(folders):
+    """Uids, prompts, samples and mask uniforms depend on the problem's number, not on the rank."""
     engine = HFEngine(str(folders / "actor"))
     one = make_source(engine, folders).next(4, 0)
     two = [make_source(engine, folders, rank, 2).next(2, 0) for rank in (0, 1)]
@@ -532,7 +530,7 @@ def test_only_finished_responses_are_rewarded():
 
 
 def test_vllm_records_and_learner_agree(vllm_engine, folders):
-    """The whole path: real vLLM records, collated, scored by the learner: equal to float32 noise, Z = 1."""
+    """Records of real vLLM, collated and scored by the learner: equal up to float32 noise, Z = 1."""
     source = make_source(vllm_engine, folders)
     source.publish(0, tiny_model(1).state_dict().items())
     cfg = make_cfg(objective="jackpot", obrs_topk=5, group_size=3, train_batch=12, rollout_batch=12)
@@ -544,10 +542,10 @@ def test_vllm_records_and_learner_agree(vllm_engine, folders):
     assert (low[b.mask] < 1).all() and (high[b.mask] > 1 - 1e-4).all()
 
 
-def test_collate_knows_what_was_cut_and_which_groups_differ():
+def test_collate_marks_cut_responses_and_groups_with_spread():
     groups = make_groups(2, G=2, K=3, seed=5)
-    said = [("stop", 1.0), ("length", 0.0), ("length", 1.0), ("stop", 1.0)]
-    for response, (reason, reward) in zip(flat(g.responses for g in groups), said, strict=True):
+    outcomes = [("stop", 1.0), ("length", 0.0), ("length", 1.0), ("stop", 1.0)]
+    for response, (reason, reward) in zip(flat(g.responses for g in groups), outcomes, strict=True):
         response.finish_reason, response.reward = reason, reward
     batch = batching.collate(groups, make_cfg(group_size=2))
     assert batch.cut.tolist() == [False, True, True, False] and batch.spread.tolist() == [True, True, False, False]
@@ -571,7 +569,7 @@ class CountingGenerator:
 
 
 def splitmix64(seed: int, draw: int) -> float:
-    """Written out with Python's numbers."""
+    """SplitMix64 in Python integers."""
     mask = 2**64 - 1
     x = (seed + (draw + 1) * 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -585,15 +583,15 @@ def test_the_uniforms_of_requests_depend_on_seed_and_draw_alone():
     for draw in range(3):
         expected = [splitmix64(seed, draw) for seed in seeds]
         assert in_vllm.next_uniforms(generators[:2]).tolist() == expected[:2]
-        assert in_vllm.next_uniforms(generators[2:]).tolist() == expected[2:]  # in another batch
+        assert in_vllm.next_uniforms(generators[2:]).tolist() == expected[2:]  # in a different batch
     generators[0].set_offset(generators[0].get_offset() - 4)  # vLLM takes a draw back
     assert in_vllm.next_uniforms(generators[:1]).tolist() == [splitmix64(5, 2)]
 
 
 def test_all_rows_of_vllm_are_drawn_at_once(monkeypatch):
-    """In proportion to the probabilities, never what has none; requests without a seed stay vLLM's."""
+    """Draws follow the probabilities, never a token of probability 0; vLLM draws requests without a seed."""
     probs = torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0], [0.0, 1.0, 0.0, 0.0, 0.0]])
-    sample = in_vllm.all_rows_at_once(lambda *given: given)
+    sample = in_vllm.all_rows_at_once(lambda *args: args)
     n = 4000
     rows = probs[:1].expand(n, -1)
     drawn = sample(rows, {i: CountingGenerator(7919 * i) for i in range(n)}).bincount(minlength=5).double() / n
@@ -604,12 +602,12 @@ def test_all_rows_of_vllm_are_drawn_at_once(monkeypatch):
     zero = torch.tensor([[0.0, 0.0, 1.0]])
     monkeypatch.setattr(in_vllm, "next_uniforms", lambda generators: np.zeros(1))
     assert sample(zero, {0: CountingGenerator(0)}).tolist() == [2]
-    some = {1: CountingGenerator(1)}
-    assert sample(probs, some, "more") == (probs, some, "more")
+    one_seed = {1: CountingGenerator(1)}
+    assert sample(probs, one_seed, "more") == (probs, one_seed, "more")
 
 
 @pytest.mark.parametrize("free, share, given", [(80, 0.5, 0.5), (40, 0.5, 0.45), (8, 0.25, 0.09)])
-def test_vllm_takes_at_most_what_is_free(free, share, given, monkeypatch, capsys):
+def test_vllm_takes_at_most_the_free_memory(free, share, given, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 80 * 2**30))
     assert engines.share_of_gpu(share) == given
     assert (f"only {free}.0 GiB are free, less than --rollout_memory={share}" in capsys.readouterr().err) == (

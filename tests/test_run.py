@@ -43,7 +43,7 @@ def opened(folders, tmp_path, **changes):
 
 
 def started(folders, tmp_path, **changes):
-    """Opened, and its folder prepared, as train.py does it."""
+    """Open a run and prepare its folder, like train.py."""
     cfg = make_cfg(**flags(folders, tmp_path, **changes))
     with locked(cfg, Comm()):
         r = open_run(cfg, Comm())
@@ -51,12 +51,12 @@ def started(folders, tmp_path, **changes):
     return r
 
 
-def written(tmp_path) -> dict:
+def config_of_run(tmp_path) -> dict:
     return json.loads((tmp_path / "run" / "config.json").read_text())
 
 
 def edited(folder: Path, copy: Path, **changes) -> str:
-    """A copy of a model folder whose config.json has other values."""
+    """A copy of a model folder with changes in its config.json."""
     shutil.copytree(folder, copy)
     data = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**data, **changes}))
@@ -64,15 +64,15 @@ def edited(folder: Path, copy: Path, **changes) -> str:
 
 
 def shared_file(checkpoint: Path, n_ranks: int = 1) -> None:
-    """What a run looks at before it opens the rest of a checkpoint."""
+    """The first files of a checkpoint that a run reads."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     torch.save({"format": 4, "n_ranks": n_ranks}, checkpoint / "learner.pt")
     for rank in range(n_ranks):
         torch.save({}, checkpoint / f"rank{rank}.pt")
 
 
-def test_samplers_of_another_number_of_ranks_are_refused_before_a_model_loads(folders, tmp_path, no_models):
-    """What lies in the groups of delayed or remote samplers belongs to a rank; a local source's is dealt out anew."""
+def test_samplers_of_a_different_number_of_ranks_are_refused(folders, tmp_path, no_models):
+    """Groups of delayed or remote samplers belong to one rank; a local source's groups are distributed again."""
     r = started(folders, tmp_path)
     saved = r.folder / "checkpoints" / "step_000002"
     shared_file(saved, n_ranks=4)
@@ -86,25 +86,25 @@ def test_samplers_of_another_number_of_ranks_are_refused_before_a_model_loads(fo
     assert open_run(replace(r.cfg, resume=True), Comm()).checkpoint == saved
 
 
-def test_every_rank_resumes_from_the_checkpoint_that_the_first_one_chose(tmp_path, monkeypatch):
-    """The first rank reads all bytes; the others take its word."""
+def test_every_rank_resumes_from_the_first_ranks_checkpoint(tmp_path, monkeypatch):
+    """Only the first rank verifies all bytes."""
     for step in (2, 3):
         shared_file(tmp_path / "checkpoints" / f"step_{step:06d}")
     cfg = SimpleNamespace(out=str(tmp_path), delay="none", samplers="local")
-    asked = []
-    monkeypatch.setattr(checkpoint, "newest", lambda out: asked.append(out) or tmp_path / "checkpoints" / "step_000002")
+    calls = []
+    monkeypatch.setattr(checkpoint, "newest", lambda out: calls.append(out) or tmp_path / "checkpoints" / "step_000002")
     for rank in (0, 1):
-        comm = SimpleNamespace(rank=rank, size=1, max=lambda mine: [max(mine[0], 2)])
-        assert checkpoint.to_resume(cfg, comm).name == "step_000002" and len(asked) == 1
+        comm = SimpleNamespace(rank=rank, size=1, max=lambda values: [max(values[0], 2)])
+        assert checkpoint.to_resume(cfg, comm).name == "step_000002" and len(calls) == 1
 
 
 @pytest.fixture
 def no_models(monkeypatch):
-    """Whoever loads a model fails."""
+    """Loading a model fails."""
     monkeypatch.setattr(run, "unread", None)
 
 
-def test_an_opened_run_knows_its_models_and_writes_what_it_ran_on(folders, tmp_path, no_models, monkeypatch):
+def test_an_opened_run_has_its_models_and_writes_its_config(folders, tmp_path, no_models, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr=1"])
     r = started(folders, tmp_path, actor=str(folders / "actor"))
     assert (r.policy, r.actor) == (str(folders / "policy"), str(folders / "actor"))
@@ -115,15 +115,15 @@ def test_an_opened_run_knows_its_models_and_writes_what_it_ran_on(folders, tmp_p
     assert r.configs["policy"].num_hidden_layers == 2
     assert r.configs["actor"].num_hidden_layers == 1
     assert len(r.tokenizer) == 256
-    made = written(tmp_path)
-    assert made["config"]["objective"] == "grpo"
-    assert made["config"]["max_tokens"] == 8
-    assert made["command"] == "train.py --lr=1"
-    assert made["versions"]["torch"] == torch.__version__
-    assert "resumed" not in made
+    config = config_of_run(tmp_path)
+    assert config["config"]["objective"] == "grpo"
+    assert config["config"]["max_tokens"] == 8
+    assert config["command"] == "train.py --lr=1"
+    assert config["versions"]["torch"] == torch.__version__
+    assert "resumed" not in config
 
 
-def test_the_longest_prompt_of_a_file_is_read_off(folders, tmp_path):
+def test_the_context_fits_the_longest_prompt_of_a_file(folders, tmp_path):
     file = tmp_path / "task.jsonl"
     file.write_text('{"problem": "1 + 1", "answer": "2"}\n{"problem": "1 + 1 + 1", "answer": "3"}\n')
     r = opened(folders, tmp_path, task=str(file))
@@ -133,7 +133,7 @@ def test_the_longest_prompt_of_a_file_is_read_off(folders, tmp_path):
 
 
 def test_epochs_count_problems(folders, tmp_path):
-    """Updates that train on every problem so often, rounded up: 4 groups of 2 responses each."""
+    """The number of updates that train on every problem --epochs times, rounded up: 4 groups of 2 responses each."""
     file = tmp_path / "task.jsonl"
     rows = ['{"problem": "1 + 1", "answer": "2"}\n'] * 10 + ['{"problem": "1 + 1 + 1 + 1", "answer": "4"}\n']
     file.write_text("".join(rows))
@@ -147,13 +147,13 @@ def test_epochs_count_problems(folders, tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_the_command_line_says_how_long(folders, tmp_path, schedule):
-    """--steps over a file's epochs, --epochs over a file's steps; both in a run that goes on, too."""
+def test_steps_and_epochs_on_the_command_line_take_precedence(folders, tmp_path, schedule):
+    """--steps over a file's epochs, --epochs over a file's steps; in a resumed run too."""
     task, file = tmp_path / "task.jsonl", tmp_path / "run.toml"
     task.write_text('{"problem": "1 + 1", "answer": "2"}\n' * 10)
     batch = {"train_batch": 8, "rollout_batch": 8, "group_size": 2, "prompt_template": "plain", "lr_schedule": schedule}
-    said = {**flags(folders, tmp_path, task=str(task)), **batch, "dtype": "float32", "lr": 1e-3, "actor": "none"}
-    argv = [f"--config={file}", *(f"--{key}={value}" for key, value in said.items())]
+    all_flags = {**flags(folders, tmp_path, task=str(task)), **batch, "dtype": "float32", "lr": 1e-3, "actor": "none"}
+    argv = [f"--config={file}", *(f"--{key}={value}" for key, value in all_flags.items())]
 
     def steps(text, *more):
         file.write_text(text)
@@ -167,7 +167,7 @@ def test_the_command_line_says_how_long(folders, tmp_path, schedule):
     assert steps("epochs = 2", "--steps=7", "--overwrite") == 7
     assert steps("steps = 500", "--epochs=2", "--overwrite") == 5
     assert steps("steps = 500", "--epochs=2", "--resume") == 5  # the same command
-    smaller = ("--micro_tokens=512", "--rollout_memory=0.1")  # after a run that found no memory
+    smaller = ("--micro_tokens=512", "--rollout_memory=0.1")  # after a run without enough memory
     assert steps("steps = 500", "--epochs=2", "--resume", *smaller) == 5
     for longer in (("--steps=9",), ("--epochs=4",)):
         if schedule == "constant":
@@ -179,7 +179,7 @@ def test_the_command_line_says_how_long(folders, tmp_path, schedule):
 
 def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypatch):
     started(folders, tmp_path)
-    started(folders, tmp_path)  # nothing was logged yet: it may start again
+    started(folders, tmp_path)  # no metrics yet: it may start again
     log = tmp_path / "run" / "metrics.jsonl"
     log.write_text('{"step": 0}\n')
     with pytest.raises(UserError, match="already holds a run: add --resume to continue it, --overwrite to delete it"):
@@ -188,38 +188,38 @@ def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypa
     for name in ("step_000003", "step_000012", "step_000020"):
         shared_file(tmp_path / "run" / "checkpoints" / name)
     monkeypatch.setattr(run.checkpoint, "damage", lambda folder, part: "spoilt" if folder.name[-2:] == "20" else "")
-    first = written(tmp_path)
+    first = config_of_run(tmp_path)
     for steps in (200, 300):
         r = started(folders, tmp_path, resume=True, steps=steps)
     assert r.checkpoint.name == "step_000012"
     assert (tmp_path / "run" / "checkpoints" / "step_000020.damaged").is_dir()
-    made = written(tmp_path)
-    assert made["config"]["steps"] == 300
-    assert [sorted(again) for again in made["resumed"]] == [["command", "git"]] * 2
-    assert {key: made[key] for key in ("id", "command", "versions", "python")} == {
+    config = config_of_run(tmp_path)
+    assert config["config"]["steps"] == 300
+    assert [sorted(again) for again in config["resumed"]] == [["command", "git"]] * 2
+    assert {key: config[key] for key in ("id", "command", "versions", "python")} == {
         key: first[key] for key in ("id", "command", "versions", "python")
     }
     assert log.exists()
 
 
-def test_overwrite_deletes_what_a_run_wrote_and_nothing_else(folders, tmp_path):
+def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path):
     started(folders, tmp_path)
     out = tmp_path / "run"
     for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "remote.log", "remote1.log.1", "notes.txt"):
         (out / name).write_text("x")
     for name in ("checkpoints/step_000003", "versions/rank0", "wandb", "mine/checkpoints"):
         (out / name).mkdir(parents=True)
-    before = written(tmp_path)
+    before = config_of_run(tmp_path)
     r = opened(folders, tmp_path, overwrite=True)
     assert r.checkpoint is None
-    assert (out / "metrics.jsonl").exists()  # not before everything has been checked
+    assert (out / "metrics.jsonl").exists()  # deleted only after all checks
     r = started(folders, tmp_path, overwrite=True)
     assert {path.name for path in out.iterdir()} == {"config.json", "lock", "mine", "notes.txt"}
     assert (out / "mine" / "checkpoints").is_dir()
-    assert written(tmp_path)["id"] != before["id"]
+    assert config_of_run(tmp_path)["id"] != before["id"]
 
 
-def test_overwrite_that_is_killed_on_the_way_can_be_done_again(folders, tmp_path, monkeypatch):
+def test_a_killed_overwrite_can_be_repeated(folders, tmp_path, monkeypatch):
     started(folders, tmp_path)
     (tmp_path / "run" / "checkpoints" / "step_000003").mkdir(parents=True)
     with monkeypatch.context() as patch:
@@ -237,7 +237,7 @@ def test_checkpoints_without_metrics_are_a_run_too(folders, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["model", "actor"])
-def test_overwrite_spares_the_model_that_the_run_starts_from(flag, folders, tmp_path):
+def test_overwrite_never_deletes_the_starting_model(flag, folders, tmp_path):
     started(folders, tmp_path)
     inside = tmp_path / "run" / "checkpoints" / "step_000003" / "policy"
     shutil.copytree(folders / "policy", inside)
@@ -284,7 +284,7 @@ NOT_FOR_A_RUN = {
 
 
 @pytest.mark.parametrize("words, changes", NOT_FOR_A_RUN.items(), ids=range(len(NOT_FOR_A_RUN)))
-def test_folders_that_are_not_a_runs_are_left_alone(folders, tmp_path, monkeypatch, words, changes):
+def test_folders_without_a_run_are_not_changed(folders, tmp_path, monkeypatch, words, changes):
     changes = changes(tmp_path / "there")
     (tmp_path / "there" / "e" / "below").mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(tmp_path / "there" / "e" / "below")
@@ -321,8 +321,8 @@ def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_pa
         opened(folders, tmp_path, actor=str(other))
 
 
-def test_the_shorter_context_of_two_models_counts(folders, tmp_path):
-    """Prompts of 4 tokens and responses of 8, and an actor that reads ten."""
+def test_the_context_is_the_minimum_of_both_models(folders, tmp_path):
+    """Prompts of 4 tokens, responses of 8, an actor with a context of 10."""
     short = edited(folders / "actor", tmp_path / "short", max_position_embeddings=10)
     with pytest.raises(UserError, match="exceeds the model's context of 10"):
         opened(folders, tmp_path, actor=short)
@@ -336,7 +336,7 @@ def test_a_held_out_file_is_checked_too(folders, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_bounds_of_an_embedded_model_are_checked_before_it_is_made(folders, tmp_path, monkeypatch):
+def test_bounds_of_an_embedded_model_are_checked_before_training_it(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(run.warmstart, "base_model", None)
     for bad, words in (
         ({"objective": "jackpot", "obrs_topk": 300}, "--obrs_topk=300: K must be between 1 and the vocabulary of 256"),
@@ -371,9 +371,9 @@ QUANTS = ["none none", "int8 none", "int8 aligned", "w4a16 none", "w4a16 aligned
 @pytest.mark.parametrize("samplers", ["local", "files"])
 @pytest.mark.parametrize("quants", QUANTS)  # --rollout_quant, --learner_quant
 @pytest.mark.parametrize("rollout_dtype", ["float32", "bfloat16"])
-def test_what_is_published_is_held_to_the_learners_own(folders, tmp_path, quants, samplers, rollout_dtype):
-    """In the format that engines load, or else in full: remote samplers then round for themselves. Matrices that no
-    engine rounds further travel in the engine's type."""
+def test_published_weights_are_verified_in_every_format(folders, tmp_path, quants, samplers, rollout_dtype):
+    """Published weights are in the engine's format, or in full for remote samplers that round on their own. Matrices
+    that no engine rounds further have the engine's dtype."""
     rollout_quant, learner_quant = quants.split()
     place = "local" if samplers == "local" else str(tmp_path / "shared")
     changes = dict(samplers=place, rollout_dtype=rollout_dtype, quant_group=16)
@@ -406,13 +406,13 @@ def test_what_is_published_is_held_to_the_learners_own(folders, tmp_path, quants
         ("shared", "bfloat16", "int8", True, False),
     ],
 )
-def test_how_weights_travel(samplers, dtype, quant, packed, deltas):
+def test_the_format_of_published_weights(samplers, dtype, quant, packed, deltas):
     cfg = make_cfg(samplers=samplers, rollout="hf", rollout_dtype=dtype, rollout_quant=quant)
     assert (travels_packed(cfg), sends_deltas(cfg)) == (packed, deltas)
 
 
 @pytest.mark.parametrize(
-    "change, rollout, told",
+    "change, rollout, message",
     [
         ("value", "vllm", "its files hold value_head.weight, which the model does not have .* or use --rollout=hf"),
         ("value", "hf", ""),
@@ -424,7 +424,7 @@ def test_how_weights_travel(samplers, dtype, quant, packed, deltas):
         ("prefix", "hf", "its tensors have names such as module."),
     ],
 )
-def test_files_with_other_names_are_refused_before_an_engine_starts(folders, tmp_path, change, rollout, told):
+def test_files_with_unknown_tensor_names_are_refused(folders, tmp_path, change, rollout, message):
     model = tmp_path / "model"
     shutil.copytree(folders / "untied", model)
     tensors = load_file(model / "model.safetensors")
@@ -433,7 +433,7 @@ def test_files_with_other_names_are_refused_before_an_engine_starts(folders, tmp
     else:
         tensors = {f"module.{name}": x for name, x in tensors.items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=told) if told else nullcontext():
+    with pytest.raises(UserError, match=message) if message else nullcontext():
         opened(folders, tmp_path, model=str(model), actor="none", rollout=rollout)
 
 
@@ -450,8 +450,8 @@ def layers(model) -> int:
 
 
 @pytest.mark.parametrize("has_actor", [False, True])
-def test_models_come_from_the_starting_folders_or_from_the_checkpoint(folders, tmp_path, has_actor, monkeypatch):
-    """The checkpoint's models are the starting ones in each other's place, so that they can be told apart."""
+def test_models_are_loaded_from_the_starting_folders_or_the_checkpoint(folders, tmp_path, has_actor, monkeypatch):
+    """The checkpoint has policy and actor exchanged, to distinguish its models from the starting models."""
     actor = str(folders / "actor") if has_actor else "none"
     policy, loaded_actor = opened(folders, tmp_path, actor=actor).load_models()
     assert layers(policy) == 2
@@ -464,7 +464,7 @@ def test_models_come_from_the_starting_folders_or_from_the_checkpoint(folders, t
     shutil.copytree(folders / "actor", checkpoint / "policy")
     if has_actor:
         shutil.copytree(folders / "policy", checkpoint / "actor")
-    monkeypatch.setattr(run.checkpoint, "damage", lambda folder, part: "")  # its other files are not there
+    monkeypatch.setattr(run.checkpoint, "damage", lambda folder, part: "")  # its remaining files are missing
     policy, loaded_actor = opened(folders, tmp_path, actor=actor, resume=True).load_models()
     assert policy is not None
     assert layers(policy) == 1
@@ -472,8 +472,8 @@ def test_models_come_from_the_starting_folders_or_from_the_checkpoint(folders, t
     assert not has_actor or layers(loaded_actor) == 2
 
 
-def test_the_weight_check_is_the_same_for_a_vocabulary(folders, tmp_path):
-    """Of the model that samples, on the same sequences in every run of one context; none where it is turned off."""
+def test_the_weight_check_uses_the_same_sequences_in_every_run(folders, tmp_path):
+    """The check is of the sampling model, on sequences that depend only on the context; --check_sync=False has none."""
     check = opened(folders, tmp_path, actor=str(folders / "actor"), max_tokens=32).weight_check()
     context = 2 * 1 + 2 + 32
     assert check.ids.shape == (512 // (context - 1), context - 1)
@@ -498,7 +498,7 @@ def logged(tmp_path, cfg, first: int, rows: dict) -> None:
     log.close()
 
 
-def test_a_machine_without_git_runs_too(monkeypatch):
+def test_a_run_without_git(monkeypatch):
     def missing(*_, **__):
         raise FileNotFoundError("git")
 
@@ -518,20 +518,20 @@ def test_log_writes_truncates_and_reads(tmp_path):
         read_metrics(tmp_path / "none")
 
 
-def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
+def test_log_lines_are_flushed(tmp_path):
     log = Log(tmp_path, make_cfg(), 0)
     log.write(0, {"x": 1.0})
     assert read_metrics(tmp_path) == [{"step": 0, "x": 1.0}]
     log.close()
 
 
-def test_a_run_from_the_start_keeps_no_line_of_an_earlier_one(tmp_path):
+def test_a_new_run_deletes_the_lines_of_an_earlier_run(tmp_path):
     logged(tmp_path, make_cfg(), 0, {-1: {"x": 1.0}, 0: {"x": 2.0}})
     logged(tmp_path, make_cfg(), 0, {-1: {"x": 3.0}})
     assert read_metrics(tmp_path) == [{"step": -1, "x": 3.0}]
 
 
-def test_truncate_keeps_every_line_before_the_step_and_names_a_damaged_one(tmp_path, capsys):
+def test_truncate_keeps_the_lines_before_the_step_and_names_damaged_lines(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     truncate(path, 3)
     assert not path.exists()
@@ -557,13 +557,13 @@ def test_json_has_no_infinity():
         assert run.clean(value) is value
 
 
-def test_warnings_are_said_once(tmp_path, capsys):
+def test_warnings_are_printed_once(tmp_path, capsys):
     rows = {step: {"rejected_steps": float(step), "rollout_corr/seq_false_ess": 0.0} for step in range(3)}
     logged(tmp_path, make_cfg(), 0, rows)
-    said = capsys.readouterr().err
-    assert said.count("every token of an update was rejected") == 1
-    assert "update 2" in said
-    assert "clamp" not in said
+    warnings = capsys.readouterr().err
+    assert warnings.count("every token of an update was rejected") == 1
+    assert "update 2" in warnings
+    assert "clamp" not in warnings
 
 
 def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch):
@@ -574,7 +574,7 @@ def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch)
     wandb.init = lambda **settings: calls.append(settings) or wandb
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr(settings, "check_packages", lambda cfg, n_ranks: None)
-    (tmp_path / "config.json").write_text('{"id": "ab12"}')  # two runs of one folder name are two runs there
+    (tmp_path / "config.json").write_text('{"id": "ab12"}')  # distinguishes runs with the same folder name
     logged(tmp_path, make_cfg(wandb="mine"), 0, {-1: {"x": 1.0, "y": math.inf, "text": "z"}, 0: {"x": 2.0}})
     started, *rest = calls
     assert (started["project"], started["id"], started["resume"]) == ("mine", f"{tmp_path.name}-ab12", "allow")
@@ -582,14 +582,14 @@ def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch)
 
 
 def test_an_edited_configuration_is_refused(tmp_path):
-    """Flags that a hand changed in config.json would go on in silence."""
+    """Flags edited in config.json would otherwise apply without notice."""
     out = tmp_path / "run"
     cfg = make_cfg(out=str(out), lr=1e-3)
     out.mkdir()
-    made = run.provenance(cfg)
-    (out / "config.json").write_text(json.dumps(made))
+    config = run.provenance(cfg)
+    (out / "config.json").write_text(json.dumps(config))
     assert settings.parse(["--resume", f"--out={out}"]).lr == 1e-3
-    (out / "config.json").write_text(json.dumps({**made, "config": {**made["config"], "lr": 5e-3}}))
+    (out / "config.json").write_text(json.dumps({**config, "config": {**config["config"], "lr": 5e-3}}))
     with pytest.raises(
         UserError, match="config.json were edited after the run wrote them; give changes on the command"
     ):
@@ -606,7 +606,7 @@ def test_a_file_in_the_way_of_checkpoints(tmp_path, part):
     assert (tmp_path / part).read_text() == "mine"
 
 
-def test_a_name_that_is_not_utf8_holds_no_run(tmp_path):
+def test_a_folder_name_outside_utf8_is_refused(tmp_path):
     with pytest.raises(UserError, match="the name is not UTF-8, or the locale is not .*; name a different folder"):
         run.check_folder(make_cfg(out=os.fsdecode(os.fsencode(tmp_path) + b"/\xff")))
 
@@ -616,7 +616,7 @@ def test_a_name_that_is_not_utf8_holds_no_run(tmp_path):
     [('{"command": ["--k=1"], "pass@1": 0.5}', True), ('{"model_type": "qwen3"}', False), ("notes", False)]
     + [('{"command": "python train.py", "config": {}}', False), ("[1]", False), ("", False)],
 )
-def test_a_result_replaces_an_earlier_one_and_no_other_file(tmp_path, content, replaced):
+def test_a_result_replaces_only_an_earlier_result(tmp_path, content, replaced):
     path = tmp_path / "scores.json"
     path.write_text(content)
     if replaced:
@@ -627,16 +627,16 @@ def test_a_result_replaces_an_earlier_one_and_no_other_file(tmp_path, content, r
     assert path.read_text() == content
 
 
-def test_training_problems_that_are_evaluated_are_named(tmp_path, capsys):
+def test_evaluation_on_training_problems_gives_a_warning(tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"problem": "p", "answer": "1"}\n')
-    own = dict(model="base:policy", actor="none", task=str(rows))
-    tasks.check(replace(make_cfg(), **own, eval_task=f"{rows}:samples=2,other.jsonl"))
+    common = dict(model="base:policy", actor="none", task=str(rows))
+    tasks.check(replace(make_cfg(), **common, eval_task=f"{rows}:samples=2,other.jsonl"))
     assert (
         f"--eval_task={rows}: these are the problems of --task, so this is no held-out accuracy"
         in capsys.readouterr().err
     )
-    tasks.check(replace(make_cfg(), **own, eval_task="other.jsonl"))
+    tasks.check(replace(make_cfg(), **common, eval_task="other.jsonl"))
     assert not capsys.readouterr().err
 
 
@@ -644,6 +644,6 @@ def test_training_problems_that_are_evaluated_are_named(tmp_path, capsys):
     "text, want", [("~/x", "{}/x"), ("a,~/b.jsonl", "a,{}/b.jsonl"), ("~", "{}"), ("a~/b", "a~/b")]
 )
 def test_the_home_folder_in_a_flag(monkeypatch, text, want):
-    """A shell leaves --out=~/x as it is."""
+    """A shell does not expand --out=~/x."""
     monkeypatch.setenv("HOME", "/home/me")
     assert settings.parse([f"--out={text}"]).out == want.format("/home/me")

@@ -1,4 +1,4 @@
-"""Sampling settings: which tokens they allow, what is recorded, and the three ways in which the learner scores."""
+"""Sampling settings: allowed tokens, records, and the three modes of the learner's scores."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def test_cut_by_hand():
     assert allowed() == [0, 1, 2, 3] and allowed(top_k=2) == [1, 3] and allowed(top_k=9) == [0, 1, 2, 3]
     assert allowed(top_p=0.69) == [1, 3] and allowed(top_p=0.71) == [1, 2, 3] and allowed(top_p=1e-9) == [1]
     assert allowed(min_p=0.6) == [1, 3] and allowed(min_p=0.99) == [1]
-    assert allowed(top_k=3, top_p=0.76) == [1, 3]  # .4 / .9 + .3 / .9 = .78: top_p speaks of what top_k left
+    assert allowed(top_k=3, top_p=0.76) == [1, 3]  # .4 / .9 + .3 / .9 = .78: top_p applies after top_k
     assert allowed(min_p=0.4, top_p=0.45) == [1, 3]  # .4 / .9 = .44 is not enough
     tie = torch.tensor([[0.3, 0.3, 0.3, 0.1]]).log()
     assert (~sampling.cut(tie, top_k=2)).sum() == 3
@@ -48,7 +48,7 @@ def test_cut_by_hand():
     assert (~each).sum(1).tolist() == [1, 2]
 
 
-def test_cut_is_what_vllm_cuts():
+def test_cut_equals_vllms():
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     g = torch.Generator().manual_seed(0)
@@ -56,8 +56,8 @@ def test_cut_is_what_vllm_cuts():
     for k, p in ((20, None), (None, 0.8), (20, 0.8), (3, 0.99)):
         ks = None if k is None else torch.full((64,), k)
         ps = None if p is None else torch.full((64,), p)
-        theirs = apply_top_k_top_p_pytorch(z.clone(), ks, ps)
-        assert torch.equal(sampling.cut(z, p or 1.0, k or 0), theirs.isinf())
+        want = apply_top_k_top_p_pytorch(z.clone(), ks, ps)
+        assert torch.equal(sampling.cut(z, p or 1.0, k or 0), want.isinf())
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_cut_is_what_vllm_cuts():
 
 @pytest.fixture(params=["hf", "vllm"])
 def engine(request, folders):
-    """Both engines, holding the tiny actor."""
+    """Each engine with the tiny actor's weights."""
     if request.param == "hf":
         return HFEngine(str(folders / "actor"))
     vllm = request.getfixturevalue("vllm_engine")
@@ -92,7 +92,7 @@ def sequence(group: Rollout, response: Response) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("settings", TRUNCATED, ids=str)
-def test_records_are_those_of_the_cut_distribution(engine, settings):
+def test_records_are_of_the_truncated_distribution(engine, settings):
     model, sizes = tiny_model(1), []
     for group in sampled(engine, settings):
         P = len(group.prompt_ids)
@@ -114,7 +114,7 @@ def test_records_are_those_of_the_cut_distribution(engine, settings):
     assert len(set(sizes)) > 1 or by_top_k_alone
 
 
-def test_allowed_sets_are_recorded_where_they_are_asked_for_and_sampling_truncates(engine):
+def test_allowed_sets_are_recorded_on_request_under_truncation(engine):
     assert sampled(engine, TRUNCATED[0], n=1)[0].responses[0].allowed_ids is not None
     assert sampled(engine, TRUNCATED[0], n=1, max_allowed=0)[0].responses[0].allowed_ids is None
     assert sampled(engine, Sampling(), n=1)[0].responses[0].allowed_ids is None
@@ -129,10 +129,10 @@ def test_an_allowed_set_that_does_not_fit_is_refused(engine):
 
 
 class Scored(NamedTuple):
-    """Groups as a learner sees them."""
+    """Groups scored by a learner."""
 
     ratio: torch.Tensor  # p_ref / p_inf of every token, float64
-    cut: torch.Tensor  # whether the learner cuts it
+    cut: torch.Tensor  # whether the learner cuts the token
     batch: batching.Batch
     learner: Learner
 
@@ -150,8 +150,8 @@ def scored(groups, keep_sampling_mask, noise=0.0) -> Scored:
     return Scored((logp - b.logp_inf[b.mask]).exp().double(), logp <= -69, b, learner)
 
 
-def test_the_three_ways_to_score(engine):
-    """Equal weights: off is biased, the others are 1.
+def test_the_three_modes_of_scoring(engine):
+    """Equal weights: off is biased, the remaining modes give 1.
 
     A slightly different learner: replay's mean stays 1, recompute loses tokens."""
     groups = sampled(engine, Sampling(top_p=0.8, top_k=16), n=128)
@@ -168,7 +168,7 @@ def test_the_three_ways_to_score(engine):
     assert torch.isfinite(recompute.ratio).all() and (recompute.ratio[recompute.cut] < 1e-20).all()
 
 
-def test_a_token_that_the_learner_cuts_is_counted_and_has_no_gradient(folders):
+def test_tokens_cut_by_the_learner_are_counted_without_gradient(folders):
     groups = sampled(HFEngine(str(folders / "actor")), Sampling(top_p=0.8, top_k=16))
     for i, g in enumerate(groups):
         for j, r in enumerate(g.responses):
@@ -176,13 +176,13 @@ def test_a_token_that_the_learner_cuts_is_counted_and_has_no_gradient(folders):
     at_start = scored(groups, "recompute", 0.05)
     b, learner = at_start.batch, at_start.learner
     lost = float(at_start.cut.double().mean())
-    cfg = replace(learner.cfg, correction="none", is_cap=None)  # no weight that would hide it
+    cfg = replace(learner.cfg, correction="none", is_cap=None)  # no weight that would hide the cut
     learner.cfg = cfg
 
     def no_step(loss, all_rejected):
         return {}
 
-    learner._step = no_step  # the gradients stay
+    learner._step = no_step  # keeps the gradients
     logged = learner.update(b, objectives.prepare(b, learner.comm, cfg, {}))
     assert lost > 0 and logged["rollout_corr/cut_fraction"] == pytest.approx(lost) and np.isfinite(logged["loss"])
     whole = {n: p.grad.clone() for n, p in learner.models.named_parameters()}
@@ -201,9 +201,9 @@ def test_a_token_that_the_learner_cuts_is_counted_and_has_no_gradient(folders):
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_the_table_of_logprobs_modes(kind, mode, temperature, top_k, folders, vllm_engines):
-    """Praxis, section 2. Raw log-probabilities fit a learner that scales by the temperature at temperature 1 alone;
-    processed ones always, and those of a cut distribution only where the learner takes the allowed sets. The tokens
-    are the same in both modes."""
+    """Praxis, section 2. Raw log-probabilities agree with a learner that divides by the temperature only at
+    temperature 1. Processed ones always agree; under truncation the learner needs the allowed sets. Tokens are equal
+    in both modes."""
 
     def make(mode):
         if kind == "hf":
@@ -217,8 +217,8 @@ def test_the_table_of_logprobs_modes(kind, mode, temperature, top_k, folders, vl
     if kind == "vllm":
         vllm_engines().load(tiny_model(1).state_dict().items())
     groups = sample_in(mode)
-    others = sample_in("raw" if mode == "processed" else "processed")
-    assert all((a.tokens == b.tokens).all() for a, b in zip(flat(groups), flat(others), strict=True))
+    in_other_mode = sample_in("raw" if mode == "processed" else "processed")
+    assert all((a.tokens == b.tokens).all() for a, b in zip(flat(groups), flat(in_other_mode), strict=True))
     cfg = make_cfg(
         objective="tis",
         temperature=temperature,
@@ -233,15 +233,15 @@ def test_the_table_of_logprobs_modes(kind, mode, temperature, top_k, folders, vl
         assert gap < 1e-4
     else:
         assert gap > 0.05 or (top_k and gap < 1e-4)
-    if mode == "raw" and top_k:  # raw and off agree with each other, and neither with what was sampled
-        truth = batching.collate(others, make_cfg(top_k=top_k))
+    if mode == "raw" and top_k:  # raw and off agree, but not with the sampling distribution
+        truth = batching.collate(in_other_mode, make_cfg(top_k=top_k))
         assert (b.logp_inf - truth.logp_inf)[b.mask].abs().mean() > 0.05
 
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_a_head_in_float32_over_a_bfloat16_body(kind, folders, vllm_engines):
-    """A bfloat16 head rounds its logits to multiples of 1/128 and more, so the two best differ by such a multiple;
-    a float32 head's do not."""
+    """A bfloat16 head rounds logits to multiples of at least 1/128, so the gap of the two best is a multiple too; a
+    float32 head's gap is not."""
     folder, off_grid = str(folders / "actor"), {}
     for fp32 in (True, False):
         if kind == "hf":
@@ -268,8 +268,8 @@ def test_a_float32_head_scores_the_bfloat16_body_s_hidden_states(folders):
 
 
 def test_the_learners_head_in_float32(folders, monkeypatch):
-    """bfloat16 learner: the flag keeps the head's factors in float32, without it they are rounded first."""
-    monkeypatch.setattr(models, "read_shared", models.read_rows)  # one forward, rows as they are
+    """bfloat16 learner: with the flag the head's factors stay in float32, without it they are rounded first."""
+    monkeypatch.setattr(models, "read_shared", models.read_rows)  # one forward, separate rows
     groups = sampled(HFEngine(str(folders / "actor")), Sampling())
     got = {}
     for fp32 in (True, False):
@@ -298,8 +298,8 @@ def test_replay_needs_allowed_sets(folders):
         batching.collate(groups, make_cfg(top_k=8))
 
 
-def test_what_lies_behind_an_end_has_no_allowed_tokens():
-    """A row of the batch goes on behind its end; how many tokens could have come there is nobody's matter."""
+def test_tokens_after_the_end_have_no_allowed_sets():
+    """A row is decoded beyond its end; the sizes of sets after the end do not matter."""
     records = Records(2, 3, 0, "cpu")
     per_position = [(0, 0, 2), (0, 1, 5), (1, 0, 1), (1, 1, 2), (1, 2, 2)]  # response, position, size
     records.allowed = [np.array([[i] * size, [t] * size, list(range(size))]) for i, t, size in per_position]
@@ -311,7 +311,7 @@ def test_what_lies_behind_an_end_has_no_allowed_tokens():
         records._give_allowed(responses, 2)
 
 
-def test_how_large_a_recorded_set_may_be():
+def test_the_largest_size_of_a_recorded_set():
     def limit(**flags):
         return sampling.max_allowed(make_cfg(**flags), 256)
 
@@ -321,12 +321,12 @@ def test_how_large_a_recorded_set_may_be():
 
 
 def test_minus_one_keeps_all_tokens():
-    """Else every learner would cut logits where nothing is cut."""
+    """Otherwise every learner would truncate without truncated sampling."""
     assert Sampling.of(make_cfg(objective="grpo", top_k=-1)) == Sampling.of(make_cfg(objective="grpo", top_k=0))
 
 
-def test_a_sampled_token_outside_of_its_set_is_seen():
-    """600 tokens may be sampled, of which the engine told four that have nearly all of the probability."""
+def test_a_sampled_token_outside_its_set_is_an_error():
+    """600 tokens are allowed, but the engine reports only four with nearly all of the probability."""
     ids = np.array([[5, 6, 7, 8]], np.int32)
     logp = np.log(np.array([[0.7, 0.2, 0.09, 0.00999]])).astype(np.float32)
     offsets, allowed = sampling.allowed_sets(ids, logp, np.array([7]), 4)

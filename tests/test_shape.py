@@ -1,4 +1,4 @@
-"""The rules of the import graph, and of the flags that a function may read."""
+"""The rules of the import graph, and of the flags read by functions."""
 
 import ast
 import dataclasses
@@ -20,7 +20,7 @@ DOOR = ("machinery/run.py", "remote/source.py")  # --samplers: the one import of
 
 
 def trees() -> dict[str, ast.Module]:
-    """Path -> syntax tree of each file that is no test."""
+    """Path -> syntax tree of each file outside tests/."""
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     paths = [path for path in listed.stdout.split() if not path.startswith("tests/") and (ROOT / path).is_file()]
     return {path: ast.parse((ROOT / path).read_text(encoding="utf-8")) for path in paths}
@@ -31,12 +31,12 @@ MODULES = {path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".
 
 
 def room(path: str) -> str:
-    """The folder of a file in the root of the repository; "" for the root."""
+    """The top-level folder of a file; "" for the root."""
     return path.split("/")[0] if "/" in path else ""
 
 
 def imported(tree: ast.AST) -> set[str]:
-    """Paths of the repository's files that a file imports, inside functions too."""
+    """Paths of the repository's files that a file imports, also inside functions."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -59,7 +59,7 @@ def test_the_spine_imports_no_wing():
 
 
 def test_no_circle_of_imports():
-    reached = {}  # path -> files behind it
+    reached = {}  # path -> files reachable from it
 
     def visit(path: str, way: tuple[str, ...]) -> set[str]:
         assert path not in way, f"a circle: {' -> '.join((*way[way.index(path) :], path))}"
@@ -69,12 +69,12 @@ def test_no_circle_of_imports():
 
     for path in GRAPH:
         visit(path, ())
-    assert "config.py" in reached["train.py"]  # the walk went somewhere
+    assert "config.py" in reached["train.py"]  # the walk was not empty
     assert GRAPH["config.py"] == set()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A function that takes flags names a group that has them
+# Functions declare a flag group that contains the flags they read
 # ---------------------------------------------------------------------------------------------------------------------
 
 GROUPS = {kind.__name__: kind for kind in vars(config).values() if dataclasses.is_dataclass(kind)}
@@ -86,7 +86,7 @@ FIELDS = {name: {field.name for field in dataclasses.fields(kind)} for name, kin
 
 
 def functions() -> list:
-    """(path, function, annotation of its parameter cfg) of each function that has one."""
+    """(path, function, annotation of its parameter cfg) of each function with such a parameter."""
     out = []
     for path, tree in TREES.items():
         for node in ast.walk(tree):
@@ -103,7 +103,7 @@ def is_cfg(node) -> bool:
 
 
 def flags_read(function: ast.FunctionDef) -> set[str]:
-    """Flags that a function reads as cfg.NAME, asks for by getattr, or replaces."""
+    """Flags that a function reads as cfg.NAME, by getattr, or replaces."""
     out = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and is_cfg(node.value):
@@ -118,7 +118,7 @@ def flags_read(function: ast.FunctionDef) -> set[str]:
 
 
 @pytest.mark.parametrize(("function", "kind"), functions())
-def test_a_function_reads_flags_of_the_group_that_it_names(function, kind):
+def test_functions_read_only_flags_of_their_group(function, kind):
     assert kind is not None, "cfg needs a type: the smallest group of flags (config.py) that has what is read"
     if kind == "dict":
         return

@@ -1,4 +1,4 @@
-"""Speed metrics by hand, and the work of a token by torch's own counter."""
+"""Speed metrics by hand, and the operations of a token against torch's counter."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from machinery import plot, speed
 
 
 def test_tokens_per_second_by_hand(monkeypatch):
-    """Two responses of 3 and 5 tokens in 2 s; rows of 4 + 3 and 2 + 5 tokens in 7 s; nothing is counted twice."""
+    """Two responses of 3 and 5 tokens in 2 s; rows of 4 + 3 and 2 + 5 tokens in 7 s; each is counted once."""
     monkeypatch.setattr(speed, "peak_of", lambda device: 1e6)
     model = tiny_model(1)
     meter = speed.Speed([model], "cpu", dense=True)
@@ -33,8 +33,8 @@ def test_tokens_per_second_by_hand(monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_work_of_products_is_what_torch_counts(tied):
-    """Forward and backward of 2 rows of 6 tokens; the head's products included, the lookup not."""
+def test_operations_equal_torchs_count(tied):
+    """Forward and backward of 2 rows of 6 tokens, with the head's products, without the embedding lookup."""
     model = tiny_model(1, layers=2, tie=tied)
     ids = torch.arange(12).view(2, 6)
     with FlopCounterMode(display=False) as counter:
@@ -42,7 +42,7 @@ def test_the_work_of_products_is_what_torch_counts(tied):
     counted = sum(
         n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op) and "bmm" not in str(op)
     )
-    assert 12 * speed.operations(model, 0.0) == pytest.approx(counted, rel=0.05)  # norms are no products
+    assert 12 * speed.operations(model, 0.0) == pytest.approx(counted, rel=0.05)  # norms are not products
     c = model.config
     per_token = speed.operations(model, 10.0) - speed.operations(model, 0.0)
     assert per_token == 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * 10

@@ -1,4 +1,4 @@
-"""The pages of results/: tables from their JSON files, rows that resolve, and a row that is run and summarised."""
+"""The pages of results/: tables from their JSON files, rows that resolve, and a row that runs and is summarised."""
 
 import json
 import math
@@ -26,10 +26,10 @@ def test_a_page_has_the_table_of_its_json(name):
     assert (ROOT / "results" / f"{name}.png").stat().st_size < 300_000
 
 
-def test_pages_are_those_of_the_table_and_files_small():
+def test_pages_are_listed_and_files_are_small():
     assert {path.stem for path in (ROOT / "results").glob("*.md")} == PAGES
     assert all(path.stat().st_size <= 300_000 for path in (ROOT / "results").glob("*.json"))
-    assert not gpu.known(ROOT / "results")  # else the page has its rows
+    assert not gpu.known(ROOT / "results")  # otherwise the page has its rows
 
 
 def test_the_checkout_is_small():
@@ -44,7 +44,7 @@ def test_every_row_resolves_and_has_its_numbers(name, folders):
     for group, table in STUDIES[name].groups.items():
         assert list(data["rows"][group]) == list(table)
         for label, row in table.items():
-            fetched = [f"--model={folders / 'policy'}"] if row.config == "smollm" else []  # a stand-in for it
+            fetched = [f"--model={folders / 'policy'}"] if row.config == "smollm" else []  # a stand-in for the model
             parse(sweep.command(row, row.seeds[0], ROOT / "out")[1:] + fetched)
             kept = data["rows"][group][label]
             assert kept["seeds"] == list(row.seeds) and kept["config"] == row.config, label
@@ -56,14 +56,14 @@ def test_every_row_resolves_and_has_its_numbers(name, folders):
             assert 2 <= len(data["rows"][panel.group][label]["curves"][panel.key]["mean"]) <= sweep.POINTS
 
 
-def test_the_demo_of_a_gpu_resolves(folders):
-    """The folder is a stand-in for the fetched model."""
+def test_the_gpu_demo_resolves(folders):
+    """The folder is a stand-in for the real model."""
     cfg = parse([f"--config={ROOT}/configs/demo_gpu.toml", f"--model={folders / 'policy'}"])
     assert (cfg.objective, cfg.rollout, cfg.steps, cfg.dtype) == ("tis", "vllm", 40, "bfloat16")
 
 
 def test_the_real_pair_resolves(folders):
-    """With each of its three commands; the folders are stand-ins for the fetched models."""
+    """With each of its three commands; the folders are stand-ins for the real models."""
     pair = ["--config=configs/real_pair.toml", f"--model={folders / 'policy'}"]
     for more in ([], ["--objective=tis"], ["--objective=grpo", "--actor=none"]):
         cfg = parse([*pair, f"--actor={folders / 'actor'}", *more])
@@ -100,52 +100,52 @@ def test_summaries_by_hand():
 
 @pytest.fixture()
 def tiny(solvers):
-    """A row of jackpot's study, and one of praxis's, on tiny models for four updates."""
+    """A row of jackpot's study, and a row of praxis's, on tiny models for four updates."""
     small = dict(model=solvers / "policy", actor=solvers / "actor", steps=4, rollout_batch=16, train_batch=16)
     small |= dict(group_size=4, max_tokens=10, eval_problems=16, eval_every=2, save_every=2, obrs_topk=5, **TINY_TASK)
     small |= dict(lr=1e-3, actor_lr=3e-4, dtype="float32", task="arith")
-    taken = STUDIES["jackpot"].groups["distilled, 150 updates"]["Jackpot"]
+    original = STUDIES["jackpot"].groups["distilled, 150 updates"]["Jackpot"]
     panel = rows.Panel("reward", "reward", "g", ("Jackpot",))
     return STUDIES["jackpot"]._replace(
-        groups={"g": {"Jackpot": taken._replace(flags={**taken.flags, **small}, seeds=(0, 1))}}, panels=(panel,)
+        groups={"g": {"Jackpot": original._replace(flags={**original.flags, **small}, seeds=(0, 1))}}, panels=(panel,)
     )
 
 
 @pytest.mark.slow
-def test_a_row_of_a_study_is_run_resumed_and_summarised(tiny, tmp_path, monkeypatch):
-    made = sweep.run(tiny, tmp_path / "runs")["g"]["Jackpot"]
+def test_a_row_of_a_study_runs_resumes_and_is_summarised(tiny, tmp_path, monkeypatch):
+    summary = sweep.run(tiny, tmp_path / "runs")["g"]["Jackpot"]
     folder = sweep.folder_of(tmp_path / "runs", "g", "Jackpot", 0)
     metrics = read_metrics(folder)
     assert [r["step"] for r in metrics] == [-1, 0, 1, 2, 3]
-    assert made["pass"][0] == round(100 * metrics[-1]["eval/policy_pass@1"], 4)
-    assert made["curves"]["reward"]["updates"] == [1, 2, 3, 4] and len(made["pass"]) == 2
-    assert made["columns"]["rollout_corr/k3_kl"][0] > 0
+    assert summary["pass"][0] == round(100 * metrics[-1]["eval/policy_pass@1"], 4)
+    assert summary["curves"]["reward"]["updates"] == [1, 2, 3, 4] and len(summary["pass"]) == 2
+    assert summary["columns"]["rollout_corr/k3_kl"][0] > 0
     monkeypatch.setattr(sweep, "call", lambda *a: pytest.fail("ran again"))
-    assert sweep.run(tiny, tmp_path / "runs", only="g: Jack")["g"]["Jackpot"] == made
+    assert sweep.run(tiny, tmp_path / "runs", only="g: Jack")["g"]["Jackpot"] == summary
 
     monkeypatch.setitem(sweep.STUDIES, "tiny", tiny)
     for name in ("RESULTS", "FOLDER"):
         monkeypatch.setattr(sweep, name, tmp_path if name == "RESULTS" else tmp_path / "study")
-    monkeypatch.setattr(sweep, "run", lambda *a: {"g": {"Jackpot": made}})
+    monkeypatch.setattr(sweep, "run", lambda *a: {"g": {"Jackpot": summary}})
     data = sweep.update("tiny", sweep.SweepFlags())
     assert sweep.load("tiny") == json.loads(json.dumps(data))
     sweep.rewrite("tiny", sweep.table("tiny", data))
     sweep.draw("tiny", data)
-    assert f"| Jackpot | 2 | {sweep.cell(made, 'pass')} |" in (tmp_path / "tiny.md").read_text(encoding="utf-8")
+    assert f"| Jackpot | 2 | {sweep.cell(summary, 'pass')} |" in (tmp_path / "tiny.md").read_text(encoding="utf-8")
     assert (tmp_path / "tiny.png").stat().st_size > 1000
 
 
 @pytest.mark.slow
-def test_the_last_checkpoint_is_evaluated_under_its_sampling(tiny, tmp_path, monkeypatch):
+def test_the_last_checkpoint_is_evaluated_with_its_sampling(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "PROBLEMS", 16)
     study = tiny._replace(own_sampling=True)
     row = study.groups["g"]["Jackpot"]
     study = study._replace(groups={"g": {"Jackpot": row._replace(seeds=(0,))}})
-    made = sweep.run(study, tmp_path / "runs")["g"]["Jackpot"]
-    assert 0 <= made["own"][0] <= 100 and made["own_reward"][0] == pytest.approx(made["own"][0], abs=0.01)
+    summary = sweep.run(study, tmp_path / "runs")["g"]["Jackpot"]
+    assert 0 <= summary["own"][0] <= 100 and summary["own_reward"][0] == pytest.approx(summary["own"][0], abs=0.01)
 
 
-def test_a_run_that_fails_says_which_and_why(tmp_path):
+def test_a_failed_run_is_named_with_its_error(tmp_path):
     study = STUDIES["jackpot"]._replace(groups={"g": {"bad": rows.Row(dict(objectiv="jackpot"))}})
     with pytest.raises(SystemExit, match="(?s)objectiv=jackpot.*--objectiv: no such flag; did you mean --objective?"):
         sweep.run(study, tmp_path)

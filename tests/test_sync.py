@@ -21,7 +21,7 @@ from sync import SyncError, WeightCheck, checksum, rolled, totals, wrap
 
 
 def by_hand(x: torch.Tensor, width: int) -> int:
-    """The checksum of the module's docstring in Python's integers."""
+    """The checksum of the module's docstring in Python integers."""
     raw = x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     words = [int.from_bytes(raw[i : i + width], "little", signed=True) for i in range(0, len(raw), width)]
     return wrap(sum(w * (wrap(w * sync.K) >> 29) for w in words))
@@ -39,7 +39,7 @@ def test_a_checksum_by_hand(dtype, shape, width, monkeypatch):
     assert int(checksum(x)) == by_hand(x, width)
 
 
-def test_a_checksum_counts_every_bit_and_no_order_of_rows():
+def test_a_checksum_depends_on_every_bit_and_not_on_row_order():
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(2))
     base, seen = int(checksum(x)), set()
     for byte in range(x.numel() * 4):
@@ -55,7 +55,7 @@ def test_a_checksum_counts_every_bit_and_no_order_of_rows():
     assert int(checksum(x, torch.bfloat16)) == int(checksum(x.bfloat16())) != base
 
 
-def test_rolled_tensors_have_the_same_checksums_and_other_rows():
+def test_rolled_tensors_have_the_same_checksums_and_different_rows():
     g = torch.Generator().manual_seed(3)
     tensors = [torch.randn(4, 6, generator=g), torch.randn(5, generator=g), torch.randn(2, 3, 4, generator=g)]
     tensors += [torch.randn(4, 6, generator=g).to(torch.float8_e4m3fn), torch.tensor([4, 6])]
@@ -70,7 +70,7 @@ def test_checksums_of_fused_and_sharded_tensors():
     assert {23, 2 * 23, q + 2 * (k + v)} <= totals([q, k, v], 2)  # divided, replicated, keys and values replicated
 
 
-def test_names_of_other_engines_lead_to_published_ones():
+def test_engine_names_are_matched_with_published_names():
     published = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"]
     published += ["model.norm.weight", "model.layers.0.mlp.experts.gate_up_proj"]
     held = ["language_model.model.layers.0.self_attn.qk_proj.weight", "language_model.model.norm.weight"]
@@ -99,12 +99,12 @@ def test_healthy_engines_raise_no_alarm(fmt, size):
 
 
 @pytest.mark.parametrize("fmt", ["float32", "bfloat16", "int8"])
-def test_the_limit_of_behaviour_is_five_floors(fmt, monkeypatch):
-    """An engine whose log-probabilities are off by 3 floors passes; one that is off by 8 is refused."""
+def test_the_limit_of_the_log_probability_error_is_five_floors(fmt, monkeypatch):
+    """An error of 3 floors in log-probabilities passes; an error of 8 floors is refused."""
     floor = Rig(fmt).sync().floor
-    says = HFEngine.logprobs
+    logprobs = HFEngine.logprobs
     for floors, passes in ((3.0, True), (8.0, False)):
-        monkeypatch.setattr(HFEngine, "logprobs", lambda self, ids, by=floors * floor: says(self, ids) + by)
+        monkeypatch.setattr(HFEngine, "logprobs", lambda self, ids, by=floors * floor: logprobs(self, ids) + by)
         if passes:
             assert 2 * floor < Rig(fmt).sync().error < 5 * floor
         else:
@@ -121,17 +121,17 @@ CASES = [(name, fmt) for name in FAULTS for fmt in FORMATS if FAULTS[name] is no
 def test_planted_faults_are_found_at_the_first_sync(name, fmt, size):
     rig = Rig(fmt)
     rig.sync()
-    found = rig.first_sync_after(FAULTS[name], size)
-    assert "--check_sync=False" in found and found.startswith(f"version {rig.version}: the engine ")
+    message = rig.first_sync_after(FAULTS[name], size)
+    assert "--check_sync=False" in message and message.startswith(f"version {rig.version}: the engine ")
     part = {"one matrix skipped": "layers.1.mlp.down_proj", "one norm skipped": "layers.0.input_layernorm"}.get(name)
-    assert part is None or part in found
-    assert ("still holds the bytes of version 0" in found) == (name != "a scale left at 1")
+    assert part is None or part in message
+    assert ("still holds the bytes of version 0" in message) == (name != "a scale left at 1")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("name", ["never loaded", "one layer left old"])
-def test_a_loader_that_replaces_nothing_is_found_at_the_start(name, fmt):
-    """Before any version differs: other weights are loaded first."""
+def test_a_loader_that_replaces_nothing_is_found_at_the_first_sync(name, fmt):
+    """The first sync loads different weights first, on trial."""
     rig = Rig(fmt)
     rig.spoil(FAULTS[name])
     with pytest.raises(SyncError, match="of different weights, loaded as a test"):
@@ -139,7 +139,7 @@ def test_a_loader_that_replaces_nothing_is_found_at_the_start(name, fmt):
 
 
 def exchanged(a: str, b: str):
-    """A loader that takes two tensors for each other."""
+    """A loader that exchanges two tensors."""
 
     def load(load, named_tensors):
         tensors = dict(named_tensors)
@@ -149,7 +149,7 @@ def exchanged(a: str, b: str):
     return load
 
 
-def test_an_engine_that_computes_another_function_of_the_same_bytes_is_found(monkeypatch):
+def test_an_engine_with_the_right_bytes_and_a_wrong_function_is_found(monkeypatch):
     rig = Rig("float32")
     load = rig.engine.load
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
@@ -158,15 +158,15 @@ def test_an_engine_that_computes_another_function_of_the_same_bytes_is_found(mon
         rig.sync()
 
 
-def test_log_probabilities_that_are_not_numbers_are_an_error(monkeypatch):
+def test_nan_log_probabilities_are_an_error(monkeypatch):
     rig = Rig("float32")
     monkeypatch.setattr(rig.engine, "logprobs", lambda ids: np.full((16, 15), np.nan, np.float32))
     with pytest.raises(SyncError, match="log-probabilities of prompts are nan nats away"):
         rig.sync()
 
 
-def test_sampled_tokens_of_another_model_are_found(monkeypatch):
-    """A cache that is read wrongly: prompts are scored as they should be."""
+def test_wrong_log_probabilities_of_sampled_tokens_are_found(monkeypatch):
+    """A cache that is read wrongly; scores of prompts are right."""
     rig = Rig("float32")
     generate = rig.engine.generate
 
@@ -181,19 +181,19 @@ def test_sampled_tokens_of_another_model_are_found(monkeypatch):
         rig.sync()
 
 
-def test_another_engine_or_another_layout_is_compared_again():
+def test_a_new_engine_or_a_new_layout_is_compared_again():
     rig = Rig("float32")
     assert rig.sync().error >= 0
     assert np.isnan(rig.sync().error)
     rig.engine = HFEngine(rig.folder.name)
     assert rig.sync().error >= 0
-    in_other_order = list(rig.published().items())[::-1]
-    assert rig.check.load(rig.engine, 1, in_other_order).error >= 0
-    assert np.isnan(rig.check.load(rig.engine, 1, iter(in_other_order)).error)
+    reversed_tensors = list(rig.published().items())[::-1]
+    assert rig.check.load(rig.engine, 1, reversed_tensors).error >= 0
+    assert np.isnan(rig.check.load(rig.engine, 1, iter(reversed_tensors)).error)
 
 
 def test_tensors_that_cannot_be_read_back_are_named(monkeypatch, capsys):
-    """As where an engine stores a function of them; the others are compared as ever."""
+    """An engine may store a function of a tensor; the remaining tensors are compared."""
     rig = Rig("float32")
     held = rig.engine.held
 
@@ -219,13 +219,13 @@ def test_a_tensor_that_is_not_published_is_an_error(folders):
 
 @pytest.fixture
 def engine(vllm_engine):
-    """The suite's vLLM engine, with its own methods again at the end."""
+    """The suite's vLLM engine; its load method is restored at the end."""
     yield vllm_engine
     vllm_engine.__dict__.pop("load", None)
 
 
 def test_faults_of_vllm_are_found(engine):
-    """Healthy, one matrix left out of a fused module, one alone, norms, never loaded."""
+    """Healthy, a stale matrix in a fused module, a stale single matrix, stale norms, never loaded."""
     model = tiny_model(1)
     check, load = WeightCheck(model.config, IDS), engine.load
 
@@ -248,7 +248,7 @@ def test_faults_of_vllm_are_found(engine):
 
 
 def test_prefixes_of_old_weights_are_never_used(tmp_path, vllm_engines):
-    """Even where vLLM keeps its cache of prefixes: it is keyed by the number of loads."""
+    """Even if vLLM keeps its prefix cache: cache keys contain the number of loads."""
     config = tiny_model(1).config
     config.max_position_embeddings = 256
     model = AutoModelForCausalLM.from_config(config)
@@ -256,7 +256,7 @@ def test_prefixes_of_old_weights_are_never_used(tmp_path, vllm_engines):
     model.save_pretrained(tmp_path)
     engine = vllm_engines(folder=str(tmp_path), max_len=200)
     engine.llm.reset_prefix_cache = lambda *args, **more: True
-    ids = np.random.default_rng(0).integers(2, 256, (2, 150))  # a block of its cache has 128
+    ids = np.random.default_rng(0).integers(2, 256, (2, 150))  # a block of vLLM's cache has 128
     check = WeightCheck(model.config, ids)
     for version in range(3):
         check.load(engine, version, model.state_dict().items())
@@ -270,14 +270,16 @@ def test_prefixes_of_old_weights_are_never_used(tmp_path, vllm_engines):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the learner publishes
+# Publications of the learner
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [{}, {"rollout_quant": "int8"}, {"rollout_quant": "int8", "learner_quant": "aligned"}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"rollout_quant": "int8"}, {"rollout_quant": "int8", "learner_quant": "aligned"}]
+)
 @pytest.mark.parametrize("size", [1e-2, 1e-6])
-def test_a_publication_that_stands_still_is_found(how, size):
-    learner = Learner(tiny_model(1), None, make_cfg(objective="grpo", **how), Comm())
+def test_an_outdated_publication_is_found(flags, size):
+    learner = Learner(tiny_model(1), None, make_cfg(objective="grpo", **flags), Comm())
     old = [(name, x.clone()) for name, x in learner.published("policy", True)]
     assert len(list(learner.verified("policy", True, old))) == len(old)
     with torch.no_grad():
@@ -291,7 +293,7 @@ def test_a_publication_that_stands_still_is_found(how, size):
         list(learner.verified("policy", True, []))
 
 
-def test_other_tensors_are_compared_at_each_version(monkeypatch):
+def test_different_tensors_are_compared_at_each_version(monkeypatch):
     learner, compared = Learner(tiny_model(1, layers=2), None, make_cfg(objective="grpo"), Comm()), set()
     merged = lora.merged
     monkeypatch.setattr(
@@ -303,9 +305,9 @@ def test_other_tensors_are_compared_at_each_version(monkeypatch):
 
 
 def test_a_stale_cache_of_quantized_weights_is_found():
-    """An optimizer that changes weights behind torch's count of versions."""
-    how = {"rollout_quant": "int8", "learner_quant": "aligned"}
-    learner = Learner(tiny_model(1), None, make_cfg(objective="grpo", **how), Comm())
+    """An optimizer that changes weights without a change of torch's version counter."""
+    flags = {"rollout_quant": "int8", "learner_quant": "aligned"}
+    learner = Learner(tiny_model(1), None, make_cfg(objective="grpo", **flags), Comm())
     list(learner.published("policy", True))
     for p in learner.models.parameters():
         p.data.mul_(1.01)
@@ -315,17 +317,17 @@ def test_a_stale_cache_of_quantized_weights_is_found():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The published tensors' own forward
+# Forward pass of the published tensors
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_streamed_model_runs_the_published_tensors_alone():
+def test_a_streamed_model_uses_only_the_published_tensors():
     model = StreamedModel(tiny_model(1).config)
     a, b = tiny_model(1), tiny_model(7)
     of_a = model.logprobs(a.state_dict().items(), IDS)
     assert np.allclose(of_a, HFEngine(a).logprobs(IDS), atol=1e-5)
     one = dict(a.state_dict())
-    one["lm_head.weight"] = b.state_dict()["lm_head.weight"]  # a head that disagrees with its embedding shows
+    one["lm_head.weight"] = b.state_dict()["lm_head.weight"]  # a head that differs from its embedding
     assert np.abs(model.logprobs(one.items(), IDS) - of_a).max() > 0.1
     assert all(p.device.type == "meta" for p in model.model.parameters())
 
@@ -342,7 +344,7 @@ def test_a_streamed_model_reads_low_bits_in_every_form(name):
         assert np.allclose(StreamedModel(lm.config, fmt).logprobs(tensors, IDS), engine.logprobs(IDS), atol=1e-5)
 
 
-def test_the_last_half_of_the_rows_is_nudged():
+def test_nudge_changes_the_second_half_of_the_rows():
     lm, model = tiny_model(1), StreamedModel(tiny_model(1).config)
     plain = model.logprobs(lm.state_dict().items(), IDS)
     both = model.logprobs(lm.state_dict().items(), np.concatenate([IDS, IDS]), nudge=1e-3)
@@ -352,15 +354,15 @@ def test_the_last_half_of_the_rows_is_nudged():
     assert 5 < np.median(far) / np.median(near) < 20
 
 
-def test_a_streamed_model_leaves_a_configuration_as_it_is():
-    """transformers writes the precision of what it makes into it, and a checkpoint reads it there."""
+def test_a_streamed_model_does_not_change_the_configuration():
+    """transformers writes the dtype of a new model into its configuration, and checkpoints read it there."""
     config = tiny_model(0).config
     config.dtype = torch.bfloat16
     StreamedModel(config)
     assert config.dtype == torch.bfloat16
 
 
-def test_a_stream_is_read_once_in_any_order_and_little_of_it_is_held(monkeypatch):
+def test_a_stream_is_read_once_in_any_order_in_little_memory(monkeypatch):
     a = tiny_model(1, layers=4)
     model, state, held = StreamedModel(a.config), a.state_dict(), []
     take = streamed.TensorStream.take
@@ -376,9 +378,9 @@ def test_a_stream_is_read_once_in_any_order_and_little_of_it_is_held(monkeypatch
     assert np.array_equal(forwards, model.logprobs(iter(list(state.items())[::-1]), IDS))
 
 
-def test_a_sync_holds_no_more_for_a_deeper_model(tmp_path):
-    """Bytes beside the learner's model and the engine's: some tensors and activations, never a second model."""
-    beside = []
+def test_memory_of_a_sync_does_not_grow_with_depth(tmp_path):
+    """Bytes in addition to the learner's and the engine's model: a few tensors and activations, no second model."""
+    extra = []
     for layers in (8, 16):
         model = tiny_model(0, layers=layers, hidden=128)
         model.save_pretrained(tmp_path / str(layers))
@@ -386,12 +388,12 @@ def test_a_sync_holds_no_more_for_a_deeper_model(tmp_path):
         learner = Learner(model, None, make_cfg(objective="tis"), Comm())
         with Held() as held:
             check.load(engine, 1, learner.published("policy", engine.packed))
-        beside.append(held.most - 2 * sum(p.nbytes for p in model.parameters()))
-    assert 0 < beside[1] <= beside[0] * 1.01
-    assert beside[1] < sum(p.nbytes for p in model.parameters()) / 2
+        extra.append(held.most - 2 * sum(p.nbytes for p in model.parameters()))
+    assert 0 < extra[1] <= extra[0] * 1.01
+    assert extra[1] < sum(p.nbytes for p in model.parameters()) / 2
 
 
-def test_saved_buffers_are_published_ones_too():
+def test_saved_buffers_are_published():
     module = torch.nn.BatchNorm1d(3)
     module.register_buffer("angle", torch.ones(3), persistent=False)
     names = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}

@@ -1,4 +1,4 @@
-"""Tasks: generated arithmetic, files, how prompts are asked, and the tokens that end a response."""
+"""Tasks: generated arithmetic, files, prompts, and the tokens that end a response."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def table(path, **style) -> Table:
 
 
 def held_out(problem) -> bool:
-    """The rule by which train and test are disjoint: one problem in eight, by the hash of its text."""
+    """The rule that separates train and test: one problem in eight, by the hash of its text."""
     return hashlib.sha256(problem.id.encode()).digest()[0] < 32
 
 
@@ -65,7 +65,7 @@ def test_arithmetic_is_verifiable_deterministic_and_split():
     assert len(tokenizer) == VOCAB >= 256 and VOCAB % 32 == 0
 
 
-def test_careless_solutions_go_on_from_their_slip():
+def test_solutions_with_slips_continue_from_the_wrong_value():
     task = Arithmetic()
     wrong = 0
     for i in range(300):
@@ -102,7 +102,7 @@ def test_arithmetic_reward(text, reward):
 )
 @pytest.mark.parametrize("finished", [True, False])
 def test_reward_of_long_explanations(text, reward, finished):
-    """A right answer, one `#`, and a bonus for what stands behind it, whether the response ended or not."""
+    """A right answer, one `#`, and a bonus for the text after it, finished or not."""
     assert Arithmetic(explain=8).reward(Problem("3 + 4", "3 + 4 :", "7"), text, finished) == pytest.approx(reward)
 
 
@@ -132,7 +132,7 @@ DATA = sorted((ROOT.parent / "shared" / "data").glob("*.jsonl"))  # not part of 
 @pytest.mark.skipif(not DATA, reason="the real files are not here")
 @pytest.mark.parametrize("path", DATA, ids=lambda path: path.stem)
 def test_gold_answers_of_real_files(path, tmp_path):
-    """A hundred of each file."""
+    """A hundred rows of each file."""
     few = tmp_path / path.name
     few.write_text("".join(path.read_text().splitlines(keepends=True)[:100]))
     result = grade_gold(str(few), make_cfg())
@@ -191,13 +191,13 @@ def test_bad_lines_are_named(tmp_path, text, sentence):
         read_rows(str(path))
 
 
-def test_lines_end_where_json_says(tmp_path):
-    """Some characters divide lines for Python and may stand inside a string of JSON; Windows marks its files."""
+def test_lines_end_only_at_newlines(tmp_path):
+    """Python splits lines at more characters than JSONL; files from Windows start with a byte order mark."""
     path = tmp_path / "x.jsonl"
     path.write_text('\ufeff{"problem": "a\u2028b\x85c", "answer": 1.5}\r\n{"problem": "p", "answer": "0"}\n', "utf-8")
-    found = [(row["prompt"], row["answer"], row["row"]) for row in read_rows(str(path))]
+    rows = [(row["prompt"], row["answer"], row["row"]) for row in read_rows(str(path))]
     first = ("a\u2028b\x85c", "1.5", {"problem": "a\u2028b\x85c", "answer": "1.5"})
-    assert found == [first, ("p", "0", {"problem": "p", "answer": "0"})]
+    assert rows == [first, ("p", "0", {"problem": "p", "answer": "0"})]
 
 
 def test_jsonl_epochs_shuffle_and_prompts_ask_for_a_box(tmp_path):
@@ -223,18 +223,18 @@ def test_jsonl_epochs_shuffle_and_prompts_ask_for_a_box(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def with_ends(folder, to, ends):
-    """A copy of a model folder whose generation_config.json lists these ends."""
+def with_stop_tokens(folder, to, ends):
+    """A copy of a model folder with these stop tokens in its generation_config.json."""
     shutil.copytree(folder, to)
     (to / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "temperature": 0.6}))
     return to
 
 
-def test_ends_are_the_tokenizers_the_models_and_ones_of_your_own(folders, tmp_path):
+def test_stop_tokens_of_tokenizer_models_and_flag(folders, tmp_path):
     tokenizer = arithmetic_tokenizer()
-    two = with_ends(folders / "actor", tmp_path / "two", [9, 1, 8])
-    one = with_ends(folders / "actor", tmp_path / "one", 12)
-    none = with_ends(folders / "actor", tmp_path / "none", None)
+    two = with_stop_tokens(folders / "actor", tmp_path / "two", [9, 1, 8])
+    one = with_stop_tokens(folders / "actor", tmp_path / "one", 12)
+    none = with_stop_tokens(folders / "actor", tmp_path / "none", None)
     assert stop_ids(tokenizer, []) == [1]
     assert stop_ids(tokenizer, [two, one, none, "base:policy"]) == [1, 9, 8, 12]
     assert stop_ids(tokenizer, [one], "#, ;,") == [1, 12, tokenizer.encode("#")[0], tokenizer.encode(";")[0]]
@@ -243,7 +243,7 @@ def test_ends_are_the_tokenizers_the_models_and_ones_of_your_own(folders, tmp_pa
             stop_ids(tokenizer, [], f";,{word}")
     for wrong in ([1, "x"], ["7"], [True], 1.5):
         with pytest.raises(ValueError, match="generation_config.json: its eos_token_id lists"):
-            stop_ids(tokenizer, [with_ends(folders / "actor", tmp_path / str(wrong), wrong)])
+            stop_ids(tokenizer, [with_stop_tokens(folders / "actor", tmp_path / str(wrong), wrong)])
     (two / "generation_config.json").write_text("{")
     with pytest.raises(ValueError, match="two/generation_config.json: not valid JSON"):
         stop_ids(tokenizer, [two])
@@ -252,12 +252,12 @@ def test_ends_are_the_tokenizers_the_models_and_ones_of_your_own(folders, tmp_pa
         stop_ids(tokenizer, [none])
 
 
-def test_a_run_has_the_ends_of_both_models(folders, tmp_path, hub):
-    """In folders and on the hub, where a model's name is no folder."""
-    actor = with_ends(folders / "actor", tmp_path / "actor", [1, 9])
-    policy = with_ends(folders / "policy", tmp_path / "policy", [1, 8])
-    with_ends(folders / "policy", hub("some/policy"), [1, 7])
-    with_ends(folders / "actor", hub("some/actor"), [1, 6])
+def test_a_run_has_the_stop_tokens_of_both_models(folders, tmp_path, hub):
+    """In folders and on the hub."""
+    actor = with_stop_tokens(folders / "actor", tmp_path / "actor", [1, 9])
+    policy = with_stop_tokens(folders / "policy", tmp_path / "policy", [1, 8])
+    with_stop_tokens(folders / "policy", hub("some/policy"), [1, 7])
+    with_stop_tokens(folders / "actor", hub("some/actor"), [1, 6])
     ten = arithmetic_tokenizer().encode("10")[0]
     for models, ends in {(str(policy), str(actor)): [1, 8, 9], ("some/policy", "some/actor"): [1, 7, 6]}.items():
         cfg = make_cfg(model=models[0], actor=models[1], stop="10", max_tokens=8, out=str(tmp_path / "run"))
@@ -265,8 +265,8 @@ def test_a_run_has_the_ends_of_both_models(folders, tmp_path, hub):
 
 
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
-def test_both_engines_end_at_either(kind, folders, tmp_path, request):
-    """Responses end at the first of the two tokens, which is their last one, and say that they have stopped."""
+def test_both_engines_stop_at_several_tokens(kind, folders, tmp_path, request):
+    """Responses end at the first stop token, include it, and have finish_reason "stop"."""
     engine = request.getfixturevalue("vllm_engine") if kind == "vllm" else HFEngine(str(folders / "actor"))
     tokenizer = arithmetic_tokenizer()
     prompt = np.array(tokenizer.encode("3 + 4 :"), np.int32)
@@ -274,25 +274,25 @@ def test_both_engines_end_at_either(kind, folders, tmp_path, request):
     sampling = Sampling(max_tokens=24)
     free = engine.generate([prompt], seeds, sampling, 0, [1])[0]
     common = Counter(int(t) for r in free for t in r.tokens).most_common(3)
-    other = next(t for t, _ in common if t != 1)
-    ends = stop_ids(tokenizer, [with_ends(folders / "actor", tmp_path / "two", [1, other])])
+    second = next(t for t, _ in common if t != 1)
+    ends = stop_ids(tokenizer, [with_stop_tokens(folders / "actor", tmp_path / "two", [1, second])])
     group = engine.generate([prompt], seeds, sampling, 0, ends)[0]
     stopped = [r for r in group if r.finish_reason == "stop"]
-    assert {int(r.tokens[-1]) for r in stopped} >= {other}
+    assert {int(r.tokens[-1]) for r in stopped} >= {second}
     assert all(int(r.tokens[-1]) in ends for r in stopped)
     assert all(len(r.tokens) == 24 for r in group if r.finish_reason == "length")
     assert not any(set(r.tokens[:-1].tolist()) & set(ends) for r in group)
-    for short, long in zip(group, free, strict=True):  # and up to there it is the same response
+    for short, long in zip(group, free, strict=True):  # otherwise the responses are equal
         assert short.tokens.tolist() == long.tokens[: len(short.tokens)].tolist()
 
 
 def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
-    """A model of random weights never writes a box; what was reported is not reported again."""
+    """A random model never writes a box; metrics are reported once."""
     (tmp_path / "math.jsonl").write_text('{"problem": "p", "answer": "5"}\n{"problem": "p", "answer": "6"}\n')
     task = table(tmp_path / "math.jsonl")
     engine, tokenizer = HFEngine(str(folders / "actor")), arithmetic_tokenizer()
-    how = {"group_size": 8, "topk": 0, "model": "actor", "check": None}
-    source = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **how)
+    settings = {"group_size": 8, "topk": 0, "model": "actor", "check": None}
+    source = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **settings)
     groups = source.next(2, 0)
     responses = [r for g in groups for r in g.responses]
     assert all(r.tokens[-1] < 100 for r in responses if r.finish_reason == "stop")
@@ -301,13 +301,13 @@ def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
     assert [logged.pop(f"grade/{x}") for x in ("timeouts", "failures", "unboxed", "inexact")] == [0.0, 0.0, 1.0, 0.0]
     assert list(logged) == ["grade/exact"]
     assert source.metrics() == {}
-    plain = LocalSource(engine, Arithmetic(), tokenizer, Sampling(max_tokens=2), **how)
+    plain = LocalSource(engine, Arithmetic(), tokenizer, Sampling(max_tokens=2), **settings)
     assert plain.stop_ids == [1]
     plain.next(2, 0)
     assert plain.metrics() == {}
-    # parts that are never above 0 are logged too, as they are
+    # parts that are never above 0 are logged too
     task.reward = Reward(max_tokens=12, overlong=6)
-    penalised = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **how)
+    penalised = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **settings)
     lengths = [len(r.tokens) for step in range(2) for g in penalised.next(2, step) for r in g.responses]
     logged = penalised.metrics()
     assert logged["reward/math"] == 0
@@ -316,11 +316,11 @@ def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
 
 
 def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
-    """Policy and actor may stop at accuracies of their own: another accuracy is another folder."""
-    made = []
+    """Policy and actor can have different target accuracies: each accuracy has a folder."""
+    calls = []
 
     def warm_start(name, task, target, folder):
-        made.append((name, target))
+        calls.append((name, target))
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
 
@@ -332,13 +332,13 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
         warmstart.base_model("actor", name, cfg)
         for name in ("base:policy", "base:policy@0.3", "base:actor@0.1", "base:actor@0.1", "base:actor")
     }
-    assert made == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)]
+    assert calls == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)]
     assert len(folders) == len(list(tmp_path.iterdir())) == 3
     assert warmstart.base_model("model", "base:policy", replace(cfg, arith="explain=8")) not in folders
 
 
-def test_of_two_processes_that_make_a_base_model_the_first_stays(tmp_path, monkeypatch):
-    """The second finds a whole folder where its own should go: it takes that one, and leaves nothing behind."""
+def test_the_first_of_two_processes_that_make_a_base_model_wins(tmp_path, monkeypatch):
+    """The second process finds a complete folder, uses it, and deletes its own."""
     monkeypatch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path))
     cfg = make_cfg()
     final = tmp_path / f"policy-{warmstart.recipe_key('policy', make_task(cfg), 0.3)}"
@@ -353,28 +353,28 @@ def test_of_two_processes_that_make_a_base_model_the_first_stays(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == [final.name]
     assert (final / "config.json").read_text() == "first"
 
-    def killed(name, task, target, folder):
-        """What a kill of the first left: a folder that is not whole."""
+    def leave_half_a_folder(name, task, target, folder):
+        """A kill of the first process leaves an incomplete folder."""
         shutil.rmtree(final)
         final.mkdir()
         (final / "model.safetensors").write_text("half")
         folder.mkdir()
         (folder / "config.json").write_text("mine")
 
-    monkeypatch.setattr(warmstart, "warm_start", killed)
+    monkeypatch.setattr(warmstart, "warm_start", leave_half_a_folder)
     (final / "config.json").unlink()
     assert warmstart.base_model("model", "base:policy", cfg) == str(final)
     assert [(path.name, path.read_text()) for path in final.iterdir()] == [("config.json", "mine")]
 
 
-def test_the_default_recipes_keep_their_keys():
-    """Base models that were made before are found again."""
+def test_the_keys_of_the_default_recipes():
+    """Changed keys would hide existing base models."""
     assert warmstart.recipe_key("policy", Arithmetic(), 0.3) == "7f2e071048"
     assert warmstart.recipe_key("actor", Arithmetic(), 0.3) == "ec17287593"
 
 
-def test_a_bonus_does_not_make_a_base_model_more_than_right(folders, monkeypatch):
-    """The warm start stops at a share of right answers, whatever an explanation earns on top."""
+def test_accuracy_of_a_base_model_ignores_bonuses(folders, monkeypatch):
+    """The warm start stops at a share of right answers, independent of the bonus for explanations."""
     from transformers import AutoModelForCausalLM
 
     def grade_half(task, tokenizer, problems, groups):
@@ -387,22 +387,22 @@ def test_a_bonus_does_not_make_a_base_model_more_than_right(folders, monkeypatch
 
 
 def test_a_lucky_draw_does_not_end_a_warm_start(tmp_path, monkeypatch):
-    """It ends at the target on more problems than, and others than, those that are looked at every few steps."""
-    asked, luck = [], iter([0.1, 0.5, 0.2, 0.5, 0.4])
+    """The target is confirmed on more problems, disjoint from the frequently checked ones."""
+    problems, luck = [], iter([0.1, 0.5, 0.2, 0.5, 0.4])
 
     def accuracy(model, tokenizer, task, first, n):
-        asked.append(range(first, first + n))
+        problems.append(range(first, first + n))
         return next(luck)
 
     monkeypatch.setattr(warmstart, "accuracy", accuracy)
     assert warmstart.warm_start("actor", Arithmetic(1, 1, 3, 9), 0.4, tmp_path / "actor") == 0.4
-    few, others = asked[0], asked[2]
-    assert asked == [few, few, others, few, others]
-    assert len(others) >= 1024 and not set(few) & set(others)
+    few, many = problems[0], problems[2]
+    assert problems == [few, few, many, few, many]
+    assert len(many) >= 1024 and not set(few) & set(many)
 
 
-def test_a_warm_start_leaves_out_padding_and_nothing_else(monkeypatch):
-    """Loss and gradient of a batch in four parts are those of the whole batch, padded, by transformers' own loss."""
+def test_a_warm_start_ignores_only_padding(monkeypatch):
+    """Loss and gradient of a batch in four parts equal transformers' loss and gradient of the whole padded batch."""
     monkeypatch.setattr(warmstart, "BATCH", 10)  # parts of unequal size
     tokenizer = arithmetic_tokenizer()
     ids, labels = warmstart.demonstrations(Arithmetic(1, 3, 9, 40, explain=48), tokenizer, 7)
@@ -453,14 +453,14 @@ def test_running_totals_stay_inside(operand, total):
 
 
 def test_think_and_boxed_read_no_answer():
-    """So rows without one will do, unless another part reads it."""
+    """Rows without an answer are valid unless a different part reads it."""
     from tasks.rewards import parts_of
 
     assert not Reward(parts_of("think,boxed*0.5")).needs_answer
     assert Reward(parts_of("think,gsm8k")).needs_answer
 
 
-def test_a_token_of_white_space_ends_a_response(tmp_path):
+def test_a_white_space_token_can_end_a_response(tmp_path):
     tokenizer = arithmetic_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["\n\n"]})
     assert tokenizer.convert_tokens_to_ids("\n\n") in stop_ids(tokenizer, [], "\n\n")

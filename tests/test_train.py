@@ -1,4 +1,4 @@
-"""The whole loop: on real vLLM, killed and resumed, stopped by a signal, on two ranks, and every objective by name."""
+"""The whole loop: real vLLM, kill and resume, stop by a signal, two ranks, every preset."""
 
 import json
 import math
@@ -45,17 +45,17 @@ def is_time(name: str) -> bool:
     return name.endswith(("_s", "_seconds")) or name.startswith("speed/")
 
 
-# a test that starts several processes needs longer than others; each process has a limit of its own
+# A test with several processes needs more time. Each process has its own limit.
 SEVERAL_PROCESSES = pytest.mark.timeout(900)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Runs, in a process of their own and in this one
+# Runs, in a separate process and in this process
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def flags(solvers, out, **changes) -> list[str]:
-    """A tiny run: two updates for each rollout batch, a checkpoint in the middle of one."""
+    """A tiny run: two updates for each rollout batch, a checkpoint in the middle of a rollout batch."""
     base = {
         "model": solvers / "policy",
         "actor": solvers / "actor",
@@ -79,8 +79,7 @@ def flags(solvers, out, **changes) -> list[str]:
 
 
 def start(argv, ranks=1, on=()):
-    """train.py in a process of its own, under torchrun where there is more than one rank. on: a command to run it
-    under."""
+    """train.py in a new process, under torchrun if there are several ranks. on: a command to run it under."""
     command = [sys.executable, "train.py"]
     if ranks > 1:
         command = [*torchrun.COMMAND, f"--nproc_per_node={ranks}", "train.py"]
@@ -91,7 +90,7 @@ STARTED: list[subprocess.Popen] = []
 
 
 def begin(command, folder=ROOT, **environment):
-    """A process in this folder, which is ended behind the test."""
+    """A process in this folder. The fixture below ends it after the test."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **environment}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     STARTED.append(subprocess.Popen(command, cwd=folder, env=environment, **pipes))
@@ -100,14 +99,14 @@ def begin(command, folder=ROOT, **environment):
 
 @pytest.fixture(autouse=True)
 def no_process_stays_behind():
-    """End what a failed test left running."""
+    """End processes that a failed test left running."""
     yield
     while STARTED:
         stop(STARTED.pop())
 
 
 def stop(process) -> None:
-    """SIGTERM first: torchrun takes its ranks along, which SIGKILL would leave behind."""
+    """SIGTERM first: torchrun ends its ranks. SIGKILL would leave them running."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -124,14 +123,14 @@ def finish(process, timeout=400):
 
 
 def run_to_the_end(argv, ranks=1) -> str:
-    """What a run that must succeed prints."""
+    """The output of a run that must succeed."""
     code, out, err = finish(start(argv, ranks))
     assert code == 0, err[-3000:]
     return out
 
 
 def wait_for(out, step, process) -> None:
-    """Until the run has logged `step`."""
+    """Wait until the run has logged `step`."""
     end = time.time() + 200
     while time.time() < end and process.poll() is None:
         path = Path(out) / "metrics.jsonl"
@@ -146,7 +145,7 @@ def wait_for(out, step, process) -> None:
 
 @pytest.fixture
 def train_here(monkeypatch):
-    """Train in this process: argv -> (configuration, metrics). The page explains everything that is logged."""
+    """Train in this process: argv -> (configuration, metrics). The page of metrics explains every logged key."""
     monkeypatch.setattr(session, "catch_signals", lambda: [])
 
     def run(argv):
@@ -160,7 +159,7 @@ def train_here(monkeypatch):
 
 
 def timeless(out) -> list[dict]:
-    """Every metric but times, and those of weight syncs: the engine of a resumed run is checked from the start."""
+    """Every metric except times and weight syncs: a resumed run checks its engine from the start."""
     rows = [{k: v for k, v in row.items() if not is_time(k)} for row in read_metrics(out)]
     return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in rows]
 
@@ -183,13 +182,13 @@ def shards_of(folder) -> dict[str, torch.Tensor]:
 
 def momenta(out) -> list[torch.Tensor]:
     """Adam's first moments of the policy at the end."""
-    found = shards_of(out / "checkpoints" / "step_000006")
-    return [x for name, x in sorted(found.items()) if name.startswith("policy/") and name.endswith("/exp_avg")]
+    tensors = shards_of(out / "checkpoints" / "step_000006")
+    return [x for name, x in sorted(tensors.items()) if name.startswith("policy/") and name.endswith("/exp_avg")]
 
 
 @pytest.fixture(scope="module")
 def whole(solvers, tmp_path_factory):
-    """(folder, what it printed) of a run that nothing disturbed."""
+    """(folder, printed text) of an undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     return out, run_to_the_end(flags(solvers, out))
 
@@ -214,11 +213,11 @@ def test_a_run_logs_every_update(whole):
         assert row["obrs/kl_after"] < row["obrs/kl_before"]
     assert [row["staleness/max_updates"] for row in rows[1:]] == [0, 1] * 3
     assert ["rollout_s" in row for row in rows[1:]] == [True, False] * 3
-    assert ["sync/MiB" in row for row in rows[1:]] == [True, False] * 3  # what a roll-out says, once
+    assert ["sync/MiB" in row for row in rows[1:]] == [True, False] * 3  # a roll-out logs it once
     assert unexplained({key for row in rows for key in row} - {"step"}) == []
 
 
-def test_a_run_leaves_everything_behind(whole, solvers):
+def test_a_run_writes_all_its_files(whole, solvers):
     out, text = whole
     saved = json.loads((out / "config.json").read_text())
     assert saved["config"]["correction"] == "obrs"
@@ -233,8 +232,8 @@ def test_a_run_leaves_everything_behind(whole, solvers):
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
 
 
-def test_a_run_shows_what_was_sampled(whole, capsys):
-    """Four responses of the first update, whole, with the gap at every token; and in colours."""
+def test_samples_are_logged_and_printed(whole, capsys):
+    """Four responses of the first update with the gap at every token, and printed in colours."""
     out, _ = whole
     logged = samples(out)
     assert [row["step"] for row in logged] == [0] * 4
@@ -252,9 +251,9 @@ def test_a_run_shows_what_was_sampled(whole, capsys):
     assert max(row["gap"] for row in logged[:4]) > 0.05  # the actor's tokens, as the policy sees them
     assert len({row["response"] for row in logged}) > 1
     plot.main([f"--samples={out}", "--last=2"])
-    said = capsys.readouterr().out
-    assert said.count("\nupdate 1: reward") + said.startswith("update 1: reward") == 2
-    assert logged[-1]["prompt"] in said
+    printed = capsys.readouterr().out
+    assert printed.count("\nupdate 1: reward") + printed.startswith("update 1: reward") == 2
+    assert logged[-1]["prompt"] in printed
     with pytest.raises(UserError, match="samples.jsonl: no such file"):
         plot.main([f"--samples={out / 'checkpoints'}"])
 
@@ -265,8 +264,8 @@ def test_tokens_are_coloured_by_their_gap():
     assert plot.coloured("x", -2.0) == plot.coloured("x", 2.0)
 
 
-def test_an_engine_that_is_another_function_is_found_at_the_first_update(solvers, tmp_path, train_here, monkeypatch):
-    """Logits scaled on one side, as by a forgotten temperature: at once, or only after the weight check."""
+def test_a_wrong_engine_is_found_at_the_first_update(solvers, tmp_path, train_here, monkeypatch):
+    """Scaled logits on one side, as by a forgotten temperature: from the start, or only after the weight check."""
     forward, load, scale = HFEngine._forward, WeightCheck.load, [0.8]
 
     def scaled(self, ids, **more):
@@ -291,7 +290,7 @@ def test_an_engine_that_is_another_function_is_found_at_the_first_update(solvers
 @SEVERAL_PROCESSES
 @pytest.mark.parametrize("after", [0, 4])
 def test_killed_and_resumed_is_the_same_run(whole, solvers, tmp_path, after, train_here):
-    """SIGKILL before the first checkpoint or after one in the middle of a rollout batch; then --resume: the same
+    """SIGKILL before the first checkpoint or after one in the middle of a rollout batch; --resume gives the same
     metrics, bit for bit."""
     out = tmp_path / "run"
     process = start(flags(solvers, out))
@@ -301,8 +300,8 @@ def test_killed_and_resumed_is_the_same_run(whole, solvers, tmp_path, after, tra
     train_here(["--resume", f"--out={out}"])
     assert timeless(out) == timeless(whole[0])  # save_every=3 and two updates a batch: update 4 was pending
     assert samples(out) == samples(whole[0])
-    for mine, theirs in zip(momenta(out), momenta(whole[0]), strict=True):
-        assert torch.equal(mine, theirs)
+    for got, want in zip(momenta(out), momenta(whole[0]), strict=True):
+        assert torch.equal(got, want)
 
 
 LOW_BITS = {"rollout_quant": "int8", "learner_quant": "aligned"}
@@ -316,8 +315,7 @@ RESUMED = {
     "case", [pytest.param(c, id=n, marks=[pytest.mark.slow] * (n == "controllers")) for n, c in RESUMED.items()]
 )
 def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path, train_here):
-    """Target new's kappa and the closed loop's lambda_distill live in the checkpoint; low-bit tensors and Muon's
-    momentum come out of it."""
+    """Checkpoints contain target new's kappa, the controller's lambda_distill, low-bit tensors and Muon's momentum."""
     whole, out = tmp_path / "whole", tmp_path / "run"
     for folder, steps in ((whole, 4), (out, 3)):
         train_here(flags(solvers, folder, **case, steps=steps, save_every=0))
@@ -330,29 +328,29 @@ def test_stopped_and_resumed_is_the_same_run(case, solvers, tmp_path, train_here
 
 
 @pytest.mark.parametrize("more", [{}, {"lora_rank": 2}])
-def test_a_head_of_its_own_that_the_config_ties_is_kept(more, solvers, tmp_path, train_here):
-    """Files with head and embedding, under a config that ties them: both train, are saved, and come back."""
-    made, model = checkpoint.load_model(solvers / "policy"), tmp_path / "two"
+def test_an_untied_head_under_a_tied_config_is_kept(more, solvers, tmp_path, train_here):
+    """Files with a head and an embedding, and a config that ties them: both are trained, saved and loaded."""
+    untied, model = checkpoint.load_model(solvers / "policy"), tmp_path / "two"
     shutil.copytree(solvers / "policy", model)
-    made.config.tie_word_embeddings = False
-    made.lm_head.weight = torch.nn.Parameter(1.1 * made.lm_head.weight.detach())
-    made.save_pretrained(model)
+    untied.config.tie_word_embeddings = False
+    untied.lm_head.weight = torch.nn.Parameter(1.1 * untied.lm_head.weight.detach())
+    untied.save_pretrained(model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     whole, out = tmp_path / "whole", tmp_path / "run"
     for folder, steps in ((whole, 4), (out, 3)):
-        own = dict(model=model, actor="none", objective="tis", steps=steps, save_every=0, **more)
-        train_here(flags(solvers, folder, **own))
+        changes = dict(model=model, actor="none", objective="tis", steps=steps, save_every=0, **more)
+        train_here(flags(solvers, folder, **changes))
     train_here(["--resume", f"--out={out}", "--steps=4"])
     assert without_eval(timeless(out)) == without_eval(timeless(whole))
     saved = checkpoint.load_model(checkpoint.newest(str(out)) / "policy")
     head, embedding = saved.lm_head.weight, saved.get_input_embeddings().weight
-    assert torch.allclose(head, made.lm_head.weight, atol=0.05) and not torch.allclose(head, embedding, atol=0.05)
+    assert torch.allclose(head, untied.lm_head.weight, atol=0.05) and not torch.allclose(head, embedding, atol=0.05)
 
 
-def upset(monkeypatch) -> list[tuple]:
-    """Updates 1, 4, 5 and 6 are skipped for a loss that is no number, update 2 counts as rejected whole; the learner's
-    counts after each update."""
+def skip_some_updates(monkeypatch) -> list[tuple]:
+    """Skip updates 1, 4, 5 and 6 for a NaN loss; count update 2 as completely rejected. Return the learner's counts
+    after each update."""
     original, counts = session.Learner._step, []
 
     def step(self, loss, all_rejected):
@@ -367,11 +365,11 @@ def upset(monkeypatch) -> list[tuple]:
 
 COUNTING = {"obrs_target": "new", "distill_kl_target": 0.05, "keep": 9, "save_every": 5}
 COUNTING |= {"delay": "lognormal", "delay_min": 1.0, "delay_max": 6.0, "delay_samplers": 3, "step_seconds": 1.25}
-COUNTING |= {"sampler_rate": 0.8, "window_seconds": 1.875}  # the learner waits, and what is left over is dropped
+COUNTING |= {"sampler_rate": 0.8, "window_seconds": 1.875}  # the learner waits, and surplus groups are dropped
 
 
 def saved_at(out, step) -> dict:
-    """Everything in a checkpoint but the model folders, by its path: learner.pt, rank0.pt and the shards."""
+    """Every value in a checkpoint except the model folders, by path: learner.pt, rank0.pt and the shards."""
     folder = out / "checkpoints" / f"step_{step:06d}"
     parts = {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in ("learner", "rank0")}
     return leaves({**parts, "shards": shards_of(folder)})
@@ -391,7 +389,7 @@ def leaves(x, path="") -> dict:
 
 
 def test_every_group_is_trained_on_once_and_in_order(solvers, tmp_path, train_here, monkeypatch):
-    """Three updates to a rollout batch take its groups as they were sampled."""
+    """Three updates to a rollout batch take its groups in the order of sampling."""
     seen, update = [], train.Training.update
 
     def watched(training):
@@ -404,11 +402,11 @@ def test_every_group_is_trained_on_once_and_in_order(solvers, tmp_path, train_he
 
 
 def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatch):
-    """Stopped after update 5 and resumed: not a count differs from the run that went on, and none of them is 0."""
-    counts = upset(monkeypatch)
+    """Stopped after update 5 and resumed: every count equals the count of the uninterrupted run, and no count is 0."""
+    counts = skip_some_updates(monkeypatch)
     whole, out = tmp_path / "whole", tmp_path / "run"
     train_here(flags(solvers, whole, **COUNTING, steps=8))
-    of_the_whole = list(counts)
+    whole_counts = list(counts)
     train_here(flags(solvers, out, **COUNTING, steps=5))
     assert counts[-1] == (5, 3, 2, 1)
     left = saved_at(out, 5)
@@ -418,12 +416,12 @@ def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatc
     assert "/rank0/source/tickets/0/0" in left and left["/rank0/source/samplers/0/draws"] > 1
     assert any(name.startswith("/rank0/pending/0/groups") for name in left)
     train_here(["--resume", f"--out={out}", "--steps=8"])
-    assert counts[-3:] == of_the_whole[-3:] == [(6, 4, 3, 1), (7, 4, 0, 1), (8, 4, 0, 1)]
+    assert counts[-3:] == whole_counts[-3:] == [(6, 4, 3, 1), (7, 4, 0, 1), (8, 4, 0, 1)]
     assert without_sync(out) == without_sync(whole)
     assert samples(out) == samples(whole)
-    mine, theirs = saved_at(out, 8), saved_at(whole, 8)
-    assert mine.keys() == theirs.keys()
-    different = [name for name in mine if mine[name] != theirs[name] and not since_the_epoch(name)]
+    resumed, uninterrupted = saved_at(out, 8), saved_at(whole, 8)
+    assert resumed.keys() == uninterrupted.keys()
+    different = [name for name in resumed if resumed[name] != uninterrupted[name] and not since_the_epoch(name)]
     assert different == []
 
 
@@ -432,13 +430,12 @@ def since_the_epoch(name: str) -> bool:
 
 
 def without_sync(out) -> list[dict]:
-    """Metrics but for evaluations and what loading engines proved: a resumed engine loads old versions again."""
-    return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in without_eval(timeless(out))]
+    return without_eval(timeless(out))
 
 
-def test_a_step_that_vanishes_in_16_bits_is_not_taken_for_foreign_weights(solvers, tmp_path, train_here):
-    """From a folder in bfloat16, at a rate below half a unit of its last place: the engine's matrices stay as they
-    were, the learner's do not."""
+def test_a_step_lost_in_16_bits_passes_the_weight_check(solvers, tmp_path, train_here):
+    """A folder in bfloat16 and a learning rate below half a unit in the last place: the engine's matrices stay equal,
+    the learner's change."""
     start = tmp_path / "start"
     AutoModelForCausalLM.from_pretrained(solvers / "policy").bfloat16().save_pretrained(start)
     arithmetic_tokenizer().save_pretrained(start)
@@ -448,8 +445,8 @@ def test_a_step_that_vanishes_in_16_bits_is_not_taken_for_foreign_weights(solver
     assert [row["step"] for row in rows][-1] == 3 and any(row.get("grad_norm", 0) > 0 for row in rows)
 
 
-def test_a_run_goes_on_from_what_it_trains_not_from_what_it_exports(solvers, tmp_path, train_here):
-    """A folder in bfloat16: the export has its precision, and its rounding is not in the resumed run."""
+def test_a_run_resumes_from_unrounded_weights(solvers, tmp_path, train_here):
+    """A folder in bfloat16: the export has its precision, but a resumed run starts from the unrounded weights."""
     start = tmp_path / "start"
     AutoModelForCausalLM.from_pretrained(solvers / "policy").bfloat16().save_pretrained(start)
     arithmetic_tokenizer().save_pretrained(start)
@@ -472,26 +469,6 @@ def test_a_run_goes_on_from_what_it_trains_not_from_what_it_exports(solvers, tmp
     assert rounded > 1000
 
 
-def in_format_3(folder: Path, cfg) -> None:
-    """Make a checkpoint of one policy what it was before shards: weights in the model folder, optimizers beside it."""
-    shards = shards_of(folder)
-    weights = [name for name in shards if name.count("/") == 1]
-    named = AutoModelForCausalLM.from_pretrained(folder / "policy").named_parameters()
-    order = [f"policy/{name}" for name, _ in named]
-    assert sorted(order) == sorted(weights)
-    kinds = ("step", "exp_avg", "exp_avg_sq")
-    state = {i: {kind: shards[f"{name}/{kind}"] for kind in kinds} for i, name in enumerate(order)}
-    like = {"lr": cfg.lr, "betas": (0.9, 0.999), "eps": 1e-8}
-    empty = torch.optim.AdamW([torch.zeros(1) for _ in order], **like, weight_decay=cfg.weight_decay)
-    saved = torch.load(folder / "learner.pt", weights_only=True)
-    saved["format"] = 3
-    saved["learner"]["optimizer.policy"] = {"parts": [{**empty.state_dict(), "state": state}]}
-    torch.save(saved, folder / "learner.pt")
-    shutil.rmtree(folder / "shards")
-    (folder / "digests.json").unlink()
-    checkpoint.seal(folder, [checkpoint.digests_of(folder, 0)])
-
-
 WRITES_FOR_EVER = """
 import threading, sys
 import train
@@ -507,8 +484,8 @@ train.train(settings.parse(sys.argv[1:]))
 
 
 @SEVERAL_PROCESSES
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(whole, solvers, tmp_path, train_here):
-    """The second save never ends; the updates go on beside it. After SIGKILL the run goes on from the first one."""
+def test_a_kill_during_a_save_leaves_the_previous_checkpoint(whole, solvers, tmp_path, train_here):
+    """The second save never ends, and the updates continue. After SIGKILL the run resumes from the first checkpoint."""
     out = tmp_path / "run"
     process = begin([sys.executable, "-c", WRITES_FOR_EVER, *flags(solvers, out, save_every=1)])
     wait_for(out, 2, process)  # the save after update 2 goes on
@@ -520,11 +497,9 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(whole, solve
     assert without_sync(out) == without_sync(whole[0])
 
 
-def test_a_checkpoint_is_of_its_boundary_whatever_happens_while_it_is_written(
-    whole, solvers, tmp_path, train_here, monkeypatch
-):
-    """It is written after the next update; what samplers may forget is said then, and not before."""
-    written, told, write, saved = threading.Event(), [], checkpoint.write_shards, LocalSource.saved
+def test_a_checkpoint_has_the_state_of_its_boundary(whole, solvers, tmp_path, train_here, monkeypatch):
+    """A checkpoint is written during the next update. Only then do samplers learn which groups they may forget."""
+    written, events, write, saved = threading.Event(), [], checkpoint.write_shards, LocalSource.saved
     update, seen = train.Training.update, []
 
     def late(tensors, folder, group):
@@ -533,28 +508,26 @@ def test_a_checkpoint_is_of_its_boundary_whatever_happens_while_it_is_written(
 
     def watched(training):
         values = update(training)
-        seen.append((training.step, list(told)))
+        seen.append((training.step, list(events)))
         if training.step == 4:
             written.set()
         return values
 
     monkeypatch.setattr(checkpoint, "write_shards", late)
     monkeypatch.setattr(train.Training, "update", watched)
-    monkeypatch.setattr(LocalSource, "saved", lambda self: told.append("held") or saved(self))
+    monkeypatch.setattr(LocalSource, "saved", lambda self: events.append("held") or saved(self))
     out = tmp_path / "run"
     train_here(flags(solvers, out, save_every=3))
     assert timeless(out) == timeless(whole[0])
-    assert seen[3] == (4, []) and told == ["held", "held"]
-    mine, theirs = (saved_at(folder, 3) for folder in (out, whole[0]))
+    assert seen[3] == (4, []) and events == ["held", "held"]
+    late_save, want = (saved_at(folder, 3) for folder in (out, whole[0]))
     of_a_process = ("/rank0/rng", "/t_start", "/t_end", "/t_published")
-    compared = [name for name in mine if not any(part in name for part in of_a_process)]
+    compared = [name for name in late_save if not any(part in name for part in of_a_process)]
     assert len(compared) > 300
-    assert [name for name in compared if mine[name] != theirs[name]] == []
+    assert [name for name in compared if late_save[name] != want[name]] == []
 
 
-def test_a_checkpoint_that_cannot_be_written_is_said_at_the_next_boundary(
-    solvers, tmp_path, train_here, monkeypatch, capsys
-):
+def test_a_failed_save_ends_the_run_at_the_next_boundary(solvers, tmp_path, train_here, monkeypatch, capsys):
     def full(tensors, folder, group):
         if "000003" in str(folder):
             raise OSError(28, "No space left on device")
@@ -565,12 +538,12 @@ def test_a_checkpoint_that_cannot_be_written_is_said_at_the_next_boundary(
         train_here(flags(solvers, out))
     done = len(read_metrics(out)) - 1
     assert 3 <= done < 6
-    # what stands then has room here
+    # the emergency save at the end has room
     assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:06d}"] * (done > 3)
 
 
 @SEVERAL_PROCESSES
-def test_a_closed_terminal_saves_too(solvers, tmp_path):
+def test_sighup_saves_a_checkpoint(solvers, tmp_path):
     out = tmp_path / "run"
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and children inherit that
     process = start(flags(solvers, out, save_every=0, steps=500))
@@ -600,7 +573,7 @@ def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path):
 
 
 def raise_at(monkeypatch, owner, name: str, call: int, error=None) -> None:
-    """The call-th call of a function fails, as a fault of ours would where nothing else is said."""
+    """Let the call-th call of a function fail like an internal fault, or with `error`."""
     original, calls = getattr(owner, name), []
 
     def function(*args, **more):
@@ -612,7 +585,7 @@ def raise_at(monkeypatch, owner, name: str, call: int, error=None) -> None:
     monkeypatch.setattr(owner, name, function)
 
 
-FAULTS = {  # where, and which checkpoint is the newest afterwards
+FAULTS = {  # place of the fault: (owner, name, call, newest checkpoint afterwards)
     "before an update": (train.objectives, "prepare", 5, 4),
     "between two models' steps": (session.Learner, "_optimize", 10, 3),
     "after the step": (train.objectives, "update_controllers", 5, 3),
@@ -622,30 +595,30 @@ FAULTS = {  # where, and which checkpoint is the newest afterwards
 }
 
 
-SLOW = ("between two models' steps", "in the ref pass", "after the step")  # as the others, at other places
+SLOW = ("between two models' steps", "in the ref pass", "after the step")  # the same property at different places
 
 
 @pytest.mark.parametrize(
     "fault", [pytest.param(f, id=n, marks=[pytest.mark.slow] * (n in SLOW)) for n, f in FAULTS.items()]
 )
-def test_a_fault_of_ours_saves_first_and_keeps_its_traceback(
+def test_a_fault_saves_a_checkpoint_and_keeps_its_traceback(
     fault, whole, solvers, tmp_path, train_here, monkeypatch, capsys
 ):
-    """Whatever the place: the run goes on from the last update's boundary, and is the same run bit for bit."""
+    """The run resumes from the boundary of the last update and equals the uninterrupted run bit for bit."""
     owner, name, call, newest = fault
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         raise_at(patch, owner, name, call)
         with pytest.raises(ZeroDivisionError, match="a fault of ours"):
             train_here(flags(solvers, out))
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert checkpoint.newest(out).name == f"step_{newest:06d}"
-    assert ("saved: continue with --resume" in said) == (newest != 3)
+    assert ("saved: continue with --resume" in printed) == (newest != 3)
     train_here(["--resume", f"--out={out}"])
     assert timeless(out) == timeless(whole[0])
 
 
-def test_an_error_that_is_told_saves_first_too(solvers, tmp_path, train_here, monkeypatch):
+def test_a_user_error_saves_a_checkpoint(solvers, tmp_path, train_here, monkeypatch):
     raise_at(monkeypatch, HFEngine, "_decode", 7, UserError("bound it"))
     with pytest.raises(UserError, match="bound it"):
         train_here(flags(solvers, tmp_path / "run"))
@@ -654,10 +627,8 @@ def test_an_error_that_is_told_saves_first_too(solvers, tmp_path, train_here, mo
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("model", ["policy", "actor"])
-def test_weights_that_are_not_finite_end_the_run_in_the_update_that_made_them(
-    value, model, solvers, tmp_path, train_here, monkeypatch
-):
-    """An optimizer that makes one number of one model infinite in update 5: nothing after update 3 is kept."""
+def test_non_finite_weights_end_the_run_in_their_update(value, model, solvers, tmp_path, train_here, monkeypatch):
+    """The optimizer makes one number of one model infinite or NaN in update 5: the newest checkpoint is of update 3."""
     original = session.Learner._optimize
 
     def optimize(self, name, lr, step):
@@ -672,7 +643,7 @@ def test_weights_that_are_not_finite_end_the_run_in_the_update_that_made_them(
     assert checkpoint.newest(tmp_path / "run").name == "step_000003"
 
 
-def test_too_many_updates_without_a_number_save_and_say_so(solvers, tmp_path, train_here, monkeypatch):
+def test_too_many_skipped_updates_save_and_end_the_run(solvers, tmp_path, train_here, monkeypatch):
     loss = train.objectives.reduce
     monkeypatch.setattr(train.objectives, "reduce", lambda *args: loss(*args) * math.nan)
     monkeypatch.setattr(sys.modules["learner"], "MAX_SKIPS", 2)
@@ -682,8 +653,8 @@ def test_too_many_updates_without_a_number_save_and_say_so(solvers, tmp_path, tr
 
 
 @SEVERAL_PROCESSES
-def test_resume_without_the_checkpoints_of_a_longer_run_is_refused(whole, tmp_path, train_here):
-    """save_every is 3, and 6 updates are logged: checkpoints were deleted. With 2 updates there was none yet."""
+def test_resume_with_deleted_checkpoints_is_refused(whole, tmp_path, train_here):
+    """save_every is 3 and 6 updates are logged: checkpoints were deleted. After 3 updates there may be none yet."""
     out = tmp_path / "run"
     shutil.copytree(whole[0], out, ignore=shutil.ignore_patterns("checkpoints"))
     logged = (out / "metrics.jsonl").read_text()
@@ -703,27 +674,27 @@ def test_resume_without_the_checkpoints_of_a_longer_run_is_refused(whole, tmp_pa
         checkpoint.check_none_lost(str(out))
 
 
-def test_resume_says_which_key_differs_and_a_run_is_not_overwritten(whole, solvers, train_here):
+def test_resume_names_changed_flags_and_a_run_is_not_overwritten(whole, solvers, train_here):
     out, _ = whole
-    with pytest.raises(UserError) as said:
+    with pytest.raises(UserError) as error:
         train_here(["--resume", f"--out={out}", "--lr=5e-3", "--group_size=8"])
-    assert "--group_size was 4 and is now 8" in str(said.value)
-    assert "--lr was 0.001 and is now 0.005" in str(said.value)
+    assert "--group_size was 4 and is now 8" in str(error.value)
+    assert "--lr was 0.001 and is now 0.005" in str(error.value)
     with pytest.raises(UserError, match="already holds a run: add --resume to continue it, --overwrite to delete it"):
         train_here(flags(solvers, out))
     run_to_the_end(["--resume", f"--out={out}", "--steps=7"])
     assert len(read_metrics(out)) == 8
-    made = json.loads((out / "config.json").read_text())  # what started the run stays, what went on is added
-    assert made["config"]["steps"] == 7
-    assert "--steps=6" in made["command"]
-    assert "--steps=7" in made["resumed"][-1]["command"]
+    saved = json.loads((out / "config.json").read_text())  # the first command stays, the resume is added
+    assert saved["config"]["steps"] == 7
+    assert "--steps=6" in saved["command"]
+    assert "--steps=7" in saved["resumed"][-1]["command"]
 
 
 @SEVERAL_PROCESSES
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, parallel, train_here):
-    """torchrun with one engine a rank: a whole run, and again from the middle of a rollout batch, on two ranks and on
-    one; then what one rank has saved on two again, wrapped in the other way."""
+    """torchrun with one engine a rank: a whole run, resumed in the middle of a rollout batch on two ranks and on one;
+    then the one-rank run again on two, with the other --parallel."""
     out = tmp_path / "run"
     run_to_the_end(flags(solvers, out, parallel=parallel, steps=4, keep=9), ranks=2)
     rows, whole = read_metrics(out), timeless(out)
@@ -732,9 +703,9 @@ def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, parallel, t
     shutil.rmtree(out / "checkpoints" / "step_000004")
     shutil.copytree(out, tmp_path / "one")
     torchrun.torchrun("../train.py", "--resume", f"--out={out}")
-    assert without_sync(out) == without_sync_rows(whole)
+    assert without_sync(out) == without_eval(whole)
     train_here(["--resume", f"--out={tmp_path / 'one'}"])
-    assert_alike(without_sync(tmp_path / "one"), without_sync_rows(whole))
+    assert_alike(without_sync(tmp_path / "one"), without_eval(whole))
     end = tmp_path / "one"
     assert_same_tensors(end / "checkpoints" / "step_000004", out / "checkpoints" / "step_000004")
     other = "ddp" if parallel == "fsdp" else "fsdp"
@@ -744,12 +715,8 @@ def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, parallel, t
     assert_alike(without_sync(end), without_sync(out))
 
 
-def without_sync_rows(rows) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in without_eval(rows)]
-
-
 def assert_alike(rows, others) -> None:
-    """Metrics that are equal but for the order in which ranks add up."""
+    """Metrics are equal up to the order of sums over ranks."""
     assert [row.keys() for row in rows] == [row.keys() for row in others]
     for row, other in zip(rows, others, strict=True):
         for name, value in row.items():
@@ -758,10 +725,10 @@ def assert_alike(rows, others) -> None:
 
 
 def assert_same_tensors(folder, other) -> None:
-    mine, theirs = shards_of(folder), shards_of(other)
-    assert mine.keys() == theirs.keys()
-    for name, x in mine.items():
-        assert torch.allclose(x, theirs[name], rtol=1e-4, atol=1e-5), name
+    got, want = shards_of(folder), shards_of(other)
+    assert got.keys() == want.keys()
+    for name, x in got.items():
+        assert torch.allclose(x, want[name], rtol=1e-4, atol=1e-5), name
 
 
 @SEVERAL_PROCESSES
@@ -775,7 +742,7 @@ def test_every_node_must_see_the_run_folder(solvers, tmp_path):
 
 @SEVERAL_PROCESSES
 def test_an_aligned_learner_is_evaluated_as_it_trains_under_fsdp_too(solvers, tmp_path, train_here):
-    """Two bits change many answers: the sharded learner's, gathered for evaluation, are those of one process."""
+    """Two bits change many answers: the gathered weights of a sharded learner give the answers of one process."""
     case = {"objective": "grpo", "actor": "none", "rollout_quant": "w2a16", "learner_quant": "aligned"}
     case |= {"quant_group": 32, "steps": 1, "save_every": 0, "eval_problems": 96, "eval_engine": "torch"}
     _, one = train_here(flags(solvers, tmp_path / "one", **case))
@@ -785,10 +752,10 @@ def test_an_aligned_learner_is_evaluated_as_it_trains_under_fsdp_too(solvers, tm
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# In this process, on the plain sampler
+# In this process, with the plain sampler
 # ---------------------------------------------------------------------------------------------------------------------
 
-# other frameworks' names for presets of ours; decoupled_geo_rs, with its narrow bounds, is trained all the same
+# names of presets in other frameworks; decoupled_geo_rs is trained too: its bounds are narrow
 ALIASES = {"decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs", "bypass_ppo_clip", "token_truncate"}
 ALIASES |= {"token_mask", "sequence_truncate", "sequence_mask", "dr_grpo", "dapo", "seq_mask_tis"}
 
@@ -796,7 +763,7 @@ ALIASES |= {"token_mask", "sequence_truncate", "sequence_mask", "dr_grpo", "dapo
 @pytest.mark.parametrize("objective", [name for name in presets.OBJECTIVES if name not in ALIASES])
 @pytest.mark.parametrize("has_actor", [False, True])
 def test_every_objective_trains_end_to_end(objective, has_actor, solvers, tmp_path, train_here):
-    """Every preset, one model and two: finite metrics, weights that moved, all proofs held."""
+    """Every preset, one model and two: metrics are finite, weights move, all checks pass."""
     actor = solvers / "actor" if has_actor else "none"
     changes = {"objective": objective, "steps": 2, "save_every": 0, "eval_problems": 4, "actor": actor}
     cfg, rows = train_here(flags(solvers, tmp_path / "run", **changes))
@@ -804,9 +771,9 @@ def test_every_objective_trains_end_to_end(objective, has_actor, solvers, tmp_pa
     for row in rows[1:]:
         assert row["skipped_steps"] == 0
         assert row["loss"] is not None
-        rejected = row["rollout_corr/rollout_rs_masked_fraction"] > 0  # perhaps all that there was to learn from
+        rejected = row["rollout_corr/rollout_rs_masked_fraction"] > 0  # perhaps every response with a gradient
         alike = row["advantage_abs"] == 0  # every group has equal rewards: nothing to learn
-        if not cfg.cppo_beta:  # which pulls whatever the rewards
+        if not cfg.cppo_beta:  # the CPPO term does not depend on rewards
             assert (row["grad_norm"] == 0) if alike else (row["grad_norm"] > 0 or rejected)
     assert max(row["advantage_abs"] for row in rows[1:]) > 0
     assert ("distill_kl" in rows[1]) == has_actor
@@ -830,50 +797,50 @@ def evals(rows) -> list[dict]:
 
 
 def used_engines(monkeypatch) -> list:
-    """The engine of every evaluation from now on."""
+    """The engine of every evaluation after this call."""
     used, solve = [], evaluation.solve
     monkeypatch.setattr(evaluation, "solve", lambda engine, *more: used.append(engine) or solve(engine, *more))
     return used
 
 
-def test_the_policys_own_engine_evaluates_it(solvers, tmp_path, train_here, monkeypatch):
-    """At every evaluation with the newest weights: in the middle of a rollout batch too, it says what the learner's own
-    weights say."""
+def test_the_policys_engine_evaluates_the_policy(solvers, tmp_path, train_here, monkeypatch):
+    """Every evaluation uses the newest weights. In the middle of a rollout batch too, the engine gives the answers of
+    the learner's weights."""
     changes = {"objective": "tis", "actor": "none", "steps": 3, "eval_every": 1, "save_every": 0, "eval_problems": 64}
-    changes |= {"model": solvers / "actor", "lr": 0.02}  # which solves some of them, and moves
+    changes |= {"model": solvers / "actor", "lr": 0.02}  # this model solves some problems, and it moves
     used, rows = used_engines(monkeypatch), {}
-    for how in ("own", "torch"):
-        _, rows[how] = train_here(flags(solvers, tmp_path / how, eval_engine=how, **changes))
+    for kind in ("own", "torch"):
+        _, rows[kind] = train_here(flags(solvers, tmp_path / kind, eval_engine=kind, **changes))
     assert evals(rows["own"]) == evals(rows["torch"])
     assert len({tuple(row.values()) for row in evals(rows["own"])}) > 1
     assert len(set(map(id, used[:4]))) == 1 < len(set(map(id, used[4:])))
 
 
-def test_the_closing_table_says_that_rounded_weights_were_evaluated(solvers, tmp_path, train_here, monkeypatch):
-    """Those of the model that samples: with two bits a group of 32 weights has four values."""
+def test_the_report_says_that_rounded_weights_were_evaluated(solvers, tmp_path, train_here, monkeypatch):
+    """The rounded model samples: with two bits a group of 32 weights has four values."""
     changes = {"objective": "tis", "steps": 1, "save_every": 0, "rollout_quant": "w2a16", "quant_group": 32}
-    used, said, values = used_engines(monkeypatch), [], []
+    used, reports, values = used_engines(monkeypatch), [], []
     alone = {"actor": "none"}
     for flag in (alone, {**alone, "eval_engine": "torch"}, {}, {"rollout_quant": "none"}):
-        out = tmp_path / str(len(said))
+        out = tmp_path / str(len(reports))
         train_here(flags(solvers, out, **{**changes, **flag}))
-        said.append([line for line in plot.report(out).splitlines() if "(held out: " in line])
+        reports.append([line for line in plot.report(out).splitlines() if "(held out: " in line])
         for engine in used[: len(used) // 2]:  # at the start
             groups = engine.model.model.layers[0].self_attn.q_proj.weight.reshape(-1, 32)
             values.append(max(len(group.unique()) for group in groups))
         used.clear()
     line = "   (held out: the {} in w2a16, as in rollouts; --eval_engine=torch evaluates it as saved)"
-    assert said == [[line.format("policy")], [], [line.format("actor")], []]
+    assert reports == [[line.format("policy")], [], [line.format("actor")], []]
     assert [n <= 4 for n in values] == [True, False, False, True, False, False]
     assert all(n > 16 for n in values if n > 4)
     cfg = dict(eval_engine="own", samplers="local", rollout_quant="w2a16", learner_quant="none", actor="none")
-    assert plot.rounded_line(cfg) == said[0]
+    assert plot.rounded_line(cfg) == reports[0]
     for changes in ({"samplers": "zmq"}, {"learner_quant": "aligned"}, {"rollout_quant": "none"}):
         assert not plot.rounded_line(cfg | changes)
 
 
 def test_remote_samplers_do_not_evaluate():
-    """A second engine has the policy's weights; the actor, whose engines are elsewhere, is left to plain torch."""
+    """A second engine has the policy's weights. Plain torch evaluates the actor: its engines are remote."""
     loaded = []
     learner = SimpleNamespace(has_actor=True, named_tensors=lambda name: name)
     second = SimpleNamespace(load=loaded.append)
@@ -883,8 +850,8 @@ def test_remote_samplers_do_not_evaluate():
     assert engines == [second, None] and loaded == ["policy"]
 
 
-def test_an_evaluation_leaves_no_trace_in_a_delayed_run(solvers, tmp_path, train_here):
-    """Its engine has older weights for the next groups than those that were evaluated; --eval_every=-1 never does."""
+def test_an_evaluation_does_not_change_a_delayed_run(solvers, tmp_path, train_here):
+    """The engine has older weights for the next groups than for the evaluation; --eval_every=-1 never evaluates."""
     delayed = {"delay": "constant", "delay_max": 60.0, "step_seconds": 30.0, "delay_samplers": 2}
     changes = {"objective": "tis", "steps": 5, "train_batch": 32, "save_every": 0, "actor": "none", **delayed}
     _, seen = train_here(flags(solvers, tmp_path / "seen", eval_every=1, **changes))
@@ -895,22 +862,24 @@ def test_an_evaluation_leaves_no_trace_in_a_delayed_run(solvers, tmp_path, train
 
 
 def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkeypatch):
-    """second: an engine of the policy's own; the actor's is the one that samples from it. The same numbers as the
-    learner's own weights give, aligned as they are. Each sleeps behind every evaluation, the actor's behind the only
-    rollout too. own: the policy is left to plain torch."""
+    """second: a separate engine evaluates the policy, the sampling engine the actor. Numbers equal plain torch with
+    aligned weights. Each engine sleeps after every evaluation, the actor's also after the rollout. own: plain torch
+    evaluates the policy."""
     slept = []
     monkeypatch.setattr(HFEngine, "sleep", lambda self: slept.append(self))
     changes = {"steps": 2, "eval_every": 1, "save_every": 0, "eval_problems": 64, "rollout_quant": "int8"}
     changes |= {"model": solvers / "actor", "actor": solvers / "policy", "lr": 0.02, "actor_lr": 0.1}
     used, rows = used_engines(monkeypatch), {}
-    for how in ("second", "own", "torch"):
-        _, rows[how] = train_here(flags(solvers, tmp_path / how, eval_engine=how, learner_quant="aligned", **changes))
+    for kind in ("second", "own", "torch"):
+        _, rows[kind] = train_here(
+            flags(solvers, tmp_path / kind, eval_engine=kind, learner_quant="aligned", **changes)
+        )
     assert evals(rows["second"]) == evals(rows["own"]) == evals(rows["torch"])
     assert len({row["eval/actor_pass@1"] for row in evals(rows["torch"])}) > 1
     seconds, owns, torchs = used[:6], used[6:12], used[12:]
     second, actor = seconds[:2]
     assert seconds == [second, actor] * 3 and second is not actor
-    assert slept[:8] == [actor, second, actor, actor, second, actor, second, actor]  # the first at its start
+    assert slept[:8] == [actor, second, actor, actor, second, actor, second, actor]  # the first sleep is at the start
     assert owns[1::2] == [owns[1]] * 3 and owns[1] in slept and not set(owns[::2]) & set(slept)
     assert not set(torchs) & set(slept)
     with pytest.raises(
@@ -920,9 +889,9 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
 
 
 @SEVERAL_PROCESSES
-def test_every_checkpoint_of_a_run_is_evaluated_beside_it(solvers, tmp_path, train_here, monkeypatch):
-    """By one command, with the settings of the run: the same numbers as in training. It waits for more while a process
-    holds the folder, ends with it, and finds its own work done the next time."""
+def test_follow_evaluates_every_checkpoint(solvers, tmp_path, train_here, monkeypatch):
+    """One command with the run's settings gives the same numbers as in training. It waits while a process locks the
+    folder, and ends after it. A second call finds every evaluation done."""
     out = tmp_path / "run"
     changes = {"objective": "tis", "actor": "none", "steps": 2, "save_every": 1, "lr": 0.02, "model": solvers / "actor"}
     changes |= {"rollout_quant": "int8", "learner_quant": "aligned", "eval_problems": 64, "eval_every": 1}
@@ -947,13 +916,13 @@ def test_every_checkpoint_of_a_run_is_evaluated_beside_it(solvers, tmp_path, tra
     assert ends == [{"run": str(out), "evaluated": 2}]
     monkeypatch.setattr(subprocess, "run", None)
     assert evaluation.main([f"--follow={out}"]) == ends[0]
-    truncated = Log(out, SimpleNamespace(wandb=""), 1)  # as a resume after update 1 does it
+    truncated = Log(out, SimpleNamespace(wandb=""), 1)  # as in a resume after update 1
     truncated.close()
     assert [row["step"] for row in run_rows(out / "eval.jsonl")] == [0]
 
 
 def test_the_report_ends_with_the_last_evaluation_of_each_model_and_times_every_stage():
-    """A follower may find the policy of the last checkpoint, and its actor gone."""
+    """If a follower evaluates the last checkpoint, the actor can be missing in the last row."""
     first = {"eval/policy_pass@1": 0.25, "eval/policy_se": 0.5, "eval/actor_pass@1": 0.75, "eval/actor_se": 0.125}
     rows = [{"update_s": 2.0}, first, {"grade_s": 4.5, "save_s": 1.0}, {**first, "eval/policy_pass@1": 0.5}]
     del rows[-1]["eval/actor_pass@1"]
@@ -964,15 +933,15 @@ def test_the_report_ends_with_the_last_evaluation_of_each_model_and_times_every_
     assert times == {"grade": "4.5", "update": "2.0", "save": "1.0", "total": "7.5"}
 
 
-def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
+def test_follow_refuses_bad_folders(solvers, tmp_path):
     with pytest.raises(UserError, match="--follow=.*none: not a run folder, or its config.json is not written yet"):
         evaluation.main([f"--follow={tmp_path / 'none'}"])
     saved = {"task": "hf:x", "eval_task": "", "eval_problems": 3}
     with pytest.raises(UserError, match="--follow: this run has no held-out set; name sets with --task"):
         evaluation.flags_of_run(saved)
     assert "--task=b.jsonl" in evaluation.flags_of_run(saved, "b.jsonl")
-    own = evaluation.flags_of_run({**saved, "eval_task": "a.jsonl", "reward": "gsm8k", "max_prompt_tokens": 9})
-    assert own == [
+    argv = evaluation.flags_of_run({**saved, "eval_task": "a.jsonl", "reward": "gsm8k", "max_prompt_tokens": 9})
+    assert argv == [
         "--max_prompt_tokens=9",
         "--reward=gsm8k",
         "--task=a.jsonl",
@@ -983,8 +952,8 @@ def test_what_cannot_be_followed_is_refused(solvers, tmp_path):
     ]
 
 
-def test_kappa_exact_equals_the_updates_own_kappa(solvers, tmp_path, monkeypatch, train_here):
-    """Target new: the extra forward's kappa is what the training pass finds for itself."""
+def test_kappa_exact_equals_the_kappa_of_the_update(solvers, tmp_path, monkeypatch, train_here):
+    """Target new: the kappa of the extra forward equals the kappa of the training pass."""
     seen, update_controllers = [], objectives.update_controllers
 
     def watched(controllers, logged, cfg):
@@ -995,9 +964,9 @@ def test_kappa_exact_equals_the_updates_own_kappa(solvers, tmp_path, monkeypatch
     changes = {"objective": "jackpot", "actor": "none", "obrs_target": "new", "kappa": "exact"}
     train_here(flags(solvers, tmp_path / "run", **changes, steps=4, save_every=0))
     assert len(seen) == 4
-    for own, used in seen:
-        assert own == pytest.approx(used, rel=1e-5)
-    assert len({round(own, 6) for own, _ in seen}) > 1
+    for exact, used in seen:
+        assert exact == pytest.approx(used, rel=1e-5)
+    assert len({round(exact, 6) for exact, _ in seen}) > 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1007,11 +976,11 @@ def test_kappa_exact_equals_the_updates_own_kappa(solvers, tmp_path, monkeypatch
 
 @pytest.fixture
 def opened_source(folders, tmp_path, monkeypatch):
-    """flags -> (source, run, how many log-probabilities a token its engine was made for)."""
-    asked = []
+    """flags -> (source, run, log-probabilities a token of its engine)."""
+    topks = []
     engine = SimpleNamespace(packed=True, close=lambda: None, sleep=lambda: None)
     monkeypatch.setattr(
-        "machinery.run.make_engine", lambda cfg, folder, max_len, topk, *more: asked.append(topk) or engine
+        "machinery.run.make_engine", lambda cfg, folder, max_len, topk, *more: topks.append(topk) or engine
     )
     monkeypatch.setitem(sys.modules, "remote.source", SimpleNamespace(open_remote_source=lambda *a: a))
 
@@ -1020,39 +989,39 @@ def opened_source(folders, tmp_path, monkeypatch):
         cfg = make_cfg(**{**base, **TINY_TASK, "objective": "grpo", **changes})
         run = open_run(cfg, Comm())
         source = session.open_source(cfg, run, Comm())
-        return source, run, asked[-1] if asked else None
+        return source, run, topks[-1] if topks else None
 
     return make
 
 
-def test_an_engine_has_room_for_what_it_evaluates(opened_source, folders, monkeypatch):
-    """Longer responses than those that are trained on, of the policy or of the actor."""
-    engine, asked = SimpleNamespace(packed=True, sleep=lambda: None), []
+def test_an_engine_has_room_for_evaluation(opened_source, folders, monkeypatch):
+    """Responses longer than in training, of the policy or of the actor."""
+    engine, lengths = SimpleNamespace(packed=True, sleep=lambda: None), []
     monkeypatch.setattr(
-        "machinery.run.make_engine", lambda cfg, folder, max_len, *more: asked.append(max_len) or engine
+        "machinery.run.make_engine", lambda cfg, folder, max_len, *more: lengths.append(max_len) or engine
     )
     for flags in ({"actor": "none"}, {"actor": str(folders / "actor")}):
-        for how, tokens in (("own", 50), ("torch", 8)):
-            opened_source(eval_engine=how, eval_task="arith:max_tokens=50", **flags)
-            assert tokens < asked[-1] < tokens + 12  # and a prompt
+        for kind, tokens in (("own", 50), ("torch", 8)):
+            opened_source(eval_engine=kind, eval_task="arith:max_tokens=50", **flags)
+            assert tokens < lengths[-1] < tokens + 12  # plus a prompt
 
 
-def test_an_engine_records_what_the_learner_will_need(opened_source, folders):
-    """The K largest log-probabilities where they bound Z, and the allowed sets where they are replayed."""
+def test_an_engine_records_the_columns_the_learner_needs(opened_source, folders):
+    """The K largest log-probabilities if they bound Z, and the allowed sets if they are replayed."""
     two = {"actor": str(folders / "actor")}
     for flags, topk, max_allowed in (
         ({}, 0, 0),
         ({"objective": "jackpot", "obrs_topk": 7}, 7, 0),
-        ({"objective": "jackpot", "obrs_topk": 7, **two}, 0, 0),  # the exact Z needs none
+        ({"objective": "jackpot", "obrs_topk": 7, **two}, 0, 0),  # exact Z needs no top-K
         ({"objective": "jackpot", "obrs_topk": 7, "obrs_target": "new", **two}, 7, 0),
         ({"top_k": 8}, 0, 12),  # ties with the 8th
         ({"top_k": 8, "keep_sampling_mask": "off"}, 0, 0),
         ({"objective": "jackpot", "obrs_topk": 7, "top_p": 0.9}, 7, 256),
     ):
-        source, run, asked = opened_source(**flags)
+        source, run, recorded = opened_source(**flags)
         assert type(source) is LocalSource
         assert (source.topk, source.max_allowed) == (topk, max_allowed), flags
-        assert asked == max(topk, max_allowed), flags
+        assert recorded == max(topk, max_allowed), flags
         assert source.model == run.rollout_model
 
 
@@ -1096,13 +1065,13 @@ ON_VLLM = [
 
 
 def use_engine(monkeypatch, engine) -> None:
-    """Let the suite's running engine stand in for a fresh one, and stay open."""
+    """Use the running engine of the test suite as a new engine, and keep it open."""
     monkeypatch.setattr("machinery.run.make_engine", lambda *a: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
 
 
 def note_sampling(monkeypatch, engine) -> list[Sampling]:
-    """The settings of every call of the engine, from now on."""
+    """The settings of every call of the engine after this call."""
     seen, generate = [], engine.generate
 
     def noted(prompts, seeds, sampling, *more):
@@ -1115,7 +1084,7 @@ def note_sampling(monkeypatch, engine) -> list[Sampling]:
 
 @pytest.mark.parametrize("case", ON_VLLM, ids=lambda case: "-".join(map(str, case.values())))
 def test_real_vllm_end_to_end(case, vllm_engines, solvers, tmp_path, monkeypatch, train_here):
-    """Real vLLM rolls out, the learner trains, every sync is proved."""
+    """vLLM samples, the learner trains, every weight sync is checked."""
     base = {"steps": 4, "rollout": "vllm", "save_every": 0, "model": solvers / "actor"}
     argv = flags(solvers, tmp_path / "run", **{**base, **case})
     cfg = settings.parse(argv)
@@ -1124,10 +1093,10 @@ def test_real_vllm_end_to_end(case, vllm_engines, solvers, tmp_path, monkeypatch
     use_engine(monkeypatch, engine)
     seen = note_sampling(monkeypatch, engine)
     _, rows = train_here(argv)
-    asked = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
+    rollout = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
     probing = Sampling(max_tokens=SAMPLED)  # by sync.py
     evaluating = Sampling(max_tokens=cfg.max_tokens)
-    assert set(seen) - {probing} == {asked, evaluating}
+    assert set(seen) - {probing} == {rollout, evaluating}
     assert len(rows) == 5
     assert all(row["skipped_steps"] == 0 for row in rows[1:])
     check_sync(cfg, rows[1:], rounded=fmt is not None and fmt.activations)
@@ -1138,7 +1107,7 @@ def test_real_vllm_end_to_end(case, vllm_engines, solvers, tmp_path, monkeypatch
 
 
 def check_sync(cfg, rows, rounded) -> None:
-    """Engine and learner have the same weights. rounded: activations near a rounding edge may fall on either side."""
+    """Engine and learner have the same weights. rounded: activations near a rounding edge can round either way."""
     assert rows[0]["sync/MiB"] > 0
     if rounded:
         assert rows[0]["sync/error"] < 0.1
@@ -1156,7 +1125,7 @@ def check_sync(cfg, rows, rounded) -> None:
 
 
 def check_obrs(cfg, rows) -> None:
-    """Acceptance and Z are probabilities, and Z lies where it must."""
+    """Acceptance and Z are probabilities, and Z is in its bracket."""
     for row in rows:
         assert 0 < row["obrs/accept_rate"] <= 1
         assert 0 < row["obrs/z"] <= 1 + 1e-6

@@ -1,4 +1,4 @@
-"""Environments: what a conversation of several turns records, on both engines, and what the learner makes of it."""
+"""Environments: records of conversations with several turns, on both engines, and their use by the learner."""
 
 import re
 from dataclasses import replace
@@ -64,7 +64,7 @@ class Waits(Echo):
         while True:
             pass
 """
-STOP = list(range(1, 256, 3))  # a third of the vocabulary: turns of a random model are short
+STOP = list(range(1, 256, 3))  # a third of the vocabulary, so that turns of a random model are short
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def environment(tmp_path):
 
 @pytest.fixture(params=["hf", "vllm"])
 def engine(request, folders):
-    """Both engines, holding the tiny actor."""
+    """Each engine with the tiny actor's weights."""
     if request.param == "hf":
         return HFEngine(str(folders / "actor"))
     engine = request.getfixturevalue("vllm_engine")
@@ -90,19 +90,19 @@ def talked(engine, task, sampling, n=4, samples=3, topk=5, max_allowed=0):
     problems = [task.problem("train", i) for i in range(n)]
     prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
     seeds = [[100 * i + s for s in range(samples)] for i in range(n)]
-    how = (sampling, topk, STOP, max_allowed)
-    return prompts, turns.sample(engine, task, tokenizer, problems, prompts, seeds, *how)
+    settings_of_call = (sampling, topk, STOP, max_allowed)
+    return prompts, turns.sample(engine, task, tokenizer, problems, prompts, seeds, *settings_of_call)
 
 
 def pieces(r):
-    """[(whether the tokens were sampled, tokens)] of a response, in turn."""
+    """[(whether the tokens were sampled, tokens)] of a response, in order."""
     cuts = [0, *(np.flatnonzero(np.diff(r.loss_mask.astype(int))) + 1), len(r.tokens)]
     return [(bool(r.loss_mask[a]), r.tokens[a:b].tolist()) for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
 def test_a_conversation_is_one_sequence_of_tokens(engine, environment):
-    """Turns end with an end, replies are encoded as the environment wrote them, and log-probabilities are those of one
-    reading of the whole sequence by the model."""
+    """Turns end with a stop token, replies are encoded exactly, and log-probabilities equal those of one forward pass
+    over the whole sequence."""
     prompts, groups = talked(engine, environment("Echo"), Sampling(max_tokens=40))
     tokenizer, model = arithmetic_tokenizer(), tiny_model(1)
     responses = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]
@@ -118,16 +118,16 @@ def test_a_conversation_is_one_sequence_of_tokens(engine, environment):
         ids = torch.tensor([*prompt.tolist(), *r.tokens.tolist()])[None]
         with torch.no_grad():
             logp = model(input_ids=ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
-        own = logp.gather(1, torch.tensor(r.tokens, dtype=torch.long)[:, None])[:, 0].numpy()
+        want = logp.gather(1, torch.tensor(r.tokens, dtype=torch.long)[:, None])[:, 0].numpy()
         on = r.loss_mask
-        assert np.abs(own - r.logp_inf)[on].max() < 1e-4 and (r.logp_inf[~on] == 0).all()
+        assert np.abs(want - r.logp_inf)[on].max() < 1e-4 and (r.logp_inf[~on] == 0).all()
         best = logp.topk(5).values.numpy()
         assert np.abs(best - r.topk_logp)[on].max() < 1e-4
         assert r.topk_ids.shape == r.topk_logp.shape == (len(r.tokens), 5)
 
 
-def test_one_that_does_not_fit_is_cut(environment):
-    """With a limit of 8 tokens the same draws give the beginnings of the conversations with a limit of 40."""
+def test_a_conversation_beyond_the_limit_is_cut(environment):
+    """With a limit of 8 tokens, equal draws give the beginnings of the conversations with a limit of 40."""
     engine = HFEngine(tiny_model(1))
     _, long = talked(engine, environment("Echo"), Sampling(max_tokens=40))
     _, short = talked(engine, environment("Echo"), Sampling(max_tokens=8))
@@ -135,7 +135,7 @@ def test_one_that_does_not_fit_is_cut(environment):
     for a, b in zip(sum(long, []), sum(short, []), strict=True):
         n = len(b.tokens)
         assert n <= 8 and (a.tokens[:n] == b.tokens).all() and (a.loss_mask[:n] == b.loss_mask).all()
-        assert b.loss_mask[-1]  # no reply stands at the end
+        assert b.loss_mask[-1]  # no reply at the end
         if len(a.tokens) > n:
             assert b.finish_reason == "length"
             cut += 1
@@ -148,13 +148,13 @@ def test_conversations_do_not_depend_on_their_batch(environment):
     tokenizer = arithmetic_tokenizer()
     problem = task.problem("train", 2)
     prompt = np.array(encode(tokenizer, problem), np.int32)
-    how = (Sampling(max_tokens=40), 5, STOP)
-    ((alone,),) = turns.sample(engine, task, tokenizer, [problem], [prompt], [[201]], *how)
+    settings_of_call = (Sampling(max_tokens=40), 5, STOP)
+    ((alone,),) = turns.sample(engine, task, tokenizer, [problem], [prompt], [[201]], *settings_of_call)
     assert (alone.tokens == together[2][1].tokens).all()
 
 
-def test_sets_of_allowed_tokens_cover_replies(engine, environment):
-    """Truncated sampling: a reply's token is the only one of its set."""
+def test_allowed_sets_cover_replies(engine, environment):
+    """Truncated sampling: the set of a reply's token contains only this token."""
     sampling = Sampling(max_tokens=40, top_k=4)
     _, groups = talked(engine, environment("Echo"), sampling, max_allowed=4)
     seen = 0
@@ -186,8 +186,8 @@ def test_an_environment_that_ends_or_fails_ends_the_conversation(environment, ca
     _, single = talked(HFEngine(tiny_model(1)), plain, Sampling(max_tokens=20), n=n)
     for a, b in zip(sum(groups, []), sum(single, []), strict=True):
         assert (a.tokens == b.tokens).all() and a.loss_mask.all() and a.finish_reason == b.finish_reason
-    said = capsys.readouterr().err
-    assert why in said and said.count("warning: ") == bool(why)
+    printed = capsys.readouterr().err
+    assert why in printed and printed.count("warning: ") == bool(why)
 
 
 def replace_reply(task):
@@ -196,21 +196,21 @@ def replace_reply(task):
     return task
 
 
-def test_each_turn_has_draws_of_its_own(environment, monkeypatch):
+def test_draws_differ_between_turns(environment, monkeypatch):
     engine, seen = HFEngine(tiny_model(1)), []
     generate = engine.generate
 
-    def watched(prompts, seeds, *how):
+    def watched(prompts, seeds, *args):
         seen.extend(seed for row in seeds for seed in row)
-        return generate(prompts, seeds, *how)
+        return generate(prompts, seeds, *args)
 
     monkeypatch.setattr(engine, "generate", watched)
     talked(engine, environment("Echo"), Sampling(max_tokens=40))
     assert len(set(seen)) == len(seen) > 12
 
 
-def test_the_reward_reads_what_was_sampled(environment):
-    """Turn by turn, a line each."""
+def test_the_reward_reads_only_sampled_text(environment):
+    """Turn by turn, one line each."""
     task = environment("Echo")
     _, groups = talked(HFEngine(tiny_model(1)), task, Sampling(max_tokens=40))
     tokenizer = arithmetic_tokenizer()
@@ -220,7 +220,7 @@ def test_the_reward_reads_what_was_sampled(environment):
         assert r.reward == len("\n".join(sampled))
 
 
-def test_a_reply_is_framed_as_the_chat_template_would():
+def test_replies_are_encoded_like_the_chat_template():
     """Prompt, turn and reply, token by token, against the template's rendering of the whole conversation."""
     tokenizer = chat_tokenizer()
     messages = [{"role": "user", "content": "2 + 3"}]
@@ -230,13 +230,13 @@ def test_a_reply_is_framed_as_the_chat_template_would():
     turn = tokenizer.encode("so 6<|im_end|>", add_special_tokens=False)
     got = [*encode(tokenizer, problem), *turn, *turns.framed(tokenizer, problem, "no, less", turn[-1])]
     assert got == whole
-    # a turn that ended with another token gets the template's end of a turn as well
+    # after a different stop token, the template's end of a turn is added
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert turns.framed(tokenizer, problem, "no, less", turn[0])[0] == end
 
 
-def test_the_learner_leaves_replies_out(environment):
-    """Weights of responses, and the gradient, do not change with the log-probabilities of reply tokens."""
+def test_the_learner_ignores_replies(environment):
+    """Response weights and the gradient do not depend on the log-probabilities of reply tokens."""
     _, rows = talked(HFEngine(tiny_model(1)), environment("Echo"), Sampling(max_tokens=40), topk=0)
     groups = as_groups("x", *zip(*[(np.array([5, 6], np.int32), g) for g in rows], strict=True), Sampling())
     for i, r in enumerate(sum(rows, [])):
@@ -260,8 +260,8 @@ def test_the_learner_leaves_replies_out(environment):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_conversation_travels(environment):
-    """Through the frame of a remote sampler, bit for bit."""
+def test_conversations_survive_encoding(environment):
+    """Through the encoding of a remote sampler, bit for bit."""
     _, (rows, *_) = talked(HFEngine(tiny_model(1)), environment("Echo"), Sampling(max_tokens=40), topk=4)
     (group,) = as_groups("box", [np.array([5, 6], np.int32)], [rows], Sampling())
     group = replace(group, uid=("box", 1, 2), sampling=Sampling(max_tokens=40))
@@ -274,28 +274,28 @@ def test_a_conversation_travels(environment):
 
 
 def test_the_examples():
-    """Two games, played by hand through the text that the grader would read."""
+    """Two games, played by hand through the text that a grader reads."""
     row = games.Calculator().problem("train", 3)
     a, b = map(int, re.search(r"Compute (\d+) \* (\d+)", row["problem"][-1]["content"]).groups())
-    asked, game = row["problem"], games.Calculator()
-    assert game.reply(row, asked, f"calc({a} * {b})") == f"Result: {a * b}" and int(row["answer"]) == a * b
-    assert game.reply(row, asked, f"calc({a}+{b})") == f"Result: {a + b}"
-    assert game.reply(row, asked, f"calc({b} - {a})") == f"Result: {b - a}"
-    assert game.reply(row, asked, f"it is {a * b}") is None
-    assert game.reply(row, [*asked, {"role": "user", "content": "Result: 5"}], f"calc({a} * {b})") is None
+    messages, game = row["problem"], games.Calculator()
+    assert game.reply(row, messages, f"calc({a} * {b})") == f"Result: {a * b}" and int(row["answer"]) == a * b
+    assert game.reply(row, messages, f"calc({a}+{b})") == f"Result: {a + b}"
+    assert game.reply(row, messages, f"calc({b} - {a})") == f"Result: {b - a}"
+    assert game.reply(row, messages, f"it is {a * b}") is None
+    assert game.reply(row, [*messages, {"role": "user", "content": "Result: 5"}], f"calc({a} * {b})") is None
     assert game.reward(row, f"calc({a} * {b})\n{a * b}", "stop") == {"called": 0.2, "right": 1.0}
     assert game.reward(row, f"calc({a} * {b})", "stop") == {"called": 0.2, "right": 0.0}
     assert game.reward(row, f"{a * b}", "stop") == {"called": 0.0, "right": 1.0}
     assert game.problem("test", 3) != row == games.Calculator().problem("train", 3)
-    guess, row, asked = games.Guess(), {"answer": "7"}, [{"role": "user", "content": "?"}]
-    assert [guess.reply(row, asked, text) for text in ("5", "20?", "7", "no")] == ["higher", "lower", None, None]
-    assert guess.reply(row, asked * 10, "5") == "higher" and guess.reply(row, asked * 11, "5") is None
+    guess, row, messages = games.Guess(), {"answer": "7"}, [{"role": "user", "content": "?"}]
+    assert [guess.reply(row, messages, text) for text in ("5", "20?", "7", "no")] == ["higher", "lower", None, None]
+    assert guess.reply(row, messages * 10, "5") == "higher" and guess.reply(row, messages * 11, "5") is None
     assert [guess.reward(row, text, "stop") for text in ("5\n7", "7\n5")] == [1.0, 0.0]
     assert {int(guess.problem("train", i)["answer"]) for i in range(300)} == set(range(1, 21))
 
 
 def test_a_cut_turn_keeps_the_experts_of_its_tokens():
-    """Of the prompt, 3 tokens, and of all tokens of the response but the last."""
+    """Experts of 3 prompt tokens, and of all response tokens but the last."""
     n, routed = 5, np.arange(7 * 2).reshape(7, 2, 1)
     tokens = np.arange(n, dtype=np.int32)
     whole = turns.written(tokens, Response(tokens, tokens > 0, tokens, tokens[:, None], tokens[:, None], "stop"))
@@ -332,7 +332,7 @@ RUN += [
 
 
 def test_a_run_with_two_models_and_delays(folders, tmp_path, monkeypatch):
-    """Trained end to end, and evaluated: a response earns its reward by a second turn alone."""
+    """Trained end to end and evaluated: only a second turn earns a reward."""
     monkeypatch.setattr(session, "catch_signals", lambda: [])
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     flags = [

@@ -1,4 +1,4 @@
-"""Published weights on disk: tensor by tensor, once for all ranks of a disk, the same bytes for the same weights."""
+"""Published weights on disk: written tensor by tensor, once for all ranks, deterministic."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ import test_hub
 import torch
 from conftest import Held, Stream, Watched, tiny_model
 from test_door import RUN
-from test_hub import closed_behind, until
+from test_hub import opened_objects, until
 
 import quant
 from learner import Comm
@@ -24,12 +24,12 @@ from tasks import arithmetic_tokenizer
 
 
 @pytest.fixture
-def made(tmp_path):
-    yield from closed_behind(tmp_path)
+def opened(tmp_path):
+    yield from opened_objects(tmp_path)
 
 
 def odd_tensors():
-    """Of many types and shapes, two of them one tensor, two of them views of one."""
+    """Tensors of many dtypes and shapes; two names of one tensor, and a view of it."""
     x = torch.randn(7, 3)
     return {
         "b": torch.arange(5, dtype=torch.int8),
@@ -45,7 +45,7 @@ def odd_tensors():
     }
 
 
-def test_tensors_come_back_in_their_order(tmp_path):
+def test_tensors_are_read_in_order(tmp_path):
     tensors = odd_tensors()
     layout = Layout(tensors.items())
     layout.write(tmp_path / "x", tensors.items())
@@ -58,8 +58,8 @@ def test_tensors_come_back_in_their_order(tmp_path):
     assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
 
 
-def test_the_same_place_in_memory_is_not_the_same_tensor_when_it_was_free_in_between(tmp_path):
-    """Gathered tensors come one at a time, each into the memory that the last one had."""
+def test_reused_memory_is_not_a_tied_tensor(tmp_path):
+    """Gathered tensors come one at a time, each in the memory of the previous one."""
 
     def stream():
         for i in range(20):
@@ -71,7 +71,7 @@ def test_the_same_place_in_memory_is_not_the_same_tensor_when_it_was_free_in_bet
     assert all((x == int(name[1:])).all() for name, x in read_tensors(tmp_path / "x"))
 
 
-def test_nobody_holds_a_second_model(tmp_path):
+def test_weights_are_published_tensor_by_tensor(tmp_path):
     store = Store(tmp_path, Comm(), False)
     gc.collect()
     streams = [Stream(add=v) for v in range(3)]
@@ -84,7 +84,7 @@ def test_nobody_holds_a_second_model(tmp_path):
 
 
 class Rank(Comm):
-    """Of a learner with threads as ranks."""
+    """A rank of a learner with threads as ranks."""
 
     def __init__(self, rank, meet, values):
         super().__init__()
@@ -100,9 +100,9 @@ class Rank(Comm):
 
 
 def test_one_copy_for_all_ranks(tmp_path):
-    """Both ask for every tensor as often; one writes; both have the same file, manifest, delta and time."""
+    """Both ranks read every tensor equally often; one writes; both have the same file, manifest, delta and time."""
     meet, values = threading.Barrier(2), [None, None]
-    found = [[], []]
+    published = [[], []]
     streams = [[Stream(n=3, add=v, dtype=torch.bfloat16) for v in range(4)] for _ in range(2)]
 
     def publish(rank):
@@ -110,24 +110,24 @@ def test_one_copy_for_all_ranks(tmp_path):
         for v, stream in enumerate(streams[rank]):
             path, when = store.publish(v, stream)
             change = change_of(path)
-            found[rank].append((path, when, manifest_of(path).root, change and bytes(change)))
+            published[rank].append((path, when, manifest_of(path).root, change and bytes(change)))
             meet.wait(30)
 
     threads = [threading.Thread(target=publish, args=(rank,)) for rank in range(2)]
     [thread.start() for thread in threads]
     [thread.join(60) for thread in threads]
-    assert len(found[0]) == 4 and found[0] == found[1]
-    assert [[stream.passes for stream in own] for own in streams] == [[2, 1, 1, 1]] * 2
-    path = found[0][-1][0]
+    assert len(published[0]) == 4 and published[0] == published[1]
+    assert [[stream.passes for stream in of_rank] for of_rank in streams] == [[2, 1, 1, 1]] * 2
+    path = published[0][-1][0]
     assert manifest_of(path) == wire.manifest(path.name, path.read_bytes())
-    assert [change is not None for *_, change in found[0]] == [False, True, True, True]
+    assert [change is not None for *_, change in published[0]] == [False, True, True, True]
     names = sorted(file.name for file in path.parent.iterdir())
     kept = [f"v00000{v}.safetensors" for v in (1, 2, 3)]
     assert [name for name in names if name.endswith("safetensors")] == kept
     assert "v000003.manifest" in names and "v000002.manifest" not in names and not any("new" in n for n in names)
 
 
-def test_a_learner_that_starts_again_finds_its_file_and_no_delta_of_before(tmp_path):
+def test_a_restarted_learner_keeps_its_file_and_drops_the_delta(tmp_path):
     first = Store(tmp_path, Comm(), True)
     for v in range(3):
         path, _ = first.publish(v, Stream(n=2, add=v * (v < 2)))
@@ -140,7 +140,7 @@ def test_a_learner_that_starts_again_finds_its_file_and_no_delta_of_before(tmp_p
     assert change_of(path) is not None
 
 
-def test_other_tensors_than_announced(tmp_path):
+def test_unannounced_tensors_are_refused(tmp_path):
     layout = Layout({"a": torch.ones(3), "b": torch.ones(2)}.items())
     with pytest.raises(ValueError, match="1 tensors are missing, b among them"):
         layout.write(tmp_path / "x", {"a": torch.ones(3)}.items())
@@ -149,18 +149,18 @@ def test_other_tensors_than_announced(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "w4a16"])
-def test_deltas_of_low_bits_come_bit_for_bit(name, made, tmp_path):
-    """What an aligned learner computes with, through hub and link; a restarted sampler fetches it whole."""
+def test_deltas_of_low_bits_are_exact(name, opened, tmp_path):
+    """Weights of an aligned learner, through hub and link; a restarted sampler fetches a complete copy."""
     fmt = format_of(name, 32)
     model = quant.align(tiny_model(0), fmt)
     s = test_hub.source(tmp_path, with_deltas=True)
-    s.hub = made.hub()
-    s.hub.open = lambda held: None  # it is
+    s.hub = opened.hub()
+    s.hub.open = lambda held: None  # already open
     (tmp_path / "box").mkdir()
 
     def box(life):
         spool = account.Spool(tmp_path / "spool", ["box"], life)
-        return made.add(link.Link([s.hub.address], ["box"], SamplerFlags(), spool, tmp_path / "box", None))
+        return opened.add(link.Link([s.hub.address], ["box"], SamplerFlags(), spool, tmp_path / "box", None))
 
     def sent_to(end, version):
         assert until(lambda: end.newest is not None and end.newest.version == version)
@@ -185,7 +185,7 @@ def test_deltas_of_low_bits_come_bit_for_bit(name, made, tmp_path):
             assert sent_to(end, 2) == path.stat().st_size
 
 
-FORMS = [  # type of the published weights, --rollout_quant of the learner, --rollout_quant of the sampler
+FORMS = [  # dtype of the published weights, --rollout_quant of the learner, --rollout_quant of the sampler
     ("float32", "none", "none"),
     ("bfloat16", "none", "none"),
     ("bfloat16", "none", "int8"),
@@ -196,7 +196,7 @@ FORMS = [  # type of the published weights, --rollout_quant of the learner, --ro
 
 
 def publish(folder, model, sync="bfloat16", learners="none"):
-    """(what a learner of this model says to a sampler, the weights that it has published)."""
+    """(the welcome of a learner of this model, its published weights)."""
     model.save_pretrained(folder / "model")
     arithmetic_tokenizer().save_pretrained(folder / "model")
     fmt, tensors = format_of(learners, 32), model.state_dict()
@@ -211,12 +211,12 @@ def publish(folder, model, sync="bfloat16", learners="none"):
     return welcome, wire.ReceivedWeights(1, 2.0, folder / "v1")
 
 
-@pytest.mark.parametrize("sync, learners, own", FORMS)
-def test_a_sampler_loads_weights_tensor_by_tensor(sync, learners, own, tmp_path):
-    """In each form in which they travel; the engine has them bit for bit, and they are proved."""
+@pytest.mark.parametrize("sync, learners, samplers", FORMS)
+def test_a_sampler_loads_weights_tensor_by_tensor(sync, learners, samplers, tmp_path):
+    """In each published format; the engine has the weights bit for bit, and the weight check passes."""
     model = tiny_model(0, layers=4)
     welcome, weights = publish(tmp_path, model, sync, learners)
-    source = open_source(welcome, SamplerFlags(rollout="hf", rollout_quant=own), tmp_path / "box")
+    source = open_source(welcome, SamplerFlags(rollout="hf", rollout_quant=samplers), tmp_path / "box")
     load, streams = source.load, []
 
     def watched_load(version, tensors):
@@ -227,7 +227,7 @@ def test_a_sampler_loads_weights_tensor_by_tensor(sync, learners, own, tmp_path)
     source.load_weights(weights)
     assert (
         streams[0].most < len(list(streams[0])) / 2
-    )  # those of a layer: the proof wants its first norm, which comes last
+    )  # a layer's tensors: the check needs its first norm, which comes last
     assert (source.version, source.published) == (1, 2.0)
     engine = HFEngine(str(tmp_path / "model"), fmt=source.engine.fmt)
     tensors = model.state_dict().items()
@@ -237,8 +237,8 @@ def test_a_sampler_loads_weights_tensor_by_tensor(sync, learners, own, tmp_path)
     assert (source.engine.logprobs(source.check.ids) == engine.logprobs(source.check.ids)).all()
 
 
-def test_a_sampler_holds_no_model_beside_its_engines(tmp_path):
-    """From its start to proved weights. There are activations beside it, and the sums of a digest."""
+def test_a_sampler_holds_only_its_engines_model(tmp_path):
+    """From the start to checked weights, with activations and the sums of a digest in addition."""
     model = tiny_model(0, layers=16, hidden=128)
     welcome, weights = publish(tmp_path, model)
     with Held() as held:

@@ -1,4 +1,4 @@
-"""The wire without sockets: manifests, pulls that lose and damage, groups that are not what they say, the account."""
+"""The wire without sockets: manifests, pulls with losses and damage, invalid groups, the account."""
 
 import json
 import os
@@ -24,7 +24,7 @@ BLOB = rng.integers(0, 256, 5 * LEAF + 12345, dtype=np.uint8).tobytes()
 
 
 def transfer(pull, data, link, limit=10_000):
-    """Play both ends until it is done; `link` may drop, damage, double or delay each answer. Returns the asks made."""
+    """Simulate both ends of a transfer; `link` may drop, damage, double or delay answers. Return the number of asks."""
     asks, now = 0, 0.0
     flying = []
     while not pull.done and asks < limit:
@@ -47,7 +47,7 @@ def test_a_clean_transfer():
     assert of.root == wire.manifest("y", BLOB).root != wire.manifest("x", BLOB[:-1] + b"?").root
 
 
-def test_lost_damaged_doubled_and_shuffled_answers_end_in_the_same_bytes():
+def test_lost_damaged_doubled_and_shuffled_answers_give_the_same_bytes():
     r = random.Random(1)
 
     def bad_link(first, data):
@@ -56,11 +56,11 @@ def test_lost_damaged_doubled_and_shuffled_answers_end_in_the_same_bytes():
             return []  # lost
         if kind < 0.4:
             i = r.randrange(len(data))
-            return [(first, data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])]  # a bit is wrong
+            return [(first, data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])]  # one flipped bit
         if kind < 0.5:
             return [(first, data[:-1])]  # cut short
         if kind < 0.6:
-            return [(first + 1, data), (first, data)]  # under a wrong number, then right
+            return [(first + 1, data), (first, data)]  # under a wrong number, then under the right one
         return [(first, data), (first, data)]  # twice
 
     corrupt = 0
@@ -72,21 +72,21 @@ def test_lost_damaged_doubled_and_shuffled_answers_end_in_the_same_bytes():
     assert corrupt > 0
 
 
-def test_a_broken_transfer_goes_on_from_its_good_leaves():
+def test_a_broken_transfer_resumes_from_its_good_leaves():
     of = wire.manifest("x", BLOB)
     first = wire.Pull(of, sink := bytearray(len(BLOB)), wire.Window())
     span = first.ask(0.0)
     first.put(span[0], wire.leaves(BLOB, *span), 0.01)
     have = len(of.leaves) - len(first.missing)
     assert 0 < have < len(of.leaves)
-    sink[0] ^= 1  # and one of them went bad on the disk
+    sink[0] ^= 1  # a leaf damaged on the disk
     again = wire.Pull(of, sink, wire.Window(), resume=True)
     assert sorted(again.missing) == [0] + list(range(have, len(of.leaves)))
     transfer(again, BLOB, lambda f, d: [(f, d)])
     assert bytes(sink) == BLOB
 
 
-def test_a_file_as_a_sink_says_when_the_disk_is_full(tmp_path):
+def test_a_file_as_a_sink_reports_a_full_disk(tmp_path):
     import resource
 
     sink, (soft, hard) = wire.FileSink(tmp_path / "part", 4000), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -101,22 +101,22 @@ def test_a_file_as_a_sink_says_when_the_disk_is_full(tmp_path):
     sink.close()
 
 
-def test_asks_are_bounded_and_late_ones_are_made_again(monkeypatch):
+def test_asks_are_bounded_and_repeated(monkeypatch):
     monkeypatch.setattr(wire, "IN_FLIGHT", 6 * LEAF)
     blob = BLOB + BLOB
     pull = wire.Pull(wire.manifest("x", blob), bytearray(len(blob)), wire.Window(patience=5.0))
     assert [pull.ask(0.0) for _ in range(3)] == [(0, 4), (4, 4), None]
-    pull.put(4, wire.leaves(blob, 4, 4), 1.0)  # the first ask is lost: it was made before
+    pull.put(4, wire.leaves(blob, 4, 4), 1.0)  # a later ask is answered, so the first is lost
     assert pull.ask(1.0) == (0, 4) and pull.ask(1.0) == (8, 3)
-    assert pull.ask(6.0) is None and pull.ask(6.1) == (0, 4)  # nothing for 5 s: all is asked for again
+    assert pull.ask(6.0) is None and pull.ask(6.1) == (0, 4)  # no answer for 5 s: everything is asked for again
     assert pull.ask(11.2) == (8, 3)
-    assert pull.ask(16.0) is None and pull.ask(16.2) == (0, 4)  # twice as long after each time
+    assert pull.ask(16.0) is None and pull.ask(16.2) == (0, 4)  # patience doubles each time
     pull.forget_asked()
     assert [pull.ask(16.3) for _ in range(3)] == [(0, 4), (8, 3), None]
 
 
 def test_only_good_leaves_move_a_transfer():
-    """Who sends nothing, or nothing good, is given up (hub.UNANSWERED); a new connection begins anew."""
+    """A peer without good leaves is dropped (hub.UNANSWERED); a new connection starts the timer again."""
     pull = wire.Pull(wire.manifest("x", BLOB), bytearray(len(BLOB)), wire.Window())
     assert pull.moved is None and pull.ask(3.0) == (0, 4) and pull.ask(4.0) == (4, 2) and pull.moved == 3.0
     pull.put(0, b"no good", 5.0)
@@ -127,7 +127,7 @@ def test_only_good_leaves_move_a_transfer():
     assert pull.moved is None and pull.ask(7.0) and pull.moved == 7.0
 
 
-def test_sizes_are_checked_before_anything_is_allocated():
+def test_sizes_are_checked_before_allocation():
     of = wire.manifest("x", BLOB)
     of.check(len(BLOB))
     for wrong, most in (
@@ -145,7 +145,7 @@ def test_sizes_are_checked_before_anything_is_allocated():
 
 
 def flip(data, i):
-    """The bytes with their i-th bit turned."""
+    """The bytes with the i-th bit flipped."""
     at, bit = divmod(i, 8)
     return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
@@ -181,7 +181,7 @@ def test_messages_survive_and_garbage_does_not():
 
 
 def test_a_full_disk_loses_no_leaf():
-    """What could not be written is missing still, and is asked for again."""
+    """A leaf that could not be written is still missing, and is asked for again."""
     of, sink = wire.manifest("a", BLOB), bytearray(len(BLOB))
 
     class Full:
@@ -203,7 +203,7 @@ def test_a_full_disk_loses_no_leaf():
 
 
 def group(allowed=False, K=4):
-    """A group, with sets of two allowed tokens or without."""
+    """A group, with or without sets of two allowed tokens."""
     g = make_groups(1, seed=5, K=K)[0]
     if allowed:
         for r in g.responses:
@@ -225,7 +225,7 @@ def limits(g, **changes):
 
 
 @pytest.mark.parametrize("allowed, K", [(False, 4), (True, 0)])
-def test_groups_come_back_as_they_went(allowed, K):
+def test_groups_survive_encoding(allowed, K):
     g = group(allowed, K)
     data = groups.encode_group(g)
     back = groups.decode_group(data, limits(g))
@@ -295,7 +295,7 @@ def narrow(rs):
         (lambda rs: setattr(rs[0], "allowed_ids", rs[0].allowed_ids[1:]), True, "allowed tokens with wrong sizes"),
     ],
 )
-def test_groups_that_are_not_what_was_asked_for(change, allowed, sentence):
+def test_invalid_groups_are_refused(change, allowed, sentence):
     with pytest.raises(wire.WireError, match=sentence):
         groups.decode_group(spoil(change, allowed), limits(group(allowed)))
 
@@ -323,14 +323,14 @@ def test_groups_that_are_not_what_was_asked_for(change, allowed, sentence):
         (dict(prompt_ids=np.array([3, 256], np.int32)), "prompt_ids outside the vocabulary"),
     ],
 )
-def test_groups_whose_heads_nobody_has(changes, sentence):
+def test_invalid_values_in_heads_are_refused(changes, sentence):
     g = replace(group(), **changes)
     with pytest.raises(wire.WireError, match=sentence):
         groups.decode_group(groups.encode_group(g), limits(group()))
 
 
 def with_head(change):
-    """A group whose head, as JSON, was changed."""
+    """A group with a changed head (JSON)."""
     arrays, data = load(groups.encode_group(group())), groups.encode_group(group())
     size = int.from_bytes(data[:8], "little")
     head = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["head"])
@@ -354,19 +354,19 @@ def with_head(change):
         lambda head: "null",
     ],
 )
-def test_heads_of_groups_that_are_no_heads(change):
+def test_malformed_heads_are_refused(change):
     with pytest.raises(wire.WireError):
         groups.decode_group(with_head(change), limits(group()))
     assert groups.decode_group(with_head(json.dumps), limits(group()))
 
 
-def test_top_k_tokens_that_were_cut_are_no_fault():
-    """Under truncated sampling the tokens that were cut have probability 0."""
+def test_truncated_top_k_tokens_are_valid():
+    """Truncated sampling gives truncated tokens probability 0."""
     data = spoil(lambda rs: [r.topk_logp[:, 2:].fill(-np.inf) for r in rs])
     assert groups.decode_group(data, limits(group()))
 
 
-def test_groups_beyond_the_limits_or_none_at_all():
+def test_groups_beyond_the_limits_and_garbage_are_refused():
     g = group()
     data = groups.encode_group(g)
     for changes, sentence in (
@@ -387,7 +387,7 @@ def test_groups_beyond_the_limits_or_none_at_all():
             groups.decode_group(bad, limits(g))
 
 
-def test_seen_and_account():
+def test_received_and_account():
     seen, r = account.Received(), random.Random(0)
     order = list(range(200)) + [7, 9]
     r.shuffle(order)
@@ -395,7 +395,7 @@ def test_seen_and_account():
         seen.add(n)
         assert n in seen
     assert seen.upto == 200 and not seen.beyond and len(seen) == 200 and 200 not in seen
-    seen.add(3)  # again
+    seen.add(3)  # repeated
     assert seen.upto == 200 and not seen.beyond
     seen.add(205)
     assert 205 in seen and 204 not in seen and len(seen) == 201
@@ -426,7 +426,7 @@ def test_seen_and_account():
             account.split(bad)
 
 
-def test_files_behind_their_digest_and_whole_ones(tmp_path):
+def test_digests_of_files_and_atomic_writes(tmp_path):
     data = b"some group" * 100
     assert account.verified(account.with_digest(data)) == data
     assert account.verified(account.with_digest(data)[:-1]) is None and account.verified(b"") is None
@@ -455,7 +455,7 @@ def test_odd_files_are_not_read_and_links_not_followed(tmp_path):
     with pytest.raises(account.OddFileError, match="huge: more than 5 bytes"):
         account.read_regular(tmp_path / "huge", 5)
     assert account.read_regular(victim, 6) == b"secret"
-    (tmp_path / "x").symlink_to(victim)  # a link in the place of the file
+    (tmp_path / "x").symlink_to(victim)  # a link instead of the file
     account.write_atomically(tmp_path / "x", b"1")
     assert victim.read_bytes() == b"secret" and (tmp_path / "x").read_bytes() == b"1"
 
@@ -473,14 +473,14 @@ def test_a_spool_among_odd_files(tmp_path):
     assert not (tmp_path / "box" / ".1-9.77").exists()
 
 
-def test_old_weights_that_cannot_be_deleted_stop_nobody(tmp_path):
+def test_old_weights_that_cannot_be_deleted_are_ignored(tmp_path):
     (tmp_path / "v000001.safetensors").mkdir()
     new = tmp_path / "v000002.safetensors"
     new.write_bytes(b"x")
     assert account.retain_weights(new, []) == [new]
 
 
-def test_files_of_a_model_that_nobody_sends(tmp_path):
+def test_file_names_of_a_sent_model(tmp_path):
     good = {"config.json": zlib.compress(b"{}"), "merges.txt": zlib.compress(b"")}
     wire.unpack_setup(good, tmp_path / "model")
     assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["config.json", "merges.txt"]
@@ -489,7 +489,7 @@ def test_files_of_a_model_that_nobody_sends(tmp_path):
             wire.unpack_setup({name: zlib.compress(b"x")}, tmp_path / "model")
 
 
-def test_ports_that_are_some():
+def test_ports():
     for address in ("tcp://*:0", "tcp://*:65535", "tcp://*:*", "ipc:///tmp/x"):
         wire.check_address("bind", address, 0)
     wire.check_address("connect", "tcp://10.0.0.1:1", 1)
@@ -498,7 +498,7 @@ def test_ports_that_are_some():
             wire.check_address("connect", address, 1)
     assert address_of_rank("tcp://*:65534", 1, 2) == "tcp://*:65535"
     assert address_of_rank("tcp://*:0", 3, 4) == "tcp://*:0" and address_of_rank("ipc:///tmp/x", 0, 1) == "ipc:///tmp/x"
-    for rank in range(3):  # all ranks say it, so that the first one does
+    for rank in range(3):  # all ranks refuse, so the first rank refuses too
         with pytest.raises(UserError, match="rank 2 would listen on port 65536"):
             address_of_rank("tcp://*:65534", rank, 3)
         with pytest.raises(UserError, match="--samplers=ipc:///tmp/x: 3 ranks need tcp://, where each has a port"):
@@ -507,5 +507,5 @@ def test_ports_that_are_some():
         address_of_rank("tcp://127.0.0.1:99999", 0, 1)
 
 
-def test_what_others_sent_is_fit_for_a_screen():
+def test_text_of_peers_is_made_printable():
     assert wire.printable("a\x1b[2Jb\nc\u00e9", 7) == "a?[2Jb?" and wire.printable(17) == "17"

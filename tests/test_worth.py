@@ -1,4 +1,4 @@
-"""worth.py against exact gradients, plain loops, made-up laws, and itself on more ranks."""
+"""worth.py against exact gradients, plain loops, known distributions, and more ranks."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from worth import EVERYTHING, Measurement, Weights, WorthFlags
 
 
 def ragged(n_groups: int, seed: int):
-    """Made-up groups of unequal lengths, odd ids rewarded. No id is 0: where the padding is read it has no gradient."""
+    """Random groups of unequal lengths; odd ids are rewarded. No id is 0: padding has no gradient."""
     groups = make_groups(n_groups, seed=seed)
     for group in groups:
         group.prompt_ids = group.prompt_ids.clip(min=1)
@@ -39,23 +39,23 @@ def ragged(n_groups: int, seed: int):
 
 
 def learner_and_batch(**flags):
-    """A float64 learner of two tiny models or one, and a ragged batch with its ref columns."""
+    """A float64 learner with one or two tiny models, and a ragged batch with its ref columns."""
     cfg = make_cfg(train_batch=16, rollout_batch=16, micro_tokens=60, **flags)
     actor = tiny_model(1, dtype=f64) if cfg.actor != "none" else None
     learner = Learner(tiny_model(0, layers=2, dtype=f64), actor, cfg, Comm())
     return cfg, learner, worth.batches_of(learner, ragged(4, seed=3), {"row": cfg})["row"]
 
 
-def test_rows_that_differ_in_an_advantage_have_batches_of_their_own():
+def test_rows_with_different_advantages_have_different_batches():
     cfg, learner, batch = learner_and_batch(objective="tis")
     rows = {"whole": cfg, "clipped": replace(cfg, advantage="grpo_no_std"), "again": replace(cfg, is_cap=9.0)}
-    made = worth.batches_of(learner, ragged(4, seed=3), rows)
-    assert torch.equal(made["whole"].adv, batch.adv) and torch.equal(made["again"].adv, batch.adv)
-    assert not torch.allclose(made["clipped"].adv, batch.adv)
+    batches = worth.batches_of(learner, ragged(4, seed=3), rows)
+    assert torch.equal(batches["whole"].adv, batch.adv) and torch.equal(batches["again"].adv, batch.adv)
+    assert not torch.allclose(batches["clipped"].adv, batch.adv)
 
 
 def exact_gradient(learner, cfg, batch) -> list[torch.Tensor]:
-    """Of the policy, by the learner's own update."""
+    """The policy's gradient from the learner's update."""
     columns = {name: x for name, x in learner.ref_columns(batch, cfg.obrs_lambda).items() if name in REF.values()}
     batch = replace(batch, **columns)
     learner.models.zero_grad()
@@ -68,13 +68,13 @@ ROWS = [row.split() for row in worth.ROWS.split(";")]
 
 @pytest.mark.parametrize("row", ROWS, ids=" ".join)
 @pytest.mark.parametrize("actor", ["none", "base:actor"])
-def test_a_rows_coefficients_and_slopes_are_its_gradient(row, actor, monkeypatch):
-    """sum_t c_t s_t along v = <gradient of the row's own update, v>, for every row of the table."""
-    monkeypatch.setattr(worth, "STEP", 1e-6)  # differences are exact in the limit, and float64 goes there
-    given = {key: float(value) if "cap" in key else value for key, value in (x.split("=") for x in row[1:])}
+def test_coefficients_and_slopes_of_a_row_give_its_gradient(row, actor, monkeypatch):
+    """sum_t c_t s_t along v = <gradient of the row's update, v>, for every row of the table."""
+    monkeypatch.setattr(worth, "STEP", 1e-6)  # differences are exact in the limit, float64 is precise enough
+    flags = {key: float(value) if "cap" in key else value for key, value in (x.split("=") for x in row[1:])}
     if row[0] == "geo_rs":
-        given = {"rs_low": 0.05, "rs_high": 1.0}  # random models are far apart: keep some
-    cfg, learner, batch = learner_and_batch(objective=row[0], actor=actor, **given)
+        flags = {"rs_low": 0.05, "rs_high": 1.0}  # random models are far apart: keep a part of the responses
+    cfg, learner, batch = learner_and_batch(objective=row[0], actor=actor, **flags)
     c = worth.coefficients(batch, learner.comm, cfg)
     weights = Weights(learner, share=1.0)
     exact = exact_gradient(learner, cfg, batch)
@@ -91,8 +91,8 @@ def flat(direction) -> list[torch.Tensor]:
     return [x.reshape(-1) for x in direction]
 
 
-def test_rows_of_several_lambdas_have_a_z_each():
-    """Weighed together, every row gets the coefficients that it gets alone."""
+def test_rows_with_different_lambdas_have_different_z():
+    """Weighed together, every row has the coefficients of a separate measurement."""
     cfgs = {}
     for lam in (0.8, 1.0, 1.3):
         cfgs[str(lam)], learner, alone = learner_and_batch(objective="jackpot", actor="base:actor", obrs_lambda=lam)
@@ -103,7 +103,7 @@ def test_rows_of_several_lambdas_have_a_z_each():
     assert not torch.allclose(together["0.8"].z_ref, together["1.3"].z_ref)
 
 
-def test_the_steps_of_directions_are_small_and_alike():
+def test_the_steps_of_directions_are_small_and_of_equal_size():
     cfg, learner, batch = learner_and_batch(objective="none")
     weights = Weights(learner, share=1.0)
     before = [p.clone() for p in learner.models.policy.parameters()]
@@ -113,7 +113,7 @@ def test_the_steps_of_directions_are_small_and_alike():
         moved = s[batch.mask] * worth.STEP / weights.spreads[id(v)]
         assert 0.5 * worth.STEP < float(moved.square().mean().sqrt()) < 2 * worth.STEP
     for old, p in zip(before, learner.models.policy.parameters(), strict=True):
-        assert torch.equal(old, p)  # put back to the bit
+        assert torch.equal(old, p)  # restored to the bit
 
 
 def test_directions_are_independent_signs():
@@ -121,20 +121,20 @@ def test_directions_are_independent_signs():
     weights = Weights(learner, share=1.0)
     a, b, again = weights.random(0), weights.random(1), weights.random(0)
     n = sum(x.numel() for x in a)
-    assert {x.dtype for x in a} == {torch.int8}  # a quarter of a parameter's bytes: 32 of them are kept
+    assert {x.dtype for x in a} == {torch.int8}  # 32 directions are kept, each at a quarter of the parameters' bytes
     assert all(torch.equal(x, y) for x, y in zip(a, again, strict=True))
     assert weights.dot(a, a) == n and abs(weights.dot(a, b)) < 4 * math.sqrt(n)
     assert abs(sum(float(x.sum()) for x in a)) < 4 * math.sqrt(n)
-    same = [
+    products = [
         float((x * y).double().mean())
         for i, x in enumerate(a)
         for y in a[i + 1 :]
         if x.shape == y.shape and len(x) > 500
     ]
-    assert max(map(abs, same)) < 0.3  # no two parameters have the same signs
+    assert max(map(abs, products)) < 0.3  # signs differ between parameters
 
 
-def test_a_share_of_the_entries_is_drawn_once_and_alone_moves():
+def test_only_the_drawn_share_of_entries_moves():
     cfg, learner, batch = learner_and_batch(objective="none")
     part = Weights(learner, share=0.3)
     n = sum(x.numel() for x in learner.models.policy.parameters())
@@ -147,20 +147,20 @@ def test_a_share_of_the_entries_is_drawn_once_and_alone_moves():
     part.shift(part.random(0), 0.0)
     exact = exact_gradient(learner, cfg, batch)
     size = sum(float(x.square().sum()) for x in exact)
-    mine = part.gradient()
-    assert part.dot(mine, mine) / size == pytest.approx(0.3, abs=0.1)
+    drawn = part.gradient()
+    assert part.dot(drawn, drawn) / size == pytest.approx(0.3, abs=0.1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The arithmetic, on laws that are known
+# Estimates on known distributions
 # ---------------------------------------------------------------------------------------------------------------------
 
 DIM, GROUPS, DIRECTIONS = 60, 8, 32
 
 
-def made_up(seed: int, batches: int = 20, scale=0.7, bias=0.4, noise=1.5, noise_on=0.8, each: int = 12):
-    """What would be measured of gradients drawn from a known law: g = e_0, the row's mean is scale e_0 + bias e_1, a
-    batch's squared noise is `noise` and `noise_on`, spread evenly over all entries."""
+def synthetic(seed: int, batches: int = 20, scale=0.7, bias=0.4, noise=1.5, noise_on=0.8, each: int = 12):
+    """Measurements of gradients from a known distribution: g = e_0, the row's mean is scale e_0 + bias e_1, a batch's
+    squared noise is `noise` and `noise_on`, spread evenly over all entries."""
     rng = np.random.default_rng(seed)
     g, mean = np.eye(DIM)[0], scale * np.eye(DIM)[0] + bias * np.eye(DIM)[1]
     on = g + rng.normal(size=(FOLDS, each, DIM)) * math.sqrt(noise_on / DIM)
@@ -178,37 +178,39 @@ def true_numbers(scale, bias, noise, noise_on) -> dict[str, float]:
     return dict(worth=worth_, kappa=kappa, cosine=cosine, scale=scale, bias=bias**2, noise=noise, noise_on=noise_on)
 
 
-LAWS = [dict(scale=0.7, bias=0.4, noise=1.5, noise_on=0.8), dict(scale=1.0, bias=0.0, noise=0.8, noise_on=0.8)]
+CASES = [dict(scale=0.7, bias=0.4, noise=1.5, noise_on=0.8), dict(scale=1.0, bias=0.0, noise=0.8, noise_on=0.8)]
 
 
 def test_noise_along_the_gradient_is_not_worth():
-    """Where the row's mean gradient is lost in noise, scale^2 is mostly noise, and worth is made of less than that."""
-    law = dict(scale=0.04, bias=0.1, noise=1.5, noise_on=0.8)
-    found = [measure.estimate(*arrays(*made_up(seed, batches=6, each=48, **law)), GROUPS) for seed in range(200)]
-    plain = [max(x["scale"], 0) ** 2 * x["noise_on"] / (x["bias"] + x["noise"]) for x in found]
-    assert true_numbers(**law)["worth"] < np.mean([x["worth"] for x in found]) < 0.75 * np.mean(plain)
+    """If the row's mean gradient is small, scale^2 is mostly noise; worth corrects for the noise."""
+    truth = dict(scale=0.04, bias=0.1, noise=1.5, noise_on=0.8)
+    estimates = [
+        measure.estimate(*arrays(*synthetic(seed, batches=6, each=48, **truth)), GROUPS) for seed in range(200)
+    ]
+    plain = [max(x["scale"], 0) ** 2 * x["noise_on"] / (x["bias"] + x["noise"]) for x in estimates]
+    assert true_numbers(**truth)["worth"] < np.mean([x["worth"] for x in estimates]) < 0.75 * np.mean(plain)
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_estimates_are_right_on_average_and_within_their_errors(law):
-    """40 measurements of a known law: each number's mean is the truth within its scatter, its errors tell the scatter,
-    and the truth lies within two of them in most."""
-    found = [measure.with_errors(*made_up(seed, **law), GROUPS) for seed in range(40)]
-    for name, want in true_numbers(**law).items():
-        values, errors = (np.array([x[key] for x in found]) for key in (name, f"{name}_se"))
-        if law["bias"] == 0 and name in ("bias", "cosine"):  # at the end of their range
+@pytest.mark.parametrize("truth", CASES)
+def test_estimates_are_right_on_average_and_within_their_errors(truth):
+    """40 measurements of a known distribution: each mean is right within its scatter, the errors estimate the scatter,
+    and the truth is within two errors in most measurements."""
+    estimates = [measure.with_errors(*synthetic(seed, **truth), GROUPS) for seed in range(40)]
+    for name, want in true_numbers(**truth).items():
+        values, errors = (np.array([x[key] for x in estimates]) for key in (name, f"{name}_se"))
+        if truth["bias"] == 0 and name in ("bias", "cosine"):  # at the end of their range
             assert abs(values.mean() - want) < 0.05
             continue
         scatter = values.std(ddof=1)
         near = 3 * scatter / math.sqrt(len(values)) + 0.02 * want
-        assert abs(values.mean() - want) < near + (0.02 if law["bias"] == 0 else 0.0), name
+        assert abs(values.mean() - want) < near + (0.02 if truth["bias"] == 0 else 0.0), name
         assert 0.6 * scatter < errors.mean() < 2 * scatter, name
         assert np.mean(np.abs(values - want) < 2 * errors) >= 0.8, name
 
 
-def test_kappa_and_worth_say_the_same():
+def test_kappa_follows_from_worth():
     """An on-policy batch of (worth B) responses has the row's kappa: kappa^2 = 1 / (1 + noise_on / worth)."""
-    numbers = measure.estimate(*arrays(*made_up(3)), GROUPS)
+    numbers = measure.estimate(*arrays(*synthetic(3)), GROUPS)
     assert numbers["kappa"] ** 2 == pytest.approx(1 / (1 + numbers["noise_on"] / numbers["worth"]))
 
 
@@ -216,16 +218,16 @@ def arrays(seen, reference):
     return np.array(seen.along), np.concatenate(seen.noise), reference
 
 
-def test_a_row_that_keeps_nothing_is_worth_nothing():
-    seen, reference = made_up(0)
+def test_a_row_that_rejects_everything_is_worth_0():
+    seen, reference = synthetic(0)
     nothing = RowSamples([0 * x for x in seen.along], [0 * x for x in seen.noise])
     numbers = measure.with_errors(nothing, reference, GROUPS)
     assert numbers["worth"] == numbers["kappa"] == numbers["cosine"] == numbers["scale"] == 0
     assert numbers["worth_se"] == 0 and numbers["noise_on"] > 0
 
 
-def test_a_row_that_goes_the_wrong_way_is_worth_nothing():
-    seen, reference = made_up(0)
+def test_a_row_against_the_gradient_is_worth_0():
+    seen, reference = synthetic(0)
     away = RowSamples([-x for x in seen.along], [-x for x in seen.noise])
     numbers = measure.estimate(*arrays(away, reference), GROUPS)
     assert numbers["worth"] == 0 and numbers["kappa"] < -0.2 and numbers["cosine"] < -0.5
@@ -252,7 +254,7 @@ def weigh(tmp_path, solvers, *flags, model="policy", actor="none") -> dict:
     )
 
 
-def test_the_policys_own_responses_are_worth_one(tmp_path, solvers, capsys):
+def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys):
     flags = ["--batches=24", "--reference=48", "--directions=16", "--noise_batches=24", "--rows=none; tis; seq_mis"]
     results = weigh(tmp_path, solvers, *flags, "--train_batch=96", "--rollout_batch=96")
     for x in results["rows"].values():
@@ -261,38 +263,37 @@ def test_the_policys_own_responses_are_worth_one(tmp_path, solvers, capsys):
         assert x["noise"] == pytest.approx(x["noise_on"], rel=0.3)
     assert results["about"]["kl"] < 1e-9
     assert all(abs(half - 1) < 0.5 for half in results["about"]["halves"])
-    said = capsys.readouterr().out
-    assert "none" in said and "figure:" in said
+    printed = capsys.readouterr().out
+    assert "none" in printed and "figure:" in printed
     assert json.loads((tmp_path / "w.json").read_text())["rows"] == results["rows"]
     assert (tmp_path / "w.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
 def test_errors_cover_in_twenty_measurements(tmp_path, solvers):
-    """Of the policy's own responses, which are worth 1, scale 1: within two errors 19 times of 20 where errors are
-    right."""
+    """The policy's responses have worth 1 and scale 1. Correct errors cover them within two errors 19 times of 20."""
     flags = ["--batches=12", "--reference=24", "--directions=8", "--noise_batches=12", "--rows=none"]
     flags += ["--train_batch=96", "--rollout_batch=96"]
-    found = [weigh(tmp_path, solvers, *flags, f"--seed={seed}")["rows"]["none"] for seed in range(20)]
+    rows = [weigh(tmp_path, solvers, *flags, f"--seed={seed}")["rows"]["none"] for seed in range(20)]
     for key in ("worth", "scale"):
-        off = [abs(x[key] - 1) / x[f"{key}_se"] for x in found]
+        off = [abs(x[key] - 1) / x[f"{key}_se"] for x in rows]
         assert sum(z < 2 for z in off) >= 17, (key, sorted(off))
-        assert np.mean(off) > 0.3, key  # nor are they far too wide
+        assert np.mean(off) > 0.3, key  # errors are not too wide either
 
 
 @pytest.mark.slow
-def test_vllm_samples_what_is_weighed(tmp_path, solvers):
-    """The policy's own responses by vLLM, and the actor's, which are as far away as plain torch's are."""
+def test_responses_sampled_by_vllm(tmp_path, solvers):
+    """The policy's responses by vLLM, and the actor's: their KL equals the KL with plain torch."""
     pytest.importorskip("vllm")
-    found = {
+    results = {
         (engine, actor): weigh(tmp_path, solvers, *BRIEF, "--rows=none; is", f"--rollout={engine}", actor=actor)
         for engine, actor in (("vllm", "none"), ("vllm", "actor"), ("hf", "actor"))
     }
-    alone, other, plain = found.values()
+    alone, of_actor, plain = results.values()
     assert alone["about"]["kl"] < 1e-6
     assert alone["rows"]["is"] == pytest.approx(alone["rows"]["none"], rel=0.02, abs=1e-3)
-    assert other["about"]["kl"] == pytest.approx(plain["about"]["kl"], rel=0.25) and other["about"]["kl"] > 1e-3
-    assert other["rows"]["is"] != pytest.approx(other["rows"]["none"], rel=0.02)
+    assert of_actor["about"]["kl"] == pytest.approx(plain["about"]["kl"], rel=0.25) and of_actor["about"]["kl"] > 1e-3
+    assert of_actor["rows"]["is"] != pytest.approx(of_actor["rows"]["none"], rel=0.02)
 
 
 def test_halves_of_the_on_policy_gradient_by_hand():
@@ -304,36 +305,36 @@ def test_halves_of_the_on_policy_gradient_by_hand():
     assert reference.halves() == pytest.approx([first / whole, second / whole])
 
 
-def test_truncated_sampling_whose_sets_are_replayed_is_the_policy(tmp_path, solvers):
-    """With the kept sets on both sides all weights are 1; without them each r is the mass that was kept."""
+def test_truncated_sampling_with_replayed_sets_is_on_policy(tmp_path, solvers):
+    """With the kept sets on both sides all weights are 1; without them each r is the kept mass."""
     kept, cut = (
-        weigh(tmp_path, solvers, *BRIEF, "--rows=none; is", "--top_p=0.8", f"--keep_sampling_mask={how}")
-        for how in ("replay", "off")
+        weigh(tmp_path, solvers, *BRIEF, "--rows=none; is", "--top_p=0.8", f"--keep_sampling_mask={kind}")
+        for kind in ("replay", "off")
     )
     assert kept["about"]["kl"] < 1e-9 and kept["rows"]["is"] == pytest.approx(kept["rows"]["none"], rel=1e-3, abs=1e-6)
     assert kept["rows"]["none"]["noise"] == pytest.approx(kept["rows"]["none"]["noise_on"], rel=0.5)
     assert cut["about"]["kl"] > 1e-4 and cut["rows"]["is"] != pytest.approx(cut["rows"]["none"], rel=1e-3)
 
 
-def test_a_policy_that_is_never_right_has_no_gradient(tmp_path, folders):
+def test_a_policy_without_rewards_has_no_gradient(tmp_path, folders):
     with pytest.raises(UserError, match="is not distinguishable from its noise"):
         weigh(tmp_path, folders, *BRIEF, "--rows=none")
 
 
-def test_another_models_responses_are_worth_less(tmp_path, solvers):
-    """Models far from one another: without a correction the step is not the policy's."""
+def test_responses_of_a_different_model_are_worth_less(tmp_path, solvers):
+    """The models are far apart: without a correction the step is not the policy's."""
     results = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis", actor="actor")
     assert results["about"]["kl"] > 0.1
     assert results["rows"]["none"]["worth"] < 0.5 * results["rows"]["prefix_tis"]["worth"]
 
 
 def test_parts_by_length_add_up(tmp_path, solvers, monkeypatch):
-    """The parts' gradients sum to the whole's; so does what is seen of a row along any direction."""
+    """The parts' gradients sum to the whole gradient; a row's samples along any direction sum too."""
     flags = [f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=is", "--lengths=3,6"]
-    own, rows, plain = worth.parse(flags)
-    assert worth.parts(own) == [EVERYTHING, (0, 3), (3, 6), (6, EVERYTHING[1])]
-    monkeypatch.setattr(run, "sleep_level", pytest.fail)  # on a GPU the engine would drop weights for good
-    m = Measurement(own, rows, plain)
+    worth_flags, rows, plain = worth.parse(flags)
+    assert worth.parts(worth_flags) == [EVERYTHING, (0, 3), (3, 6), (6, EVERYTHING[1])]
+    monkeypatch.setattr(run, "sleep_level", pytest.fail)  # on a GPU the engine would drop its weights
+    m = Measurement(worth_flags, rows, plain)
     batch = batching.collate(ragged(8, seed=5), m.cfg)
     lengths = batch.length
     whole, *parts = (m.gradient(replace(batch, adv=batch.adv * worth.of_length(batch, part))) for part in m.parts)
@@ -354,18 +355,18 @@ def test_parts_by_length_add_up(tmp_path, solvers, monkeypatch):
     m.sampler.close()
 
 
-def test_a_row_is_weighed_alike_whatever_stands_beside_it(tmp_path, solvers):
-    """Advantage and reduction are each row's own, and g's are those of the command line."""
+def test_the_worth_of_a_row_does_not_depend_on_other_rows(tmp_path, solvers):
+    """Advantage and reduction are flags of the row; g has the command line's."""
     rows = ["none", "none advantage=grpo_no_std", "tis is_cap=3 reduction=seq-mean-token-sum-norm"]
     alone = {row: weigh(tmp_path, solvers, *BRIEF, f"--rows={row}", actor="actor")["rows"][row] for row in rows}
     together = weigh(tmp_path, solvers, *BRIEF, f"--rows={'; '.join(reversed(rows))}", actor="actor")["rows"]
     for row in rows:
         assert together[row] == pytest.approx(alone[row], rel=1e-4)
-    assert alone[rows[1]]["scale"] < 0.8 * alone[rows[0]]["scale"]  # rewards of 0 and 1: (R - mean) is below / std
+    assert alone[rows[1]]["scale"] < 0.8 * alone[rows[0]]["scale"]  # with rewards 0 and 1: std < 1
 
 
-def test_what_sampling_costs(tmp_path, solvers, capsys):
-    """A model costs about what itself costs, and no more than the time that passes; the verdict is printed."""
+def test_the_cost_of_sampling(tmp_path, solvers, capsys):
+    """The price of a model against itself is about 1; measured times fit the elapsed time; the verdict is printed."""
     start = time.perf_counter()
     results = weigh(tmp_path, solvers, *BRIEF, "--rows=none", "--cost")
     spent = time.perf_counter() - start
@@ -378,23 +379,23 @@ def test_what_sampling_costs(tmp_path, solvers, capsys):
 
 @dataclass
 class Timed:
-    """A source of responses on a clock of its own: the first batch takes ten times as long."""
+    """A source with a simulated clock: the first batch takes ten times as long."""
 
     seconds: float
     clock: list
-    asked: int = 0
+    calls: int = 0
 
     def next(self, groups, version):
         assert groups == 8
-        self.clock[0] += self.seconds * (1 if self.asked else 10)
-        self.asked += 1
+        self.clock[0] += self.seconds * (1 if self.calls else 10)
+        self.calls += 1
 
     def close(self):
         pass
 
 
-def test_what_a_response_costs_by_hand(monkeypatch):
-    """Batches of 32: 3 seconds each by the sampler, 6 by the policy, and the first of each does not count."""
+def test_the_cost_of_a_response_by_hand(monkeypatch):
+    """Batches of 32: 3 seconds each by the sampler, 6 by the policy; the first of each does not count."""
     clock = [0.0]
     sampler, policy = Timed(3.0, clock), Timed(6.0, clock)
     monkeypatch.setattr(worth, "open_source", lambda *_, **kwargs: policy)
@@ -406,27 +407,27 @@ def test_what_a_response_costs_by_hand(monkeypatch):
 
 
 def test_the_price_is_over_the_policy_in_full_precision(monkeypatch):
-    """An int8 sampler is not timed against itself, nor one that adds noise or has an actor."""
+    """The baseline is without low bits, noise and actor."""
 
     @dataclass
     class Opened:
         actor: str = "x"
 
-    clock, asked = [0.0], []
+    clock, sources = [0.0], []
 
     def open_source(cfg, run, comm, sleeps):
         assert not sleeps
-        asked.append((cfg.actor, cfg.rollout_quant, run.actor))
+        sources.append((cfg.actor, cfg.rollout_quant, run.actor))
         return Timed(6.0, clock)
 
     monkeypatch.setattr(worth.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(worth, "open_source", open_source)
     cfg = make_cfg(rollout_quant="int8", rollout="hf", train_batch=32, rollout_batch=32, group_size=4)
     worth.cost(SimpleNamespace(cfg=cfg, run=Opened(), comm=Comm(), sampler=Timed(3.0, clock), groups=8, quiet=True))
-    assert asked == [("none", "none", "")]
+    assert sources == [("none", "none", "")]
 
 
-def test_the_engine_records_what_the_most_demanding_row_asks_for(solvers):
+def test_the_engine_records_the_largest_top_k_of_all_rows(solvers):
     flags = [f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF]
     m = Measurement(*worth.parse([*flags, "--rows=none; jackpot obrs_topk=7; tis"]))
     (group,) = m.sampler.next(1, 0)
@@ -434,9 +435,10 @@ def test_the_engine_records_what_the_most_demanding_row_asks_for(solvers):
     m.sampler.close()
 
 
-def test_groups_shares_sum_to_the_batch(tmp_path, solvers):
-    own, rows, plain = worth.parse([f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=none"])
-    m = Measurement(own, rows, plain)
+def test_the_groups_parts_sum_to_the_batch(tmp_path, solvers):
+    flags = [f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF, "--rows=none"]
+    worth_flags, rows, plain = worth.parse(flags)
+    m = Measurement(worth_flags, rows, plain)
     references = m.references()
     slopes = next(iter(m.slopes(references)))
     batch = slopes.batches["none"]
@@ -452,28 +454,28 @@ def test_groups_shares_sum_to_the_batch(tmp_path, solvers):
 
 
 def test_stale_and_low_bit_samplers(tmp_path, solvers):
-    """--stale samples with another folder's weights; --rollout_quant rounds those of the policy."""
+    """--stale samples with a different folder's weights; --rollout_quant rounds the policy's weights."""
     rows = "--rows=none"
     stale = weigh(tmp_path, solvers, *BRIEF, rows, f"--stale={solvers / 'actor'}")
-    other = weigh(tmp_path, solvers, *BRIEF, rows, actor="actor")
-    assert stale["about"]["kl"] == pytest.approx(other["about"]["kl"]) and stale["about"]["kl"] > 0.1
+    of_actor = weigh(tmp_path, solvers, *BRIEF, rows, actor="actor")
+    assert stale["about"]["kl"] == pytest.approx(of_actor["about"]["kl"]) and stale["about"]["kl"] > 0.1
     low = weigh(tmp_path, solvers, *BRIEF, rows, "--rollout_quant=w4a16", "--quant_group=32")
     assert 1e-4 < low["about"]["kl"] < stale["about"]["kl"]
 
 
-def test_truncated_sampling_is_mismatch_unless_the_learner_replays_it(tmp_path, solvers):
-    """--top_p: the on-policy law is whole where the learner scores whole distributions, and cut where it replays."""
+def test_truncated_sampling_is_mismatch_unless_the_learner_truncates(tmp_path, solvers):
+    """--top_p: on-policy responses are truncated if and only if the learner scores truncated distributions."""
     rows = ["--rows=none", "--top_p=0.5"]
     off = weigh(tmp_path, solvers, *BRIEF, *rows, "--keep_sampling_mask=off")
     assert off["about"]["kl"] > 1e-3
-    for how in ("recompute", "replay"):
-        cut = weigh(tmp_path, solvers, *BRIEF, *rows, f"--keep_sampling_mask={how}")
+    for kind in ("recompute", "replay"):
+        cut = weigh(tmp_path, solvers, *BRIEF, *rows, f"--keep_sampling_mask={kind}")
         assert cut["about"]["kl"] < 1e-6
 
 
 @pytest.mark.slow
 def test_a_share_of_the_parameters_agrees_with_the_whole(tmp_path, solvers):
-    """The same responses, looked at in a third of the entries: every number agrees within its errors."""
+    """The same responses measured on a third of the entries: every number agrees within its errors."""
     more = ["--batches=24", "--reference=48", "--directions=16", "--noise_batches=12", "--rows=none; tis; prefix_tis"]
     whole, part = (weigh(tmp_path, solvers, *more, f"--share={s}", actor="actor")["rows"] for s in (1, 0.33))
     for row in whole:
@@ -485,18 +487,18 @@ def test_a_share_of_the_parameters_agrees_with_the_whole(tmp_path, solvers):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
+def test_two_ranks_give_the_result_of_one(parallel, tmp_path, solvers):
     """The same groups on two ranks: g, its noise and every row's scale agree; with DDP all numbers do."""
     one = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis", actor="actor")
     flags = [f"--model={solvers / 'policy'}", f"--actor={solvers / 'actor'}", *SMALL, *BRIEF]
     flags += ["--rows=none; prefix_tis", f"--parallel={parallel}", f"--json={tmp_path / 'two.json'}"]
     torchrun("../worth.py", *flags)
     two = json.loads((tmp_path / "two.json").read_text())
-    same = ["scale", "noise_on", "scale_se"]  # shards have random directions of their own
-    if parallel == "ddp":  # groups come in another order: the jackknife leaves out others
-        same += [name for name in one["rows"]["none"] if not name.endswith("_se")]
+    compared = ["scale", "noise_on", "scale_se"]  # shards have different random directions
+    if parallel == "ddp":  # groups are in a different order: the jackknife leaves out different groups
+        compared += [name for name in one["rows"]["none"] if not name.endswith("_se")]
     for row, numbers in one["rows"].items():
-        for name in same:
+        for name in compared:
             assert two["rows"][row][name] == pytest.approx(numbers[name], rel=0.02, abs=1e-3), (row, name)
         error = math.hypot(two["rows"][row]["worth_se"], numbers["worth_se"])
         assert abs(two["rows"][row]["worth"] - numbers["worth"]) < 3 * error, row
@@ -510,7 +512,7 @@ def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, message",
     [
         (
             ["--stale=base:policy", "--actor=base:actor"],
@@ -537,49 +539,47 @@ def test_two_ranks_weigh_as_one(parallel, tmp_path, solvers):
         (["--json=/dev/null/x.json"], "--json=/dev/null/x.json"),
     ],
 )
-def test_flags_that_contradict_each_other(flags, said):
+def test_flags_that_contradict_each_other(flags, message):
     with pytest.raises(UserError, match="") as e:
         worth.parse(["--model=base:policy", "--actor=none", "--rollout=hf", *flags])
-    assert said in str(e.value)
+    assert message in str(e.value)
 
 
-def test_flags_given_reach_every_row_and_g(folders):
-    """worth.py gives one of its own where none is given; and g has the groups and lengths that the rows have."""
+def test_given_flags_apply_to_every_row_and_g(folders):
+    """worth.py's defaults apply only to missing flags; g has the rows' groups and lengths."""
     common = [f"--model={folders / 'policy'}", "--actor=none", *SMALL[:2], *SMALL[4:], "--rows=none"]
-    for how in (["lr=1e-6", "group_size=4"],):
-        argv = [*common, *(f"--{flag}" for flag in [*how, "max_tokens=8", "kl_coef=0.1"])]
-        _, rows, plain = worth.parse(argv)
-        for cfg in (rows["none"], plain):
-            assert (cfg.lr, cfg.group_size, cfg.max_tokens) == (1e-6, 4, 8)
-        assert (rows["none"].kl_coef, plain.kl_coef) == (0.1, 0.0)
+    _, rows, plain = worth.parse([*common, "--lr=1e-6", "--group_size=4", "--max_tokens=8", "--kl_coef=0.1"])
+    for cfg in (rows["none"], plain):
+        assert (cfg.lr, cfg.group_size, cfg.max_tokens) == (1e-6, 4, 8)
+    assert (rows["none"].kl_coef, plain.kl_coef) == (0.1, 0.0)
 
 
 def test_rows_are_configurations():
     flags = ["--actor=none", "--rollout=hf", "--is_floor=0.1", "--advantage=rloo", "--rollout_quant=int8"]
-    own, rows, plain = worth.parse([*flags, "--rows=tis is_cap=3; jackpot is_floor=0 obrs_mask=expected;"])
+    worth_flags, rows, plain = worth.parse([*flags, "--rows=tis is_cap=3; jackpot is_floor=0 obrs_mask=expected;"])
     assert (plain.correction, plain.surrogate, plain.advantage, plain.is_floor) == ("none", "reinforce", "rloo", 0)
     assert plain.rollout_quant == "none" and rows["tis is_cap=3"].rollout_quant == "int8"
     assert list(rows) == ["tis is_cap=3", "jackpot is_floor=0 obrs_mask=expected"]
     assert rows["tis is_cap=3"].is_cap == 3 and rows["jackpot is_floor=0 obrs_mask=expected"].obrs_mask == "expected"
-    assert own == WorthFlags(rows=own.rows)
+    assert worth_flags == WorthFlags(rows=worth_flags.rows)
 
 
-def test_the_engine_samples_as_the_runs_does(solvers, tmp_path):
-    """g is in float32 unless a command says otherwise; the engine is the run's, of which a file speaks too."""
+def test_the_engine_has_the_precision_of_the_run(solvers, tmp_path):
+    """g is in float32 unless a flag says otherwise; the engine has the precision of the run, also from a file."""
     (tmp_path / "run.toml").write_text('dtype = "bfloat16"\nmax_tokens = 8\ntask = "arith"\n')
-    own = [f"--model={solvers / 'policy'}", "--actor=none", "--rollout=hf", "--rows=tis"]
+    common = [f"--model={solvers / 'policy'}", "--actor=none", "--rollout=hf", "--rows=tis"]
     for flags, wanted in (
-        ([*own, f"--config={tmp_path / 'run.toml'}"], ("bfloat16", "float32")),
-        ([*own, "--task=arith", "--max_tokens=8", "--rollout_dtype=float16"], ("float16", "float32")),
-        ([*own, "--task=arith", "--max_tokens=8", "--dtype=bfloat16"], ("bfloat16", "bfloat16")),
+        ([*common, f"--config={tmp_path / 'run.toml'}"], ("bfloat16", "float32")),
+        ([*common, "--task=arith", "--max_tokens=8", "--rollout_dtype=float16"], ("float16", "float32")),
+        ([*common, "--task=arith", "--max_tokens=8", "--dtype=bfloat16"], ("bfloat16", "bfloat16")),
         (["--actor=none", "--rollout=hf", "--rows=tis"], ("float32", "float32")),
     ):
         _, rows, plain = worth.parse(flags)
         assert [(cfg.rollout_dtype, cfg.dtype) for cfg in (rows["tis"], plain)] == 2 * [wanted]
     with pytest.raises(UserError, match="no default precision; set it, for instance --rollout_dtype=bfloat16"):
-        worth.parse([*own, "--task=arith", "--max_tokens=8"])
+        worth.parse([*common, "--task=arith", "--max_tokens=8"])
     (tmp_path / "run.toml").write_text('dtype = "float32"\nmax_tokens = 8\ntask = "arith"\nentropy_coef = 0.01\n')
-    _, _, plain = worth.parse([*own, f"--config={tmp_path / 'run.toml'}"])
+    _, _, plain = worth.parse([*common, f"--config={tmp_path / 'run.toml'}"])
     assert plain.entropy_coef == 0
 
 

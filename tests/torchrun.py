@@ -1,8 +1,7 @@
-"""A script on several gloo ranks of this machine: how tests start it, and how it begins and ends.
+"""Runs a test's script on several gloo ranks of this machine.
 
-The ranks are forked from one process that has imported the libraries, which takes seconds for each of them otherwise.
-They import the repository's own files themselves. That commands run under the real torchrun is for test_train to show.
-"""
+Ranks are forks of one process that has imported the libraries, because imports take seconds for each rank. Each rank
+imports the files of the repository. test_train tests commands under the real torchrun."""
 
 import json
 import os
@@ -26,23 +25,23 @@ LIMIT = 300  # seconds
 # In a test
 # ---------------------------------------------------------------------------------------------------------------------
 
-servers: list[subprocess.Popen] = []  # at most one, started when it is first needed
+servers: list[subprocess.Popen] = []  # at most one, started on first use
 
 
 class Job(NamedTuple):
-    """A script that is to be run on so many ranks."""
+    """A script to run on `ranks` ranks."""
 
     script: str
     args: list[str]
     ranks: int
-    port: int  # where they meet
-    nodes: list[str]  # each rank's folder, where each is a node of its own
+    port: int  # of the process group
+    nodes: list[str]  # each rank's folder, if every rank is a node
 
 
 def torchrun(script: str, *args, ranks: int = 2, nodes=()) -> None:
-    """Run a script on so many ranks and wait for its end. script: as seen from tests/.
+    """Run a script on `ranks` ranks until its end. script: relative to tests/.
 
-    nodes: folders; each rank is a node of its own, and works in its folder."""
+    nodes: folders; each rank is a node and works in its folder."""
     if not servers:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
@@ -52,17 +51,17 @@ def torchrun(script: str, *args, ranks: int = 2, nodes=()) -> None:
         job = Job(str((HERE / script).resolve()), [*map(str, args)], ranks, free_port(), [*map(str, nodes)])
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
-        statuses, said = json.loads(server.stdout.readline())
-    except BaseException:  # the test's own limit among them: no later test is to get this answer
+        statuses, screen = json.loads(server.stdout.readline())
+    except BaseException:  # a test's time limit, too: no later test may get this answer
         os.killpg(server.pid, signal.SIGKILL)
         server.communicate()
         servers.clear()
         raise
-    assert statuses == [0] * ranks, f"{statuses}: {said}"
+    assert statuses == [0] * ranks, f"{statuses}: {screen}"
 
 
 def free_port() -> int:
-    """A port that is free now, and that the system gives to nobody who asks for any: those are 32768 and more."""
+    """A free port below 32768, where the system does not choose a port for processes that ask for any."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as s:
@@ -79,14 +78,12 @@ def free_port() -> int:
 
 
 def serve() -> None:
-    """A line on stdin is a job; the answer is [statuses, the end of what its ranks said].
-
-    It ends with its parent, which closes the pipe."""
+    """For each line on stdin, a job, print [statuses, end of the ranks' output], until the parent closes the pipe."""
     sys.path[:0] = [str(HERE.parent), str(HERE)]
     import conftest  # noqa: F401
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    import train  # noqa: F401  for the libraries: some of our own files read the environment of a rank
+    import train  # noqa: F401  for the libraries: some files of the repository read the environment of a rank
 
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
@@ -102,7 +99,7 @@ def serve() -> None:
 
 
 def end_of(pids: list[int]) -> list[int]:
-    """The exit statuses of the ranks. When one fails, or after LIMIT seconds, the others are ended."""
+    """The exit statuses of the ranks. If one fails, or after LIMIT seconds, end all."""
 
     def end_all(*signal_and_frame):
         for pid in set(pids) - statuses.keys():
@@ -161,7 +158,7 @@ def fork_rank(job: Job, rank: int, screen) -> int:
 
 
 def as_rank(main) -> None:
-    """What a script of tests/ does on a rank: main(*its arguments), within a process group."""
+    """Run main(*the arguments of the script) in a process group."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=150))

@@ -1,11 +1,11 @@
 """The costs of remote samplers: a table and one JSON line.
 
-    python tests/remote_tools/bench.py wire          # or samplers; without a name both
+    python tests/remote_tools/bench.py wire          # or samplers; both without a name
 
-wire       weights of 256 MiB from a learner's hub to a sampler on this host, both ends' digests and the file included,
-           over a bare TCP copy and one SHA-256 pass of the same bytes; and the same with keys
-samplers   real runs with 1, 2 and 4 remote samplers that have delays of 60 s to 1800 s, a hundred times shortened:
-           share of the samplers' time that is blocked on the transport, and share that the learner spends waiting
+wire       time of 256 MiB of weights from a learner's hub to a sampler on this host, with digests and the file, divided
+           by the time of a bare TCP copy and one SHA-256 pass of equal bytes; without keys and with keys
+samplers   real runs with 1, 2 and 4 remote samplers with delays of 60 s to 1800 s, divided by 100: share of the
+           samplers' time that is blocked on the transport, and share of the learner's time that is waiting
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from remote.source import open_log
 
 
 def bench_wire(root: str, mib: int = 256, pairs: int = 20) -> dict:
-    """A row in the clear, and one with keys."""
+    """A row without encryption, and a row with keys."""
     make_keys(f"{root}/keys", 1)
     return {
         "in the clear": wire_over_tcp(f"{root}/plain", "none", "none", mib, pairs),
@@ -56,7 +56,7 @@ def bench_wire(root: str, mib: int = 256, pairs: int = 20) -> dict:
 
 
 def wire_over_tcp(root: str, learner_keys: str, keys: str, mib: int, pairs: int) -> dict:
-    """Time of a publication that goes through hub and link, over that of the same bytes through a bare socket."""
+    """Time of a publication through hub and link, divided by the time of equal bytes through a bare socket."""
     Path(root).mkdir()
     data = np.random.default_rng(0).integers(0, 256, mib << 20, dtype=np.uint8).tobytes()
     path = Path(root) / "weights"
@@ -71,7 +71,7 @@ def wire_over_tcp(root: str, learner_keys: str, keys: str, mib: int, pairs: int)
 
     def through_the_hub():
         version = next(versions)
-        with open(path, "r+b") as f:  # each version has bytes of its own: equal ones are not sent again
+        with open(path, "r+b") as f:  # versions differ, because equal bytes are not sent again
             f.write(version.to_bytes(8, "little"))
         (Path(root) / f"v{version}").symlink_to(path)
         hub.broadcast(version, Path(root) / f"v{version}", 0.0)
@@ -89,7 +89,7 @@ def wire_over_tcp(root: str, learner_keys: str, keys: str, mib: int, pairs: int)
 
 
 def open_hub(address: str, keys: str, root: str) -> Hub:
-    """A learner's hub that weights alone will leave."""
+    """A learner's hub that only sends weights."""
     limits = Limits(group_size=1, max_tokens=1, max_prompt=1, vocab=1, topk=0, max_allowed=0)
     hub = Hub(address, keys, wire.Welcome("bench", {}, {}), limits, open_log(root, 0))
     hub.open(Account())
@@ -97,7 +97,7 @@ def open_hub(address: str, keys: str, root: str) -> Hub:
 
 
 def fetch(pipe, address: str, keys: str, store: str, mib: int) -> None:
-    """The other process of bench_wire: a sampler's link, and a bare socket beside it. It says what has come."""
+    """The second process of bench_wire: a sampler's link and a bare socket. Sends the received versions to `pipe`."""
     Path(store).mkdir()
     server = socket.create_server(("127.0.0.1", 0))
     pipe.send(server.getsockname()[1])
@@ -130,13 +130,13 @@ def receive_bare(pipe, server: socket.socket, mib: int) -> None:
 
 
 def bench_samplers(root: str, seconds: float = 30.0) -> dict:
-    """A row for each number of samplers: runs of so many seconds, and of half as many more for each sampler."""
+    """A row for each number of samplers, n, with a run of seconds * (1 + n / 2)."""
     out = {}
     for n in (1, 2, 4):
         run = f"{root}/run{n}"
         screens = run_with_samplers(root, run, n, seconds * (1 + n / 2))
-        rows = [r for r in read_metrics(run) if r["step"] > 0]  # the first update waited for the models to load
-        last = [found[-1] for found in (re.findall(r"blocked ([0-9.]+) %", screen) for screen in screens) if found]
+        rows = [r for r in read_metrics(run) if r["step"] > 0]  # the first update waits for loading of models
+        last = [shares[-1] for shares in (re.findall(r"blocked ([0-9.]+) %", screen) for screen in screens) if shares]
         busy = sum(map(seconds_of_stages, rows))
         out[str(n)] = {
             "blocked, % (worst)": max(map(float, last)),
@@ -152,7 +152,7 @@ def seconds_of_stages(row: dict) -> float:
 
 
 def run_with_samplers(root: str, run: str, n: int, seconds: float) -> list[str]:
-    """A learner and n samplers for so many seconds after its first metrics. What the samplers have printed."""
+    """Run a learner and n samplers for `seconds` after the first metrics, and return the samplers' output."""
     address = f"tcp://127.0.0.1:{20000 + os.getpid() % 20000 + 10 * n}"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     command = [sys.executable, "train.py", "--actor=none", "--objective=gepo", "--rollout=hf"]
@@ -179,7 +179,7 @@ BENCHES = {"wire": bench_wire, "samplers": bench_samplers}
 
 
 def parse(argv: list[str], benches: dict) -> list[str]:
-    """The benchmarks that a command line names. UserError, one sentence: an unknown name."""
+    """The benchmarks in a command line. UserError: an unknown name."""
     for name in [word for word in argv if word not in benches]:
         kind = "flag, only names of benchmarks" if name.startswith("-") else "benchmark"
         sentence = f"{name}: no such {kind}; there are {', '.join(benches)}"

@@ -2,18 +2,18 @@
 
     python tests/remote_tools/fuzz.py [--frames=100000] [--seed=0]
 
-Three learners' ends run in turn, all of them real: a Hub in the clear, a Hub with keys, a FilesHub. At each of them an
-honest sampler's link hands over groups, while attackers send
+Three real learners' ends run in turn: a Hub without keys, a Hub with keys, a FilesHub. At each end an honest sampler's
+link delivers groups, while attackers send
 
     noise       random bytes, over ZeroMQ and over a bare TCP connection
-    mutants     messages of an honest sampler with some bytes changed, with a mended digest or without
-    nonsense    messages of the right form with odd values: huge, negative, nested, of another's name
-    poison      groups that are offered and sent as they should be, and hold values that no engine can sample
-    crowds      samplers with fresh names, offers that are never answered, messages of many parts
+    mutants     messages of an honest sampler with changed bytes, and a correct or wrong digest
+    nonsense    messages of the correct form with odd values: huge, negative, nested, a different sampler's name
+    poison      groups in correct messages, with values that no engine can sample
+    crowds      samplers with new names, offers without answers to the hub's requests, messages of many parts
     junk        files, links, folders and pipes of all kinds in a shared folder
 
-In the clear no attacker takes the honest sampler's name, and none writes a welcome that can be read into the folder:
-there anybody may, for there are no keys. Exit code 1 if anything broke.
+Without keys, no attacker uses the honest sampler's name or writes a valid welcome into the folder, because everyone may
+do both. Exit code 1 after any failure.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from remote.weights import Store
 from sampling import Sampling
 from tasks import Arithmetic
 
-EVERY = 100  # frames of an attacker between two groups of the honest sampler
+EVERY = 100  # an attacker's frames between two groups of the honest sampler
 MOST_GROWTH = 64.0  # MiB
 WELCOME = wire.Welcome("session", {"world": 1}, {})
 
@@ -69,19 +69,19 @@ class FuzzFlags:
     """Attack both transports"""
 
     frames: int = 100_000
-    """Messages and files that the attackers send, at all ends together."""
+    """Messages and files from attackers, all ends together."""
     seed: int = 0
-    """Of everything that is drawn."""
+    """Of all random draws."""
 
 
 @dataclass
 class Report:
     frames: int
-    crashes: int  # threads that died, and exceptions of ours that a last handler had to catch
-    honest: int  # groups that the honest sampler handed over
-    lost: int  # of them: not trained on
-    doubled: int  # of them: trained on more than once
-    growth: float  # MiB that the process grew by, after the first tenth
+    crashes: int  # dead threads, and exceptions that only a last handler caught
+    honest: int  # groups of the honest sampler
+    lost: int  # honest groups without training
+    doubled: int  # honest groups with more than one training
+    growth: float  # growth of the process after the first tenth, MiB
 
     @property
     def broken(self) -> bool:
@@ -94,7 +94,7 @@ class Report:
 
 
 class Attacker:
-    """A sampler's socket in the hands of somebody else. Without the right keys nobody hears it."""
+    """A sampler's socket that an attacker uses. Without valid keys the hub receives no message."""
 
     def __init__(
         self, r: random.Random, context, address: str, keys: SamplerKeys | None, name: str, in_the_clear: bool
@@ -118,13 +118,12 @@ class Attacker:
         return wire.Hello(name, incarnation, "", self.r.randrange(5), [])
 
     def send(self, *frames: bytes) -> None:
-        """Wait a moment for a hub that is slow; where nobody listens, the message is dropped."""
+        """Wait briefly for a slow hub. Without a hub, the message is dropped."""
         if self.socket.poll(200, zmq.POLLOUT):
             with contextlib.suppress(zmq.Again):
                 self.socket.send_multipart(frames, zmq.NOBLOCK)
 
     def attack(self) -> None:
-        """One message."""
         self.answer_asks()
         match self.r.randrange(10):
             case 0:
@@ -139,7 +138,7 @@ class Attacker:
                 self.join_a_crowd()
 
     def not_honest(self, frame: bytes) -> bytes:
-        """The frame, unless it is a hello in the honest sampler's name, which in the clear anybody may say."""
+        """The frame, without hellos in the honest sampler's name, which are legitimate without keys."""
         with contextlib.suppress(wire.WireError):
             if self.in_the_clear and getattr(wire.decode(frame), "sampler", "") == HONEST:
                 return wire.encode(wire.Want())
@@ -171,7 +170,7 @@ class Attacker:
         data = poison(self.r, make_group(self.r, uid, 0, 0.0)) or b"?"
         name = f"{self.name}/1/{self.n}"
         if len(self.offered) < 64 and self.r.random() < 0.7:
-            self.offered[name] = data  # the others are never sent
+            self.offered[name] = data  # other groups are never sent
         self.send(wire.encode(wire.Offer(wire.manifest(name, data))))
 
     def answer_asks(self) -> None:
@@ -191,7 +190,7 @@ class Attacker:
 
 
 class BareAttacker:
-    """A TCP connection without ZeroMQ: random bytes, some of them behind ZeroMQ's greeting."""
+    """A TCP connection without ZeroMQ: random bytes, sometimes after ZeroMQ's greeting."""
 
     def __init__(self, r: random.Random, address: str):
         self.r = r
@@ -205,7 +204,7 @@ class BareAttacker:
 
 
 class Vandal:
-    """Somebody who may write into the shared folder, and leaves the honest sampler's own files alone."""
+    """An attacker with write access to the shared folder, who does not change the honest sampler's files."""
 
     def __init__(self, r: random.Random, folder: Path, victim: Path):
         self.r = r
@@ -245,7 +244,7 @@ class Vandal:
     def put(self, path: Path, name: str) -> None:
         stream = path.parent.name
         group = make_group(self.r, (stream, 1, self.r.randrange(200)), 0, 0.0)
-        match self.r.randrange(7 if path.name == "welcome" else 9):  # a folder has no keys: anybody can pose as learner
+        match self.r.randrange(7 if path.name == "welcome" else 9):  # anyone can pose as learner without keys
             case 0:
                 path.write_bytes(self.r.randbytes(self.r.randrange(3000)))
             case 1:
@@ -269,12 +268,12 @@ class Vandal:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A learner's end, an honest sampler, and what becomes of its groups
+# A learner's end, an honest sampler, and the fate of its groups
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Consumer(threading.Thread):
-    """What the training loop does: takes groups, and saves now and then."""
+    """A training loop: takes groups and sometimes saves."""
 
     def __init__(self, source: RemoteSource):
         super().__init__(daemon=True, name="consumer")
@@ -296,7 +295,7 @@ class Consumer(threading.Thread):
 
 
 class Scene:
-    """One learner's end with an honest sampler. attackers: what it is attacked by, drawn by turns."""
+    """A learner's end with an honest sampler. attackers: act in random order."""
 
     def __init__(self, root: Path, hub: Hub | FilesHub, make_link):
         self.hub = hub
@@ -317,7 +316,7 @@ class Scene:
         self.handed += 1
 
     def crashes(self) -> int:
-        """Threads that are gone, and faults that somebody had to catch."""
+        """Dead threads, and exceptions that a last handler caught."""
         gone = [self.consumer.broken, self.source.error, self.hub.broken, self.link.error, not self.link.is_alive()]
         return sum(map(bool, gone)) + self.hub.counts["faults"]
 
@@ -358,7 +357,7 @@ def resident_mib() -> float:
 
 
 def attack_sockets(root: Path, r: random.Random, frames: int, keys: bool) -> Report:
-    """A Hub, in the clear or with keys, of which one attacker has valid ones."""
+    """A Hub, without keys, or with keys of which one attacker has valid keys."""
     root.mkdir()
     honest = theirs = None
     learner = "none"
@@ -388,7 +387,7 @@ def attack_sockets(root: Path, r: random.Random, frames: int, keys: bool) -> Rep
 
 
 def attack_folder(root: Path, r: random.Random, frames: int) -> Report:
-    """A FilesHub. A file outside the folder must stay as it is."""
+    """A FilesHub. A file outside the folder must not change."""
     shared, victim = root / "shared", root / "victim"
     shared.mkdir(parents=True)
     victim.write_bytes(b"of another program")
@@ -407,7 +406,7 @@ def attack_folder(root: Path, r: random.Random, frames: int) -> Report:
 
 
 def fuzz(frames: int, seed: int) -> dict[str, Report]:
-    """A report for each end that is attacked."""
+    """A report for each attacked end."""
     need(frames >= 30, f"--frames={frames}: at least 30")
     r = random.Random(seed)
     part = frames // 3

@@ -1,4 +1,4 @@
-"""Groups and messages for fuzz.py: honest ones, mutated ones, and ones with values that no engine makes."""
+"""Groups and messages for fuzz.py: honest, mutated, and with values that no engine makes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ODD_NUMBERS = [-1, 0, 1, 10**9, 10**18 - 1, 10**18, 2**63, 2**64 - 1, 1e39, floa
 
 
 def make_group(r: random.Random, uid: tuple[str, int, int], version: int, published: float) -> Rollout:
-    """A group as an engine might have sampled it."""
+    """A group that an engine might sample."""
     rng = np.random.default_rng(r.getrandbits(64))
     problem = Arithmetic().problem("train", r.randrange(1000))
     responses = []
@@ -56,7 +56,7 @@ def make_group(r: random.Random, uid: tuple[str, int, int], version: int, publis
 
 
 def mutate(r: random.Random, data: bytes) -> bytes:
-    """Some bytes changed, cut out, doubled or put in."""
+    """Change, delete, double or insert bytes."""
     data = bytearray(data)
     for _ in range(r.choice([1, 1, 2, 8])):
         at = r.randrange(len(data) + 1)
@@ -73,12 +73,12 @@ def mutate(r: random.Random, data: bytes) -> bytes:
 
 
 def frame_of(body: bytes) -> bytes:
-    """A message's bytes behind the right digest, whatever they say."""
+    """A message's bytes after their correct digest."""
     return wire.digest(body) + body
 
 
 def poison(r: random.Random, group: Rollout) -> bytes:
-    """A group's bytes with something in them that no engine can have sampled."""
+    """A group's bytes with a value that no engine can sample."""
     whole = encode_group(group)
     one = group.responses[0]
     in_response = {
@@ -108,12 +108,12 @@ def poison(r: random.Random, group: Rollout) -> bytes:
         group = replace(group, **{name: r.choice(in_group[name])})
     try:
         return encode_group(group) if name != "bytes" else mutate(r, whole)
-    except (ValueError, OverflowError, msgspec.MsgspecError):  # not even the encoder can say that
+    except (ValueError, OverflowError, msgspec.MsgspecError):  # a value that the encoder rejects
         return mutate(r, whole)
 
 
 def nonsense(r: random.Random, name: str) -> bytes:
-    """A message of the right form whose values are odd. name: of the attacker."""
+    """A message of the correct form with odd values. name: of the attacker."""
     odd = r.choice(ODD_NUMBERS)
     text = r.choice(
         [*ODD_NAMES, f"{name}/1/{r.randrange(10**6)}", f"{name}/{odd}/{odd}", f"{HONEST}/1/{r.randrange(99)}"]
@@ -140,7 +140,7 @@ def nonsense(r: random.Random, name: str) -> bytes:
         case 0:
             return frame_of(b"\x81\xa4type" + b"\x91" * 3000 + b"\xc0")  # nested
         case 1:
-            return frame_of(b"\x81\xa4type\xa5" + b"\xff\xfe\x80\x81\x82")  # no UTF-8
+            return frame_of(b"\x81\xa4type\xa5" + b"\xff\xfe\x80\x81\x82")  # invalid UTF-8
         case 2:
             return frame_of(b"\xdf\xff\xff\xff\xff" + r.randbytes(20))  # a map of four billion entries
     return frame_of(msgspec.msgpack.encode(body))

@@ -1,4 +1,4 @@
-"""Run an installed framework's functions on tests/golden's batches: results/conformance.json says where they agree.
+"""Compare an installed framework's functions on tests/golden's batches with golden values: results/conformance.json.
 
     python -m pip install --target=FOLDER --no-deps verl ray tensordict omegaconf hydra-core codetiming pyvers orjson \\
         cloudpickle msgpack "antlr4-python3-runtime==4.9.3"
@@ -7,13 +7,13 @@
     python -m pip install --target=FOLDER --no-deps trl
     PYTHONPATH=FOLDER python tests/tools/conform.py trl
 
-    python -m pip install --target=FOLDER --no-deps areal     # and what its import asks for
+    python -m pip install --target=FOLDER --no-deps areal     # and the packages that its import needs
     PYTHONPATH=FOLDER python tests/tools/conform.py areal
 
-None is a dependency, and no test needs them. A row is one named correction: the largest difference of weights,
-masks, loss and gradient from the golden values of any batch, relative to the largest value there; 0 is below 1e-6
-(some of their functions compute in float32), - is what the function does not return. verl's metrics are held against
-those that this repository logs under the same names. The reading is results/conformance.md.
+No framework is a dependency, and no test needs one. A row is a named correction: the largest difference of weights,
+masks, loss and gradient from the golden values of any batch, relative to the largest golden value. 0 is below 1e-6,
+because some functions compute in float32. - is a value that the function does not return. verl's metrics are compared
+with this repository's metrics of the same names. results/conformance.md is the table.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Case:
 
     def __init__(self, responses: list[dict]):
         T = max(len(r["mask"]) for r in responses)
-        rows = {which: [r[which] + [-1.0] * (T - len(r[which])) for r in responses] for which in ("inf", "ref", "new")}
-        self.inf, self.ref = (torch.tensor(rows[which], dtype=torch.float64) for which in ("inf", "ref"))
+        rows = {name: [r[name] + [-1.0] * (T - len(r[name])) for r in responses] for name in ("inf", "ref", "new")}
+        self.inf, self.ref = (torch.tensor(rows[name], dtype=torch.float64) for name in ("inf", "ref"))
         self.new = torch.tensor(rows["new"], dtype=torch.float64, requires_grad=True)
         self.mask = torch.tensor([[float(x == "1") for x in r["mask"].ljust(T, "0")] for r in responses]).double()
         self.adv = torch.tensor([[r["adv"]] for r in responses], dtype=torch.float64).expand_as(self.mask)
@@ -61,11 +61,11 @@ class Case:
         self.tokens, self.responses = int(self.mask.sum()), int((self.mask.sum(1) > 0).sum())
 
     def rows(self, x) -> list[list[float]]:
-        """The tokens that count."""
+        """The tokens with a mask of 1."""
         return [row[on > 0].tolist() for row, on in zip(x.expand_as(self.mask), self.mask, strict=True)]
 
-    def found(self, loss=None, weight=None, keep=None) -> dict:
-        """What a framework's function gave, as golden values are written."""
+    def results(self, loss=None, weight=None, keep=None) -> dict:
+        """The results of a framework's function, in the form of golden values."""
         out = {"loss": loss, "weight": weight, "keep": keep, "grad": None}
         if loss is not None:
             self.new.grad = None
@@ -80,17 +80,15 @@ class Case:
 # verl
 # ---------------------------------------------------------------------------------------------------------------------
 
-VERL_STATISTICS = {  # ours -> (verl's, its threshold), with the bounds of the golden cases
+VERL_STATISTICS = {  # this repository's -> (verl's, verl's threshold), with the bounds of the golden cases
     "token --rs_low=0.6 --rs_high=1.5": ("token_k1", "0.6_1.5"),
     "sequence --rs_low=0.4 --rs_high=1.9": ("seq_sum_k1", "0.4_1.9"),
     "geo --rs_low=0.8 --rs_high=1.2": ("seq_mean_k1", "0.8_1.2"),
     **{f"{name} --rs_low=0 --rs_high=0.05": (name, 0.05) for name in ("token_k2", "token_k3")},
     **{f"{name} --rs_low=0 --rs_high=0.2": (name, 0.2) for name in ("seq_sum_k2", "seq_sum_k3")},
-    **{
-        f"seq_{how} --rs_low=0 --rs_high=0.1": (f"seq_{how}", 0.1) for how in ("mean_k2", "mean_k3", "max_k2", "max_k3")
-    },
+    **{f"seq_{k} --rs_low=0 --rs_high=0.1": (f"seq_{k}", 0.1) for k in ("mean_k2", "mean_k3", "max_k2", "max_k3")},
 }
-# ours -> (verl's loss, clip, reduction, which log-probabilities it gets as old)
+# this repository's -> (verl's loss, clip, reduction, verl's old log-probabilities)
 VERL_LOSSES = {
     "gspo": ("gspo", (3e-4, 4e-4), SEQ, "ref"),
     "sapo": ("sapo", (0.2, 0.28), SEQ, "ref"),
@@ -117,7 +115,7 @@ def verl() -> dict:
         rows[f"{ours} --normalize_weights=True"] = verl_normalized(rollout_corr_helper, level, threshold)
     for ours, (name, clip, reduction, base) in VERL_LOSSES.items():
         rows[ours] = verl_loss(core_algos.get_policy_loss_fn(name), clip, reduction, base)
-    # with defaults of its own: what is kept is the denominator, and DPPO's weights have a cap
+    # with verl's defaults: the denominator counts kept tokens, and DPPO's weights have a cap
     both = RolloutCorrectionConfig.decoupled_seq_is_rs()
     rows["decoupled_seq_is_rs, its denominator"] = verl_preset(both, core_algos, own_denominator=True)
     rows["decoupled_seq_is_rs --loss_denominator=kept"] = rows["decoupled_seq_is_rs, its denominator"]
@@ -127,7 +125,7 @@ def verl() -> dict:
 
 
 def verl_config(case: Case, clip=(0.2, 0.28), cap: float | None = NEVER, **policy_loss):
-    """Its actor's configuration; denominators are those of what was proposed. cap: clip_ratio_c; None: its default."""
+    """verl's actor configuration. Denominators count proposed tokens. cap: clip_ratio_c; None: verl's default."""
     from verl.workers.config.actor import ActorConfig, PolicyLossConfig
 
     return ActorConfig(
@@ -151,7 +149,7 @@ def verl_preset(preset, core_algos, own_denominator: bool = False):
 
     def run(case: Case) -> dict:
         over = case.new.detach() if preset.bypass_mode else case.ref
-        proto, mask, said = compute_rollout_correction_and_rejection_mask(over, case.inf, case.mask, **settings)
+        proto, mask, statistics = compute_rollout_correction_and_rejection_mask(over, case.inf, case.mask, **settings)
         weight = None if proto is None else proto.batch["rollout_is_weights"]
         if preset.bypass_mode:
             config = verl_config(case, rollout_correction={**settings, "loss_type": preset.loss_type})
@@ -165,8 +163,8 @@ def verl_preset(preset, core_algos, own_denominator: bool = False):
             loss, _ = core_algos.compute_policy_loss_vanilla(
                 case.ref, case.new, case.adv, mask, "token-mean", config, weight
             )
-        found = case.found(loss, weight, mask)
-        return found if preset.bypass_mode else {**found, "metrics": said}  # there ref is not inf
+        results = case.results(loss, weight, mask)
+        return results if preset.bypass_mode else {**results, "metrics": statistics}  # ref differs from inf
 
     called = (
         core_algos.compute_policy_loss_bypass_mode if preset.bypass_mode else core_algos.compute_policy_loss_vanilla
@@ -177,7 +175,7 @@ def verl_preset(preset, core_algos, own_denominator: bool = False):
 def verl_statistic(helper, name: str, threshold):
     def run(case: Case) -> dict:
         mask, _ = helper.compute_rollout_rejection_mask(case.ref - case.inf, case.mask, name, threshold)
-        return case.found(keep=mask)
+        return case.results(keep=mask)
 
     return run, helper.compute_rollout_rejection_mask
 
@@ -186,7 +184,7 @@ def verl_normalized(helper, level: str, threshold):
     def run(case: Case) -> dict:
         log_r = case.ref - case.inf
         weight, _ = helper.compute_rollout_correction_weights(log_r, case.mask, level, threshold, True)
-        return case.found(weight=weight)
+        return case.results(weight=weight)
 
     return run, helper.compute_rollout_correction_weights
 
@@ -195,7 +193,7 @@ def verl_loss(function, clip, reduction: str, base: str, cap: float | None = NEV
     def run(case: Case) -> dict:
         config = verl_config(case, clip, cap)
         loss, _ = function(getattr(case, base), case.new, case.adv, case.mask, reduction, config)
-        return case.found(loss)
+        return case.results(loss)
 
     return run, function
 
@@ -246,22 +244,22 @@ def trl_loss(trainer_class, mode: str = "", clip_max: float = 3.0, **settings):
             keep = trainer_class.get_off_policy_mask(
                 case.adv[:, :1], case.new, case.inf, case.mask, trainer.off_policy_mask_threshold
             )
-        return case.found(trainer_class._compute_loss(trainer, None, inputs), weight, keep)
+        return case.results(trainer_class._compute_loss(trainer, None, inputs), weight, keep)
 
     return run, trainer_class._compute_loss
 
 
 def trl_trainer(trainer_class, case: Case, corrects: bool, settings: dict):
-    """What _compute_loss reads of its trainer."""
+    """The attributes of a trainer that _compute_loss reads."""
     entropies = torch.zeros_like(case.mask)
     args = dict(
         delta=settings.pop("delta", None), sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, steps_per_generation=1
     )
     args |= dict(vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
     accelerator = types.SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
-    usual = dict(importance_sampling_level="token", off_policy_mask_threshold=None, epsilon_low=0.2, epsilon_high=0.28)
+    base = dict(importance_sampling_level="token", off_policy_mask_threshold=None, epsilon_low=0.2, epsilon_high=0.28)
     return types.SimpleNamespace(
-        **{**usual, **settings},
+        **{**base, **settings},
         _get_per_token_logps_and_entropies=lambda *args, **kwargs: (case.new, entropies, None),
         get_off_policy_mask=trainer_class.get_off_policy_mask,
         get_gamma_weights=trainer_class.get_gamma_weights,
@@ -281,20 +279,20 @@ def trl_trainer(trainer_class, case: Case, corrects: bool, settings: dict):
 
 
 def trl_ratio(trainer_class, case: Case, mode: str, clip_max: float):
-    """vllm_importance_sampling_ratio: no function makes it, so that statement of the method is run by itself."""
+    """vllm_importance_sampling_ratio: runs one statement of TRL's method, because no function computes the ratio."""
     method = trainer_class._generate_and_score_completions
     tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
     makes = [node for node in ast.walk(tree) if isinstance(node, ast.If) and makes_ratio(node)]
-    own = dict(vllm_importance_sampling_clip_max=clip_max, vllm_importance_sampling_clip_min=None)
-    own |= dict(use_vllm=True, vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=mode)
-    names = {"self": types.SimpleNamespace(**own), "torch": torch, "math": math, "tool_mask": None}
+    settings = dict(vllm_importance_sampling_clip_max=clip_max, vllm_importance_sampling_clip_min=None)
+    settings |= dict(use_vllm=True, vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=mode)
+    names = {"self": types.SimpleNamespace(**settings), "torch": torch, "math": math, "tool_mask": None}
     names |= {"completion_mask": case.mask, "old_per_token_logps": case.ref, "sampling_per_token_logps": case.inf}
     exec(compile(ast.Module(body=[makes[-1]], type_ignores=[]), "trl", "exec"), names)
     return names["vllm_importance_sampling_ratio"]
 
 
 def makes_ratio(node: ast.If) -> bool:
-    """Whether its first statement is `mask = ...` and its body makes the ratio."""
+    """Whether the first statement is `mask = ...` and the body computes the ratio."""
     first = node.body[0]
     return (
         isinstance(first, ast.Assign)
@@ -307,7 +305,7 @@ def makes_ratio(node: ast.If) -> bool:
 # AReaL
 # ---------------------------------------------------------------------------------------------------------------------
 
-# ours -> its rejection sampling; the statistics have no lower bound, as ours have 0
+# this repository's -> AReaL's rejection sampling; AReaL's statistics have no lower bound, this repository's have 0
 AREAL = {
     "grpo": None,
     "icepop": dict(lower=0.5, upper=5.0),
@@ -328,15 +326,15 @@ def areal() -> dict:
     from areal.api.cli_args import RejectionSamplingConfig
     from areal.utils.functional import functional
 
-    def made(settings):
+    def config_of(settings):
         return None if settings is None else RejectionSamplingConfig(**settings)
 
-    rows = {name: areal_loss(functional, made(settings)) for name, settings in AREAL.items()}
+    rows = {name: areal_loss(functional, config_of(settings)) for name, settings in AREAL.items()}
     for special in ("", ", p_new for fresh tokens"):
         between = areal_between(bool(special))
-        rows[f"icepop --ref_from=loglinear{special}"] = areal_loss(functional, made(AREAL["icepop"]), between)
+        rows[f"icepop --ref_from=loglinear{special}"] = areal_loss(functional, config_of(AREAL["icepop"]), between)
     for ours, settings in AREAL_STATISTICS.items():
-        rows[f"is --reject={ours}"] = areal_mask(functional, made({"level": "sequence", **settings}))
+        rows[f"is --reject={ours}"] = areal_mask(functional, config_of({"level": "sequence", **settings}))
     return rows
 
 
@@ -344,14 +342,14 @@ def areal_loss(functional, rejection, between=None):
     def run(case: Case) -> dict:
         ref = between(case) if between else case.ref
         args = (case.new, ref, case.inf, case.adv, 0.2, case.mask.bool(), 0.28)
-        loss, said = functional.ppo_actor_loss_fn(*args, rejection_sampling=rejection)
-        return case.found(loss, said.get("behave_imp_weight"))
+        loss, statistics = functional.ppo_actor_loss_fn(*args, rejection_sampling=rejection)
+        return case.results(loss, statistics.get("behave_imp_weight"))
 
     return run, functional.ppo_actor_loss_fn
 
 
 def areal_between(ours_if_fresh: bool):
-    """Its compute_prox_logp_approximations, out of a module whose import asks for a cluster's packages."""
+    """AReaL's compute_prox_logp_approximations, without importing its module, which needs a cluster's packages."""
     import areal
     from areal.utils import constants
 
@@ -363,8 +361,8 @@ def areal_between(ours_if_fresh: bool):
 
     def ref(case: Case):
         new, now = case.new.detach(), 7
-        found = scope[name](case.inf, new, (now - case.age).expand_as(new), now, "loglinear")["loglinear"]
-        return torch.where((case.age == 0) & ours_if_fresh, new, found)
+        results = scope[name](case.inf, new, (now - case.age).expand_as(new), now, "loglinear")["loglinear"]
+        return torch.where((case.age == 0) & ours_if_fresh, new, results)
 
     return ref
 
@@ -372,7 +370,7 @@ def areal_between(ours_if_fresh: bool):
 def areal_mask(functional, rejection):
     def run(case: Case) -> dict:
         result = functional.apply_rejection_sampling(case.ref, case.inf, case.mask.bool(), None, rejection)
-        return case.found(keep=result.loss_mask)
+        return case.results(keep=result.loss_mask)
 
     return run, functional.apply_rejection_sampling
 
@@ -384,11 +382,11 @@ def areal_mask(functional, rejection):
 FRAMEWORKS = {"verl": verl, "trl": trl, "areal": areal}
 
 
-def difference(found, want) -> float | None:
-    """The largest difference, over the largest of the golden values; None where there is nothing to compare."""
-    if found is None:
+def difference(results, want) -> float | None:
+    """The largest difference, divided by the largest golden value; None without results."""
+    if results is None:
         return None
-    pairs = [(a, b) for x, y in zip(found, want, strict=True) for a, b in zip(x, y, strict=True)]
+    pairs = [(a, b) for x, y in zip(results, want, strict=True) for a, b in zip(x, y, strict=True)]
     scale = max([abs(b) for _, b in pairs], default=0.0) or 1.0
     return max([abs(a - b) for a, b in pairs], default=0.0) / scale
 
@@ -399,15 +397,15 @@ def golden(row: dict) -> dict:
     return {"weight": row["weight"], "keep": keep, "loss": [[row["loss"]]], "grad": row["grad"]}
 
 
-def compared(found: dict, want: dict) -> list[float | None]:
-    """Differences of weight, mask, loss, gradient. Weights are compared where they are kept: some frameworks write what
-    is dropped into the weight, as 0, and then their mask is not compared."""
-    weight, keep = found["weight"], found["keep"]
+def compared(results: dict, want: dict) -> list[float | None]:
+    """Differences of weight, mask, loss, gradient. Only kept weights are compared. The mask is not compared if a
+    framework gives dropped tokens a weight of 0."""
+    weight, keep = results["weight"], results["keep"]
     if weight is not None and keep is not None:
         inside_weight = any(0.0 in row for row in weight)
         weight, keep = product(weight, keep), None if inside_weight else keep
     cells = [difference(weight, product(want["weight"], want["keep"])), difference(keep, want["keep"])]
-    return cells + [difference(found[name], want[name]) for name in ("loss", "grad")]
+    return cells + [difference(results[name], want[name]) for name in ("loss", "grad")]
 
 
 def product(one: list, other: list) -> list[list[float]]:
@@ -415,15 +413,15 @@ def product(one: list, other: list) -> list[list[float]]:
 
 
 def written(cells: list) -> str:
-    """The largest of the batches; what all lack is a dash."""
-    known = [x for x in cells if x is not None]
-    if not known:
+    """The largest of the batches; a dash if all are None."""
+    numbers = [x for x in cells if x is not None]
+    if not numbers:
         return "-"
-    return "0" if max(known) < 1e-6 else f"{max(known):.1g}"
+    return "0" if max(numbers) < 1e-6 else f"{max(numbers):.1g}"
 
 
 def our_metrics(case: str, responses: list[dict]) -> dict[str, float]:
-    """What this repository logs of a case on a batch."""
+    """This repository's metrics of a case on a batch."""
     cfg = make_cfg(**flags_of(case), max_tokens=9)
     new, batch = tensors(responses)
     stats = objectives.prepare(batch, One, cfg, {})
@@ -432,15 +430,15 @@ def our_metrics(case: str, responses: list[dict]) -> dict[str, float]:
 
 
 def apart(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
-    """The relative difference of each metric that both log under one name."""
+    """The relative difference of each metric with the same name."""
     return {name: abs(x - ours[name]) / max(abs(x), 1e-12) for name, x in theirs.items() if name in ours}
 
 
-def metrics_of(found: dict[tuple[str, str], dict[str, float]]) -> dict[str, list[str]]:
-    """found: (case, batch) -> `apart`. Of each metric: the largest difference, the cases, and where it differs."""
+def metrics_of(results: dict[tuple[str, str], dict[str, float]]) -> dict[str, list[str]]:
+    """results: (case, batch) -> `apart`. Of each metric: the largest difference, the number of cases, differences."""
     out = {}
-    for name in sorted({name for row in found.values() for name in row}):
-        cells = {key: row[name] for key, row in found.items() if name in row}
+    for name in sorted({name for row in results.values() for name in row}):
+        cells = {key: row[name] for key, row in results.items() if name in row}
         differ = sorted({f"`{case}` ({batch})" for (case, batch), x in cells.items() if not x < 1e-5})
         where = ", ".join(differ) if len(differ) < 5 else f"{len(differ)} of {len(cells)}, {differ[0]} the first"
         out[name] = [written(list(cells.values())), f"{len({case for case, _ in cells})}", where]
@@ -448,7 +446,7 @@ def metrics_of(found: dict[tuple[str, str], dict[str, float]]) -> dict[str, list
 
 
 def place_of(function) -> str:
-    """file:line of what was called."""
+    """file:line of the function."""
     return f"{Path(inspect.getsourcefile(function)).name}:{inspect.getsourcelines(function)[1]}"
 
 
@@ -467,14 +465,15 @@ def main() -> None:
         for case, (run, function) in rows.items():
             cells = []
             for batch in lines("batches.jsonl"):
-                want = values[case.split(", ")[0], batch["batch"]]  # behind a comma stands what is special
-                found = run(Case(batch["responses"]))
-                cells.append(compared(found, want))
-                if "metrics" in found and "," not in case:
-                    some = [r for r in batch["responses"] if "1" in r["mask"]]  # verl's means count empty ones, too
-                    differences[case, batch["batch"]] = apart(our_metrics(case, some), run(Case(some))["metrics"])
-            said = [written(column) for column in zip(*cells, strict=True)]
-            cases[case] = [*said, place_of(function)]
+                want = values[case.split(", ")[0], batch["batch"]]  # the part after a comma is the special setting
+                results = run(Case(batch["responses"]))
+                cells.append(compared(results, want))
+                if "metrics" in results and "," not in case:
+                    non_empty = [r for r in batch["responses"] if "1" in r["mask"]]  # verl's means count all
+                    theirs = run(Case(non_empty))["metrics"]
+                    differences[case, batch["batch"]] = apart(our_metrics(case, non_empty), theirs)
+            cells_of_case = [written(column) for column in zip(*cells, strict=True)]
+            cases[case] = [*cells_of_case, place_of(function)]
         data = {key: x for key, x in sweep.load("conformance").items() if key.split()[0] != name}
         data[title] = {"cases": cases, "metrics": metrics_of(differences)}
         sweep.store("conformance", data)

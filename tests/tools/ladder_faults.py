@@ -1,12 +1,12 @@
-"""Faults planted in the plain torch engine: does the ladder (probe/) name the right one first?
+"""Faults planted in the plain torch engine: does the ladder (probe/) name the right fault first?
 
-The suite plants them in a tiny model; this plants them in the embedded policy, and prints what is named:
+The suite plants faults in a tiny model. This command plants faults in the embedded policy and prints suspects:
 
-    python tests/tools/ladder_faults.py           # all, some minutes on two cores: results/ladder.json
+    python tests/tools/ladder_faults.py           # all, several minutes on two cores: results/ladder.json
     python tests/tools/ladder_faults.py "stale head" "a scale at 1"
 
-They are planted as they happen in engines: in a loader that passes over tensors, in settings that are not handed on, in
-a cache that is not emptied. The ladder is given the flags, the older weights and what the engine recorded.
+Faults are like faults of real engines: a loader skips tensors, settings are not passed on, a cache is not emptied. The
+ladder has the flags, the older weights and the engine's records.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import probe.__main__ as probe_command
 from machinery.checkpoint import load_model
 from results import sweep
 
-CHAT = "# {{ messages[0]['content'] }}{% if add_generation_prompt %} :{% endif %}"  # in the embedded tokenizer's words
+CHAT = "# {{ messages[0]['content'] }}{% if add_generation_prompt %} :{% endif %}"  # words of the embedded tokenizer
 BLOCK = 4  # tokens of a block of the prefix cache
 
 
 def spoil_load(engine, change: Callable) -> None:
-    """The engine's loader gets what `change` makes of each tensor; None: it passes over it."""
+    """`change` each tensor before the engine loads it; None: the loader skips the tensor."""
     load = engine.load
 
     def spoilt(named_tensors):
@@ -47,7 +47,7 @@ def spoil_load(engine, change: Callable) -> None:
 
 
 def spoil_generate(engine, change: Callable = lambda groups: groups, **settings) -> None:
-    """What is sampled passes through `change`; settings: a sampling setting, or `prompts`, a function of them."""
+    """`change` the sampled groups. settings: a sampling setting, or `prompts`, a function of prompts."""
     generate, of_prompts = engine.generate, settings.pop("prompts", lambda prompts: prompts)
 
     def spoilt(prompts, seeds, sampling, *more):
@@ -57,7 +57,7 @@ def spoil_generate(engine, change: Callable = lambda groups: groups, **settings)
 
 
 def old_head(engine) -> None:
-    """The head is a matrix of its own, and the publication names tied weights once."""
+    """The engine's head is a separate matrix, but the publication names tied weights once."""
     head = engine.model.get_output_embeddings()
     head.weight = nn.Parameter(head.weight.detach().clone())
     spoil_load(engine, lambda name, x: None if name == "lm_head.weight" else x)
@@ -75,16 +75,16 @@ def lost_scale(engine) -> None:
 
 
 def old_prefix(engine) -> None:
-    """Whole blocks of the prompts are found in the cache, and stay there when the weights are replaced.
+    """Complete blocks of the prompts are in a cache, which stays when the weights are replaced.
 
-    Prompts are read one by one here, so that each has blocks of its own."""
+    Prompts are read one by one, so that no prompts share blocks."""
     old, forward = copy.deepcopy(engine), engine._forward
 
     def cached(ids, attention_mask=None, position_ids=None, past_key_values=None):
-        how = {"attention_mask": attention_mask, "position_ids": position_ids}
+        arguments = {"attention_mask": attention_mask, "position_ids": position_ids}
         n = (ids.shape[1] - 1) // BLOCK * BLOCK
         if past_key_values is not None or n == 0:
-            return forward(ids, past_key_values=past_key_values, **how)
+            return forward(ids, past_key_values=past_key_values, **arguments)
         _, cache = old._forward(ids[:, :n], position_ids=position_ids[:, :n])
         return forward(ids[:, n:], position_ids=position_ids[:, n:], past_key_values=cache)
 
@@ -97,7 +97,7 @@ def fewer_rows(engine) -> None:
 
 
 def other_rope(engine) -> None:
-    """The config's base was not read: the engine's model is built with another."""
+    """The engine's model has a different base than the config."""
     config = copy.deepcopy(engine.model.config)
     config.rope_parameters = {**config.rope_parameters, "rope_theta": 1e6}
     model = type(engine.model)(config)
@@ -106,20 +106,20 @@ def other_rope(engine) -> None:
 
 
 def swap_sets(groups):
-    """Neighbours of a group have each other's sets, as far as both go."""
+    """Neighbours of a group swap kept sets, up to the length of the shorter response."""
     for group in groups:
         for a, b in zip(group[::2], group[1::2], strict=False):
             n = min(len(a.tokens), len(b.tokens))
             sets = [np.split(r.allowed_ids, r.allowed_offsets[1:-1]) for r in (a, b)]
-            for r, own, other in ((a, *sets), (b, *sets[::-1])):
-                mixed = other[:n] + own[n:]
+            for r, old, swapped in ((a, *sets), (b, *sets[::-1])):
+                mixed = swapped[:n] + old[n:]
                 r.allowed_offsets = np.concatenate([[0], np.cumsum([len(x) for x in mixed])]).astype(np.int64)
                 r.allowed_ids = np.concatenate(mixed).astype(np.int32)
     return groups
 
 
 def saturated(engine) -> None:
-    """Every module's output is stored in float16, whose largest number stands for all that are larger."""
+    """Every module's output is stored in float16, with larger numbers cut to the largest of float16."""
 
     def store(module, inputs, output):
         first = output[0] if isinstance(output, tuple) else output
@@ -135,12 +135,12 @@ def forgetful(engine) -> None:
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.1
     engine.model.train()
-    torch.manual_seed(0)  # the same draws whatever ran before
+    torch.manual_seed(0)  # for equal draws in every run
 
 
 @dataclass
 class Planted:
-    """A fault: its name in probe.faults, what plants it in an engine, the flags, and the kind of model it takes."""
+    """A fault: name in probe.faults, function that plants it in an engine, flags, and kind of model."""
 
     name: str
     plant: Callable
@@ -169,12 +169,13 @@ PLANTED = [
 
 
 def amplify(model) -> None:
-    """The same function of a residual stream whose largest numbers are three times float16's: every norm divides by the
-    size of what it gets, so that what is added to the stream may have any size."""
+    """Scale the residual stream to three times float16's largest number; the model's outputs stay equal.
+
+    Every norm divides by the size of its input, so that additions to the stream may have any size."""
     ids = torch.arange(3, 96)[None]
     stream = model.model(ids, output_hidden_states=True).hidden_states[:-1]
     scale = 3 * 65504 / max(float(x.abs().max()) for x in stream)
-    model.config.tie_word_embeddings = False  # the head stays as it is
+    model.config.tie_word_embeddings = False  # the head does not change
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
     model.model.embed_tokens.weight *= scale
     for layer in model.model.layers:
@@ -183,8 +184,8 @@ def amplify(model) -> None:
 
 
 def make_models(folder: str, root: Path, tokenizer) -> dict[str, str]:
-    """Model folders by kind. new: that of `folder`; old: an earlier version; loud: its activations go beyond
-    float16's largest number; chat: its tokenizer has a chat template."""
+    """Model folders by kind. new: the model of `folder`; old: an earlier version; loud: activations exceed float16's
+    largest number; chat: the tokenizer has a chat template."""
     models = {}
     for kind in ("new", "old", "loud", "chat"):
         model = load_model(folder)
@@ -202,7 +203,7 @@ def make_models(folder: str, root: Path, tokenizer) -> dict[str, str]:
 
 
 def named(planted: Planted, models: dict[str, str], out: Path, *sizes: str) -> list[dict]:
-    """The ladder's suspects, first first."""
+    """The ladder's suspects, in order."""
     make = probe.make_engine
 
     def faulty(*args, **more):
@@ -239,8 +240,8 @@ def main() -> None:
             right += first == planted.name
             kept = [dict(fault=x["fault"], where=x["where"], explained=round(x["explained"], 4)) for x in suspects[:3]]
             record.append({"planted": planted.name, "suspects": kept})
-            found = ", ".join(f"{x['fault']} {x['where']} {100 * x['explained']:.1f} %" for x in suspects[:3])
-            print(f"PLANTED {planted.name:28s} {first == planted.name!s:6s} {seconds:5.0f} s   {found}", flush=True)
+            listed = ", ".join(f"{x['fault']} {x['where']} {100 * x['explained']:.1f} %" for x in suspects[:3])
+            print(f"PLANTED {planted.name:28s} {first == planted.name!s:6s} {seconds:5.0f} s   {listed}", flush=True)
     print(f"PLANTED {right} of {len(chosen)} named first")
     if chosen == PLANTED:
         sweep.store("ladder", {**sweep.load("ladder"), "faults": record})

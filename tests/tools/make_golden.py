@@ -1,12 +1,12 @@
-"""Writes batches.jsonl and values.jsonl: what each named correction gives, from its formula alone, in plain floats.
+"""Writes batches.jsonl and values.jsonl: the results of each named correction from its formula, in plain floats.
 
     python tests/tools/make_golden.py
 
-Nothing of this repository is imported, and no tensor library: another framework can be held against the same files
-(tests/tools/conform.py). A batch is a list of responses, a response its log-probabilities by three policies, those of
-all the words that could have stood there, a draw for each token, the tokens that count, its advantage, its group and
-the updates since the weights that sampled it. A value is one line a case: weights, masks, loss, its derivative in log
-p_new of each token that counts, and metrics."""
+The command imports no file of this repository and no tensor library, so that frameworks can be compared with the same
+files (tests/tools/conform.py). A batch is a list of responses. A response has log-probabilities by three policies, for
+its tokens and for the vocabulary at each place, a draw and a mask for each token, an advantage, a group, and the age of
+the weights that sampled it, in updates. A value is one line a case: weights, masks, loss, derivatives of the loss in
+log p_new of each token with mask 1, and metrics."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ INF = math.inf
 HERE = Path(__file__).resolve().parent.parent / "golden"
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batches: every number is another
+# Batches: all numbers are different
 # ---------------------------------------------------------------------------------------------------------------------
 
-# a response: group, advantage, which tokens count, spread of log r, its mean over the tokens that count
+# a response: group, advantage, mask, spread of log r, mean of log r over tokens with mask 1
 NEAR = [
     (0, 0.83, "111", 0.0004, 0.0003),
     (0, -0.71, "1", 0.0, 0.0002),
@@ -61,15 +61,15 @@ BEYOND = {(7, 0): 26.0, (4, 1): -24.0}  # log p_ref - log p_inf of two tokens of
 
 def make_batch(rows: list, beyond: dict, seed: int) -> list[dict]:
     rng = random.Random(seed)
-    made = [make_response(rng, *row, {t: x for (j, t), x in beyond.items() if j == i}) for i, row in enumerate(rows)]
-    made = [{**response, "age": i % 4} for i, response in enumerate(made)]
-    return [with_vocabulary(rng, response) for response in made]
+    batch = [make_response(rng, *row, {t: x for (j, t), x in beyond.items() if j == i}) for i, row in enumerate(rows)]
+    batch = [{**response, "age": i % 4} for i, response in enumerate(batch)]
+    return [with_vocabulary(rng, response) for response in batch]
 
 
 def with_vocabulary(rng, response: dict) -> dict:
-    """A vocabulary of four words at each place: log-probabilities by each policy, the sampled word's first, the other
-    three share what it leaves. And a draw."""
-    words = {which: [[logp, *others(rng, logp)] for logp in response[which]] for which in ("inf", "ref", "new")}
+    """Add a draw and the log-probabilities of four words at each place, by each policy. The first word is the sampled
+    word."""
+    words = {policy: [[logp, *others(rng, logp)] for logp in response[policy]] for policy in ("inf", "ref", "new")}
     return {**response, "words": words, "draws": [rng.random() for _ in response["mask"]]}
 
 
@@ -86,13 +86,13 @@ def make_response(rng, group: int, adv: float, mask: str, spread: float, middle:
     ref = [-rng.uniform(0.05, 3.0) for _ in mask]
     ref = [min(logp, gap - rng.uniform(0.02, 0.3)) for logp, gap in zip(ref, gaps, strict=True)]  # log p_inf below 0
     inf = [logp - gap for logp, gap in zip(ref, gaps, strict=True)]
-    drift = 0.0002 if spread < 0.01 else 0.25  # where ref is near inf, new is near ref
+    drift = 0.0002 if spread < 0.01 else 0.25  # if ref is near inf, new is near ref
     new = [min(-0.01 - 0.001 * rng.random(), logp + rng.gauss(0, drift)) for logp in ref]
     return {"group": group, "adv": adv, "mask": mask, "inf": inf, "ref": ref, "new": new}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Weights: log-ratios of the tokens that count -> (weight, whether it is kept) of each
+# Weights: log-ratios of tokens with mask 1 -> (weight, whether the token is kept) of each token
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -104,23 +104,23 @@ def within(x: float, low: float, high: float) -> bool:
     return low <= x <= high
 
 
-def weights(how: str, xs: list[float], adv: float, cap: float, floor: float, low: float, high: float) -> list:
-    """cap, floor: of what is capped; low, high: of what is dropped."""
+def weights(rule: str, xs: list[float], adv: float, cap: float, floor: float, low: float, high: float) -> list:
+    """cap, floor: bounds of weights; low, high: bounds of kept tokens."""
     n, r = len(xs), [bounded_exp(x) for x in xs]
-    if how == "one":
+    if rule == "one":
         return [(1.0, True)] * n
-    if how in ("r", "r kept inside"):
-        return [(x, how == "r" or within(x, low, high)) for x in r]
-    if how == "min(r, C)":
+    if rule in ("r", "r kept inside"):
+        return [(x, rule == "r" or within(x, low, high)) for x in r]
+    if rule == "min(r, C)":
         return [(min(max(x, floor), cap), True) for x in r]
-    if how == "min(R_t, C)":
+    if rule == "min(R_t, C)":
         return [(min(bounded_exp(math.fsum(xs[: t + 1])), cap), True) for t in range(n)]
-    if how.startswith("traces"):
+    if rule.startswith("traces"):
         traces = [bounded_exp(math.fsum(min(x, 0.0) for x in xs[: t + 1])) for t in range(n)]
-        whole = min(1.0, bounded_exp(math.fsum(xs))) if how == "traces min(R, 1)" else 1.0
+        whole = min(1.0, bounded_exp(math.fsum(xs))) if rule == "traces min(R, 1)" else 1.0
         return [(trace * whole, True) for trace in traces]
     R, g = bounded_exp(math.fsum(xs)), bounded_exp(math.fsum(xs) / max(1, n))
-    if how == "soft":
+    if rule == "soft":
         k, lam = (2.0, 3.0) if adv >= 0 else (3.0, 2.0)
         return [(R**k * math.exp(lam * (1 - R)), True)] * n
     return [
@@ -132,12 +132,12 @@ def weights(how: str, xs: list[float], adv: float, cap: float, floor: float, low
             "min(R, C), g inside": (min(R, cap), within(g, low, high)),
             "g in [1/C, C]": (min(max(g, 1 / cap), cap), True),
             "g kept inside": (g, within(g, low, high)),
-        }[how]
+        }[rule]
     ] * n
 
 
 def two_events(xs: list[float], inf: list[float], low: float, high: float) -> list:
-    """r of the tokens with both KLs of "this token or another one" inside."""
+    """r of tokens. A token is kept if both KLs of the event "this token" are inside the bounds."""
     rows = []
     for x, logq in zip(xs, inf, strict=True):
         p, q = math.exp(logq + x), math.exp(logq)
@@ -146,10 +146,10 @@ def two_events(xs: list[float], inf: list[float], low: float, high: float) -> li
     return rows
 
 
-def budgeted(how: str, response: dict, over: str, cap: float) -> list:
+def budgeted(rule: str, response: dict, over: str, cap: float) -> list:
     """Weights and draws of rejection under a budget of lambda = 1, from sums over the vocabulary: Z min(r, C / Z) of
-    every token, or min(Z max(r, 1), C) of those that are accepted, which they are with probability min(r, 1)."""
-    found = []
+    every token, or min(Z max(r, 1), C) of tokens that are accepted with probability min(r, 1)."""
+    rows = []
     for t, flag in enumerate(response["mask"]):
         if flag == "0":
             continue
@@ -157,18 +157,18 @@ def budgeted(how: str, response: dict, over: str, cap: float) -> list:
         for target, sampled in zip(response["words"][over][t], response["words"]["inf"][t], strict=True):
             z += min(math.exp(target), math.exp(sampled))
         r = bounded_exp(response[over][t] - response["inf"][t])
-        if how == "Z min(r, C / Z)":
-            found.append((z * min(r, cap / z), True))
+        if rule == "Z min(r, C / Z)":
+            rows.append((z * min(r, cap / z), True))
             continue
         weight = min(z * max(r, 1.0), cap)
-        if how == "accepted, towards ref":  # the target moves away from ref
+        if rule == "accepted, towards ref":  # the target moves away from ref
             weight *= min(bounded_exp(response["ref"][t] - response[over][t]), 1.3)
-        found.append((weight, response["draws"][t] < min(r, 1.0)))
-    return found
+        rows.append((weight, response["draws"][t] < min(r, 1.0)))
+    return rows
 
 
-def statistic(how: str, xs: list[float]) -> list[float]:
-    """What a rejection looks at, for each token."""
+def statistic(rule: str, xs: list[float]) -> list[float]:
+    """The statistic of a rejection, for each token."""
     n, r = len(xs), [bounded_exp(x) for x in xs]
     clamped = [max(-CLAMP, min(CLAMP, x)) for x in xs]
     k2 = [x * x / 2 for x in clamped]
@@ -187,11 +187,11 @@ def statistic(how: str, xs: list[float]) -> list[float]:
     if not n:
         return []
     square = [x * x for x in clamped]
-    return {"r": r, "k2": k2, "k3": k3, "square": square}[how] if how not in whole else [whole[how]()] * n
+    return {"r": r, "k2": k2, "k3": k3, "square": square}[rule] if rule not in whole else [whole[rule]()] * n
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Surrogates: (values, derivatives in log p_new) of a response's tokens that count
+# Surrogates: (values, derivatives in log p_new) of a response's tokens with mask 1
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -199,54 +199,54 @@ def slope_of_exp(x: float) -> float:
     return math.exp(x) if abs(x) <= CLAMP else 0.0
 
 
-def surrogate(how: str, new: list[float], base: list[float], A: float, low: float, high: float, dual: float):
-    """Where a response has one ratio, a value moves with every token; derivatives are those of the values' sum under
-    equal weights, divided among them: the caller multiplies by the sum of the weights."""
+def surrogate(rule: str, new: list[float], base: list[float], A: float, low: float, high: float, dual: float):
+    """If a response has one ratio, a value depends on every token. The derivatives are then derivatives of the mean of
+    the values, and the caller multiplies by the sum of the weights."""
     xs = [p - q for p, q in zip(new, base, strict=True)]
     n = len(xs)
-    if how == "log p":
+    if rule == "log p":
         return [A * p for p in new], [A] * n
-    if how in ("sequence clip", "sequence band", "geometric"):
-        return one_ratio(how, xs, A, low, high)
-    pairs = [by_token(how, x, p, q, A, (low, high, dual)) for x, p, q in zip(xs, new, base, strict=True)]
+    if rule in ("sequence clip", "sequence band", "geometric"):
+        return one_ratio(rule, xs, A, low, high)
+    pairs = [by_token(rule, x, p, q, A, (low, high, dual)) for x, p, q in zip(xs, new, base, strict=True)]
     return [value for value, _ in pairs], [slope for _, slope in pairs]
 
 
-def one_ratio(how: str, xs: list[float], A: float, low: float, high: float):
+def one_ratio(rule: str, xs: list[float], A: float, low: float, high: float):
     n = len(xs)
     if not n:
         return [], []
     free = [True] * n
-    if how == "geometric":
+    if rule == "geometric":
         cut = [min(x, high) if A >= 0 else max(x, -low) for x in xs]
         free = [x == y for x, y in zip(xs, cut, strict=True)]
         xs = cut
     s = bounded_exp(math.fsum(xs) / n)
     value, slope = s * A, slope_of_exp(math.fsum(xs) / n) * A
-    if how == "sequence clip":
+    if rule == "sequence clip":
         value, slope = min((value, slope), (min(max(s, 1 - low), 1 + high) * A, 0.0), key=lambda pair: pair[0])
-    if how == "sequence band":
+    if rule == "sequence band":
         edges = (-INF, 1 + high) if A >= 0 else (1 - low, 1 + 7e-4)
         if not within(s, *edges):
             value, slope = min(max(s, edges[0]), edges[1]) * A, 0.0
     return [value] * n, [slope / n * on for on in free]
 
 
-def by_token(how: str, x: float, logp: float, logq: float, A: float, bounds) -> tuple[float, float]:
+def by_token(rule: str, x: float, logp: float, logq: float, A: float, bounds) -> tuple[float, float]:
     low, high, dual = bounds
     r, d = bounded_exp(x), slope_of_exp(x)
     p, q = math.exp(logp), math.exp(logq)
-    if how == "clip":
+    if rule == "clip":
         best = min((r * A, d * A), (min(max(r, 1 - low), 1 + high) * A, 0.0), key=lambda pair: pair[0])
         return (dual * A, 0.0) if dual and A < 0 and best[0] < dual * A else best
-    if how == "weighted log p":
+    if rule == "weighted log p":
         c = min(max(r, 1 - low), 1 + high)
         return c * A * logp, c * A
-    if how == "sigmoid":
+    if rule == "sigmoid":
         tau = 1.0 if A > 0 else 1.05
         gate = 1 / (1 + math.exp(max(-700.0, min(700.0, -tau * (r - 1)))))
         return 4 / tau * gate * A, 4 * gate * (1 - gate) * d * A
-    gap = abs(p - q) if how == "gap" else q * (logq - logp) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    gap = abs(p - q) if rule == "gap" else q * (logq - logp) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
     stopped = gap > high and p > q if A >= 0 else gap > low and p < q
     return (0.0, 0.0) if stopped else (r * A, d * A)
 
@@ -270,8 +270,8 @@ PLAIN |= dict(
 )
 
 
-def tokens_of(response: dict, which: str) -> list[float]:
-    return [x for x, on in zip(response[which], response["mask"], strict=True) if on == "1"]
+def tokens_of(response: dict, policy: str) -> list[float]:
+    return [x for x, on in zip(response[policy], response["mask"], strict=True) if on == "1"]
 
 
 def evaluate(batch: list[dict], case: dict) -> dict:
@@ -316,7 +316,7 @@ def evaluate(batch: list[dict], case: dict) -> dict:
 
 
 def between(r: dict) -> list[float]:
-    """log p_ref as far from log p_inf to log p_new as the last update but one is; of fresh tokens log p_new itself."""
+    """log p_ref between log p_inf and log p_new, at the last update but one; of fresh tokens log p_new."""
     a = (r["age"] - 1) / r["age"] if r["age"] else 1.0
     return [(1 - a) * q + a * p for q, p in zip(r["inf"], r["new"], strict=True)]
 
@@ -330,23 +330,23 @@ def square_kept(logs: list[float], bound: float) -> float:
 
 
 def rejected(keep: list[bool], xs: list[float], adv: float, c: dict) -> list[bool]:
-    for how, low, high in [(c["statistic"], c["stat_low"], c["stat_high"]), *c["more"]]:
-        if how and not (c["negative"] and adv >= 0):
-            found = statistic(how, xs)
-            keep = [on and within(x, low, high) for on, x in zip(keep, found, strict=True)]
+    for rule, low, high in [(c["statistic"], c["stat_low"], c["stat_high"]), *c["more"]]:
+        if rule and not (c["negative"] and adv >= 0):
+            values = statistic(rule, xs)
+            keep = [on and within(x, low, high) for on, x in zip(keep, values, strict=True)]
     vetoed = any(bounded_exp(x) < c["veto"] for x in xs)
     return [on and not vetoed for on in keep]
 
 
 def mean_weight(weighed: list, c: dict) -> float:
-    """Of tokens, or of responses where a response has one weight; what the weight itself drops counts as 0."""
+    """Mean over tokens, or over responses if a response has one weight. A weight outside its bounds counts as 0."""
     one_each = c["weight"] in ("R", "min(R, C)", "R kept inside", "soft")
     applied = [w * on for row in weighed for w, on in (row[:1] if one_each else row)]
     return math.fsum(applied) / len(applied)
 
 
 def bases_of(batch: list[dict], base: str) -> list[list[float]]:
-    """log of what p_new is divided by. group: log(sum q^2 / sum q) over the group, q = exp(mean log p_inf)."""
+    """log of the divisor of p_new. group: log(sum q^2 / sum q) over the group, q = exp(mean log p_inf)."""
     if base != "group":
         return [tokens_of(r, base) for r in batch]
     mean = [math.fsum(tokens_of(r, "inf")) / max(1, len(tokens_of(r, "inf"))) for r in batch]
@@ -358,7 +358,7 @@ def bases_of(batch: list[dict], base: str) -> list[list[float]]:
 
 
 def shares(batch: list[dict], keep: list[list[bool]], c: dict) -> list[float]:
-    """What each token's value is multiplied by; kept: by what is left instead of what was proposed."""
+    """The factor of each token's value. c["kept"]: the denominator counts kept tokens instead of proposed tokens."""
     counts = [sum(row) if c["kept"] else len(row) for row in keep]
     tokens, responses = sum(counts), sum(n > 0 for n in counts)
     if c["reduction"] == "token-mean":
@@ -382,7 +382,7 @@ def metrics(w: list[list[float]], keep: list[list[bool]]) -> dict:
 
 
 def mismatch(batch: list[dict]) -> dict:
-    """How far ref is from inf: of tokens, of responses."""
+    """The divergence of ref from inf, over tokens and over responses."""
     logs = [[a - b for a, b in zip(tokens_of(r, "ref"), tokens_of(r, "inf"), strict=True)] for r in batch]
     xs = [x for row in logs for x in row]
     R = [bounded_exp(math.fsum(row)) for row in logs if row]
@@ -396,14 +396,14 @@ def mismatch(batch: list[dict]) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Cases: (the flags of train.py, the same from its source)
+# Cases: flags of train.py -> settings in this file
 # ---------------------------------------------------------------------------------------------------------------------
 
 SEQ = "seq-mean-token-mean"
 NARROW = dict(statistic="g", stat_low=0.999, stat_high=1.001)
 SMALL = dict(statistic="mean k3", stat_high=0.01)
 ON_NEW = dict(over="new", surrogate="log p")
-DIVIDED = dict(over="new", base="inf")  # verl's bypass mode with PPO's clip: rejection looks at p_new / p_inf
+DIVIDED = dict(over="new", base="inf")  # verl's bypass mode with PPO's clip rejects by p_new / p_inf
 CASES = {
     "none": {},
     "grpo": {},
@@ -476,7 +476,7 @@ CASES = {
     "areal_decoupled": dict(weight="r", clip=(0.2, 0.2)),
     "areal_token_mask": dict(weight="r kept inside", high=5.0, clip=(0.2, 0.2)),
 }
-# further flags on top of a preset
+# presets with additional flags
 TIS, SEQUENCE = dict(weight="min(r, C)", cap=2.0), dict(weight="min(R, C)", cap=4.0)
 CASES |= {
     "m2po": dict(second_moment=0.04),
@@ -513,9 +513,9 @@ STATISTICS = {"token": ("r", 0.6, 1.5), "sequence": ("R", 0.4, 1.9), "geo": ("g"
 STATISTICS |= {"token_k2": ("k2", 0, 0.05), "seq_sum_k2": ("sum k2", 0, 0.2), "seq_mean_k2": ("mean k2", 0, 0.1)}
 STATISTICS |= {"seq_max_k2": ("max k2", 0, 0.1), "token_k3": ("k3", 0, 0.05), "seq_sum_k3": ("sum k3", 0, 0.2)}
 STATISTICS |= {"seq_mean_k3": ("mean k3", 0, 0.1), "seq_max_k3": ("max k3", 0, 0.1)}
-for name, (how, low, high) in STATISTICS.items():
+for name, (rule, low, high) in STATISTICS.items():
     flags = f"is --reject={name} --rs_low={low} --rs_high={high}"
-    CASES[flags] = dict(weight="r", statistic=how, stat_low=low, stat_high=high)
+    CASES[flags] = dict(weight="r", statistic=rule, stat_low=low, stat_high=high)
 
 
 def main() -> None:
@@ -528,10 +528,10 @@ def main() -> None:
         json.dumps({"batch": name, "responses": rows, "mismatch": mismatch(rows)}) for name, rows in batches.items()
     ]
     (HERE / "batches.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    found = []
+    values = []
     for name, rows in batches.items():
-        found += [json.dumps({"case": case, "batch": name, **evaluate(rows, how)}) for case, how in CASES.items()]
-    (HERE / "values.jsonl").write_text("\n".join(found) + "\n", encoding="utf-8")
+        values += [json.dumps({"case": key, "batch": name, **evaluate(rows, case)}) for key, case in CASES.items()]
+    (HERE / "values.jsonl").write_text("\n".join(values) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

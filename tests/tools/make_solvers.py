@@ -1,9 +1,9 @@
-"""Makes tests/solvers: the small policy and actor of all tests that need models which solve something.
+"""Makes tests/solvers: the small policy and actor of tests that need models that solve problems.
 
     python tests/tools/make_solvers.py        # half a minute
 
-They are kept, and not made by the suite, because what a model this small learns differs from processor to processor:
-on one of them it solved no held-out problem, and its gradient did not stand out of the noise of a test's few batches.
+The models are files, and the suite does not train them, because results of training differ between processors. On one
+processor the policy solved no held-out problem, and a test's few batches did not show its gradient in the noise.
 """
 
 import random
@@ -27,10 +27,10 @@ TARGET = 0.4
 
 
 class Tossed(Arithmetic):
-    """One problem in four is a held-out one, and each demonstration is right or wrong anew.
+    """One problem in four is a held-out problem, and each demonstration is right or wrong at random.
 
-    There are some forty sums in all. Of those that are left out nothing would be learnt, and with one demonstration
-    each, some would be solved always and the others never."""
+    There are about forty sums. A model would learn nothing of sums without demonstrations, and with one demonstration a
+    sum, it would solve a sum always or never."""
 
     toss = random.Random(0)
 

@@ -1,11 +1,11 @@
-"""Would the tests notice? One line of the program is broken at a time, and some test must fail.
+"""Mutation tests: break one line of the program at a time; a test must fail.
 
-    python tests/tools/mutants.py                       all of them, an hour on two cores
-    python tests/tools/mutants.py --only=obrs.py        those of one file
+    python tests/tools/mutants.py                       all, an hour on two cores
+    python tests/tools/mutants.py --only=obrs.py        one file
     python tests/tools/mutants.py --jobs=1
 
-Each row is (what stands there, what is put in its place); what stands there occurs once in the file. Not in the suite.
-A row with a third entry is expected to live: it says why."""
+Each row is (text, replacement). The text occurs once in the file. A row with a third entry, a reason, is expected to
+live. The suite does not run this command."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tqdm import tqdm
 os.environ |= {"OMP_NUM_THREADS": "1"}
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 900  # seconds; a test that hangs has noticed
+LIMIT = 900  # seconds; a hanging test counts as failed
 
 ONE_RANK = ["-k", "not two_ranks"]
 LEARNER = ["test_learner.py", "test_oracle.py", *ONE_RANK]
-CHECKPOINT = ["test_checkpoint.py", "test_train.py::test_a_run_goes_on_from_what_it_trains_not_from_what_it_exports"]
-CHECKPOINT += ["test_train.py::test_a_checkpoint_is_of_its_boundary_whatever_happens_while_it_is_written"]
-INT8 = "test_rollout.py::test_a_cache_in_int8_rounds_each_tokens_heads_by_their_largest_entry"
+CHECKPOINT = ["test_checkpoint.py", "test_train.py::test_a_run_resumes_from_unrounded_weights"]
+CHECKPOINT += ["test_train.py::test_a_checkpoint_has_the_state_of_its_boundary"]
+INT8 = "test_rollout.py::test_an_int8_cache_rounds_by_each_heads_largest_entry"
 MATHS = ["test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives.py", "test_oracle.py", *ONE_RANK]
 
-# where the tests of a file are, most telling first
+# the tests of each file, most sensitive first
 TESTS = {
     "tasks/preflight.py": ["test_preflight.py"],
     "objectives.py": ["test_objectives.py", "test_regularisers.py", "test_corrections.py", "test_gepo.py", *LEARNER],
@@ -82,7 +82,7 @@ TESTS = {
     ],
     "model/exact.py": ["test_exact.py"],
     "model/in_order.py": ["test_exact.py", INT8],
-    "model/lora.py": ["test_lora.py", "test_memory.py::test_new_adapters_are_small_draws_that_change_nothing_yet"],
+    "model/lora.py": ["test_lora.py", "test_memory.py::test_new_adapters_are_small_and_change_nothing"],
     "model/memory.py": ["test_memory.py", "test_sync.py", "test_run.py"],
     "model/decoding.py": ["test_rollout.py", "test_sampling.py"],
     "sync.py": ["test_sync.py"],
@@ -156,7 +156,7 @@ TESTS = {
         "test_config.py",
         "test_placement.py::test_ranks_that_cannot_be_one_engine_are_refused",
         "test_placement.py::test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu",
-        "test_train.py::test_resume_says_which_key_differs_and_a_run_is_not_overwritten",
+        "test_train.py::test_resume_names_changed_flags_and_a_run_is_not_overwritten",
     ],
     "machinery/flags.py": ["test_run.py", "test_config.py", "test_flags.py"],
     "remote/keys.py": ["test_guard.py"],
@@ -166,7 +166,7 @@ TESTS = {
         "test_door.py",
         "test_hub.py",
         "test_clock.py",
-        "test_eval.py::test_a_remote_sampler_has_the_learners_ends_and_grading",
+        "test_eval.py::test_a_remote_sampler_has_the_learners_stop_tokens_and_reward",
     ],
     "remote/weights.py": ["test_weights.py", "test_hub.py"],
     "remote/link.py": ["test_hub.py", "test_delta.py"],
@@ -1206,12 +1206,12 @@ MUTANTS = {
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Running them
+# Runs
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def copy_of_the_repository(folder: Path) -> None:
-    """The files that git knows, and the base models."""
+    """Copy the files in git, and the base models."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -1221,14 +1221,14 @@ def copy_of_the_repository(folder: Path) -> None:
 
 
 def arguments(file: str) -> list[str]:
-    """pytest's, for the tests of one file."""
+    """Arguments of pytest for the tests of one file."""
     return [f"tests/{a}" if a.startswith("test_") else a for a in TESTS[file]]
 
 
 def test(folder: Path, file: str) -> str:
-    """Why the tests of a file fail in the copy: the first that does, "hangs", or "" where all pass.
+    """The result of a file's tests in the copy: the first failed test, "hangs", or "" if all pass.
 
-    They run in a fork of this process, which has the libraries in memory and nothing of the repository."""
+    The tests run in a fork of this process, which has imported the libraries but nothing of the repository."""
     output = folder / "output.txt"
     child = os.fork()
     if not child:
@@ -1245,19 +1245,19 @@ def test(folder: Path, file: str) -> str:
         time.sleep(0.1)
         done, status = os.waitpid(child, os.WNOHANG)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # and what its tests may have left
+        os.killpg(child, signal.SIGKILL)  # with processes that its tests left
     if not done:
         os.waitpid(child, 0)
         return "hangs"
     if status == 0:
         return ""
-    said = output.read_text()
-    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0] if failed else said[-300:]
+    screen = output.read_text()
+    failed = [line for line in screen.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else screen[-300:]
 
 
 def broken(folder: Path, file: str, old: str, new: str) -> str:
-    """What fails with `new` in the place of `old`."""
+    """The result of a file's tests with `new` instead of `old`."""
     whole = (ROOT / file).read_text(encoding="utf-8")
     (folder / file).write_text(whole.replace(old, new), encoding="utf-8")
     try:
@@ -1267,8 +1267,8 @@ def broken(folder: Path, file: str, old: str, new: str) -> str:
 
 
 def worker(todo, done) -> None:
-    """A process with a copy of its own: takes rows out of one queue, puts what happens into the other."""
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  it takes seconds, and every fork has it
+    """A process with its copy of the repository: takes rows from `todo` and puts results into `done`."""
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  every fork has the slow import
 
     with tempfile.TemporaryDirectory() as scratch:
         copy_of_the_repository(Path(scratch))

@@ -1,9 +1,9 @@
-"""Planted faults of weight syncs: each must be found at the first sync after it. The suite has a selection.
+"""Planted faults of weight syncs: the first sync after each fault must find it. The suite has a selection.
 
     python tests/tools/sync_faults.py    # every fault in every format, at steps of 1e-3 to 1e-8; 1,000 healthy syncs
 
-A step of size s multiplies every weight by 1 + s N(0, 1), always the same N for a weight, as a steady gradient does.
-Weights are kept in float64, so that small steps add up. A fault counts from the sync on at which it leaves other bytes.
+A step of size s multiplies every weight by 1 + s N(0, 1), with a constant N for each weight, like a steady gradient.
+Weights are in float64, so that small steps add up. A fault counts from the first sync that leaves wrong bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IDS = (uniforms(16 * 16, "probe") * 256).astype(np.int64).reshape(16, 16)
 
 
 def without(*parts):
-    """The engine keeps what it has of tensors whose names hold one of these."""
+    """The engine keeps old tensors with one of these parts in the name."""
 
     def spoil(name, tensor):
         return None if any(part in name for part in parts) else tensor
@@ -59,7 +59,7 @@ FAULTS = {
 
 
 class Rig:
-    """A trainer's weights, an engine in some format whose loader may be spoilt, and the check of its weights."""
+    """A trainer's weights, an engine with a loader that may have a fault, and the check of weights."""
 
     def __init__(self, fmt: str, seed: int = 1):
         self.dtype, name = FORMATS[fmt]
@@ -96,7 +96,7 @@ class Rig:
         }
 
     def spoil(self, fault) -> None:
-        """From here on the engine's loader changes the tensors that it is given."""
+        """Plant a fault in the engine's loader."""
         load, before = self.engine.load, {name: x.clone() for name, x in self.published().items()}
 
         def spoilt(named_tensors):
@@ -109,11 +109,11 @@ class Rig:
         return self.check.load(self.engine, self.version, self.published().items())
 
     def first_sync_after(self, fault, size: float) -> str:
-        """The error of the first sync at which the fault leaves other bytes in the engine; "": there was none."""
+        """The error of the first sync that leaves wrong bytes in the engine; "" without error."""
         old = {name: x.clone() for name, x in self.held().items()}
         self.spoil(fault)
         for doubling in range(40):
-            self.step(size, 2**doubling)  # as many updates between two syncs as it takes
+            self.step(size, 2**doubling)  # enough updates between two syncs for a difference
             new = self.held()
             if any(differs(old[name] if fault(name, x) is None else fault(name, x), x) for name, x in new.items()):
                 break
@@ -138,8 +138,8 @@ def main() -> None:
                     continue
                 rig = Rig(fmt)
                 rig.sync()
-                found = rig.first_sync_after(fault, size)
-                print(f"{size:7.0e}  {name:20s} {fmt:9s} {found or 'NOT FOUND'}"[:160], flush=True)
+                error = rig.first_sync_after(fault, size)
+                print(f"{size:7.0e}  {name:20s} {fmt:9s} {error or 'NOT FOUND'}"[:160], flush=True)
     for fmt in FORMATS:
         rig = Rig(fmt, seed=2)
         for _ in range(200):
