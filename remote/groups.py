@@ -258,9 +258,7 @@ def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
     """Raise WireError unless these [N, K] arrays are the most likely tokens of distributions. A
     token excluded by truncation has -inf."""
     need((logp < 1e-3).all(), "top-K log-probabilities that are NaN or above 0")
-    need(
-        (logp[:, 1:] <= logp[:, :-1]).all(), "top-K log-probabilities that are not in falling order"
-    )
+    need((logp[:, 1:] <= logp[:, :-1]).all(), "top-K log-probabilities that are not sorted")
     need(
         (np.exp(logp.astype(np.float64)).sum(1) < 1.01).all(),
         "top-K probabilities that sum to more than 1",

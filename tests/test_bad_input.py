@@ -302,7 +302,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --config=objective.toml | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
 --config=bound.toml | --temperature=0.0: must be at least 0.01
 --config=unreadable.toml | unreadable.toml: Permission denied; ... name a different path, or get permission
---config=/proc/self/mem | /proc/self/mem: Input/output error; look at the disk, or name a place on another one
+--config=/proc/self/mem | /proc/self/mem: Input/output error; check the disk, or name a path on a different disk
         """,
     ),
     # train.py: problems
@@ -346,7 +346,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=packed.jsonl.gz | packed.jsonl.gz: not a complete gzip file of text ... copy it again
 --task=fine.jsonl.zst | --task=fine.jsonl.zst: no such file; ... or hf:NAME/SPLIT
 --task=unreadable.jsonl | unreadable.jsonl: Permission denied; ... name a different path, or get permission
---task=/proc/self/mem | /proc/self/mem: Input/output error; look at the disk, or name a place on another one
+--task=/proc/self/mem | /proc/self/mem: Input/output error; check the disk, or name a path on a different disk
 --eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL, JSON or Parquet file
 --eval_task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --eval_task=long.jsonl | --eval_task=long.jsonl: the longest prompt has 1012 ... shorten the response
@@ -434,7 +434,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give a complete checkpoint of that shape
 --model=t5_type | t5_type: its config.json cannot be read ... give a complete checkpoint of a causal language model
 --model=new_activation | new_activation: its config.json cannot be ... give a complete checkpoint of a causal language
---model=gptq | gptq: its weights are already quantized, and a learner would train their codes; give the folder in 16
+--model=gptq | gptq: its weights are already quantized, and a learner cannot train the codes; give the model in 16
         """,
     ),
     # train.py: run folders
@@ -486,8 +486,8 @@ LOADS=1 --model=deeper | deeper: its weights do not fit its config.json ... give
 --keys=keys_open | --keys=keys_open: learner.key_secret can be read by other users; ... chmod 600 it, or make new keys
 --keys=keys_two | --keys=keys_two: 2 secret keys there instead ... `python -m remote.keys OUT --samplers=N` makes a
 --keys=keys_cut | --keys: keys_cut/learner.key_secret is not a file of keys; copy it again, or make new keys
---keys=keys_nobody | --keys=keys_nobody: no sampler's public key in its folder ... is this the learner's folder?
---keys=keys_sampler | --keys=keys_sampler: no sampler's public key in its folder ... is this the learner's folder?
+--keys=keys_nobody | --keys=keys_nobody: no sampler's public key in its folder ... check that this is the
+--keys=keys_sampler | --keys=keys_sampler: no sampler's public key in its folder ... check that this is the
         """,
     ),
     *rows(
@@ -682,7 +682,7 @@ metrics_text_step | metrics_text_step/metrics.jsonl: no line of metrics in ... w
 metrics_no_step | metrics_no_step/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
 metrics_text | metrics_text/metrics.jsonl: reward is not a number at step 1; fix or remove that line
 metrics_list | metrics_list/metrics.jsonl: entropy is not a number at step 1; fix or remove that line
-metrics_truth | metrics_truth/metrics.jsonl: grad_norm is no number at step 7; fix or remove that line
+metrics_truth | metrics_truth/metrics.jsonl: grad_norm is not a number at step 7; fix or remove that line
 metrics_folder | metrics_folder/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
 metrics_unreadable | metrics_unreadable/metrics.jsonl: Permission denied; ... name a different path, or get permission
 run run run run run run run run | 8 runs: at most 7 lines can be distinguished; draw fewer runs in one picture
@@ -701,10 +701,10 @@ run --smooth=3 | --smooth: no such flag; see --help
 --samples=run | run/samples.jsonl: no such file; give the folder of a run of train.py
 --samples=responses_empty | responses_empty/samples.jsonl: no responses in it; ... wait for the run's first update,
 --samples=responses_junk | responses_junk/samples.jsonl: no responses in it; ... wait for the run's first update,
---samples=responses_metrics | responses_metrics/samples.jsonl: the line of step 0 is not that ... fix or remove it
+--samples=responses_metrics | responses_metrics/samples.jsonl: the line of step 0 is not a response; fix or remove it
 --samples=responses_text | responses_text/samples.jsonl: the line of step 0 is not a ... fix or remove it
 --samples=responses_null | responses_null/samples.jsonl: the line of step 0 is not a ... fix or remove it
---samples=responses_uneven | responses_uneven/samples.jsonl: the line of step 0 is not that ... fix or remove it
+--samples=responses_uneven | responses_uneven/samples.jsonl: the line of step 0 is not a response; fix or remove it
 --samples=responses --last=0 | --last=0: must be at least 1
 --samples=responses --last=-1 | --last=-1: must be at least 1
 --samples=responses --last=x | --last=x: must be a whole number
@@ -760,7 +760,7 @@ file | file is a file; name a new folder
 file/k | file/k/learner: Not a directory; name a different path
 notes | notes is not empty: keys are not overwritten; name a new folder
 keys_learner | keys_learner is not empty: keys are not overwritten; name a new folder
-/proc/k | /proc/k: No such file or directory; name a path that is there
+/proc/k | /proc/k: No such file or directory; name an existing path
 read_only | read_only/learner: Permission denied; name a different path, or get permission for this path
 read_only/k | read_only/k: Permission denied; name a different path, or get permission for this path
         """,
@@ -806,7 +806,7 @@ tcp://127.0.0.1:9 | tcp://127.0.0.1:9: flags are written --key=value
 --keys=keys_learner | --keys=keys_learner: the learner's folder; name a sampler's folder, such as sampler0 next to it
 --keys=keys_sampler_open | --keys=keys_sampler_open: sampler0.key_secret can be read ... chmod 600 it, or make new
 --keys=keys_sampler_junk | --keys: keys_sampler_junk/learner.key is not a file of keys; copy it again, or make new keys
---keys=keys_sampler_short | --keys: keys_sampler_short/learner.key is no file of ... copy it again, or make new keys
+--keys=keys_sampler_short | --keys: keys_sampler_short/learner.key is not a file of ... copy it again, or make new keys
 --keys=keys_sampler_empty | --keys: keys_sampler_empty/sampler0.key_secret is no ... copy it again, or make new keys
 --keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it again, or make new keys
 --spool=file | --spool=file: cannot be written (File exists); name a different folder

@@ -328,9 +328,9 @@ def test_show_prompt_shows_every_token(tokenizer):
         ({"chat_kwargs": "a b=1"}, "--chat_kwargs=a b=1: write NAME=VALUE"),
         (
             {"chat_kwargs": "enable_thinkng=1"},
-            "enable_thinkng=...: the chat template does not read this .* but enable_thinking$",
+            "enable_thinkng=...: the chat template does not read this name; it reads enable_thinking$",
         ),
-        ({"chat_kwargs": "messages=1"}, "--chat_kwargs=messages=...: the chat template does not read this such name"),
+        ({"chat_kwargs": "messages=1"}, "--chat_kwargs=messages=...: the chat template does not read this name"),
         (
             {"chat_kwargs": "a=1", "chat_template": "off"},
             "--chat_kwargs: there is no chat template to read the arguments; leave",

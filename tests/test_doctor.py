@@ -190,8 +190,8 @@ def test_masks_prompts_and_named_columns(tmp_path):
     [
         ('{"x": [1]}', [], "no column of the sampler's log-probabilities among x; name it with --columns=sampler=NAME"),
         ('{"logp_inf": [1], "x": 2}', [], "no column of the trainer's log-probabilities among logp_inf, x"),
-        ('{"logp_inf": 3, "logp_ref": [1]}', [], "line 1: logp_inf is no list of numbers"),
-        ('{"logp_inf": ["a"], "logp_ref": [1]}', [], "line 1: logp_inf is no list of numbers"),
+        ('{"logp_inf": 3, "logp_ref": [1]}', [], "line 1: logp_inf is not a list of numbers"),
+        ('{"logp_inf": ["a"], "logp_ref": [1]}', [], "line 1: logp_inf is not a list of numbers"),
         ('{"logp_inf": [-1], "logp_ref": [-1], "mask": [0]}', [], "no token has a mask other than 0"),
         ('{"a": [1]}', ["--columns=sample=a"], "--columns=sample=a: write KIND=NAME, separated by commas"),
         ('{"a": [1]}', ["--columns=sampler=z,trainer=a"], "line 1: no column z"),

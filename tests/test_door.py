@@ -103,8 +103,8 @@ def test_a_hello_under_a_wrong_name_or_a_path(tmp_path):
     begin = time.monotonic()
     assert s.hub.drain() == [] and time.monotonic() - begin < 5
     assert s.hub.reports == {("good", 4): 3} and s.hub.counts["malformed"] == 5 and s.hub.counts["faults"] == 0
-    assert "stream evil: a hello of ../../victim, under another's name" in log()
-    assert "stream liar: it says it has handed over 1000000000000 groups; 0 have come" in log()
+    assert "stream evil: a hello of ../../victim, under the name of a different sampler" in log()
+    assert "stream liar: the sampler reports 1000000000000 groups handed over; 0 groups have arrived" in log()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "source.log"]
 
 

@@ -310,7 +310,7 @@ def test_messages_that_a_hub_refuses(opened):
     again = opened.raw(h, name="again")
     again.hello()
     assert again.hear(wire.Welcome) is not None and h.counts["malformed"] == 6
-    assert "other/1/0 is no group of sampler box" in h.log.seen.read_text()
+    assert "other/1/0 is not a group of sampler box" in h.log.seen.read_text()
 
 
 def test_memory_for_groups_is_bounded_and_freed(opened):
@@ -437,7 +437,7 @@ def test_a_sampler_checks_its_learners_run(tmp_path):
         sampler.connect(SamplerFlags(connect="tcp://127.0.0.1:9", task=f"{task}:Sums", rollout="hf"), 1)
     task.write_text("class Sums: ...")
     sampler.check_task(f"{task}:Sums", "elsewhere/task.py:Sums", hashlib.sha256(task.read_bytes()).hexdigest())
-    with pytest.raises(ValueError, match="not the learner's elsewhere/task.py:Sums"):
+    with pytest.raises(ValueError, match="differs from the learner's elsewhere/task.py:Sums"):
         sampler.check_task(f"{task}:Sums", "elsewhere/task.py:Sums", "0" * 64)
 
 

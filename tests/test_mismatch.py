@@ -142,7 +142,7 @@ def test_verdicts_in_known_cases():
     token_level = {"none": False, "tis": True, "jackpot": True, "geo_rs": False}
     response_level = ["seq_is", "seq_tis", "seq_tis, C = 1", "prefix_tis", "retrace_seq", "seq_mis"]
     assert viable(long) == {**token_level, **dict.fromkeys(response_level, False)}
-    assert "200 x 0.045 = 9 of the clamp's 20" in long["seq_is"]["why"]
+    assert "200 x 0.045 = 9, and the clamp is 20" in long["seq_is"]["why"]
     assert "false" not in long["seq_is"]["why"]
 
     clamped = judged(np.full((50, 200), -0.5), kl=0.5)

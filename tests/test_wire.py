@@ -284,7 +284,7 @@ def narrow(rs):
         (lambda rs: setattr(rs[1], "reward", -2e6), False, r"a reward beyond 1e\+06"),
         (lambda rs: rs[2].topk_logp.put(0, np.inf), False, NO_TOPK),
         (lambda rs: rs[2].topk_logp.put(1, np.nan), False, NO_TOPK),
-        (lambda rs: rs[2].topk_logp.put(3, -0.001), False, "top-K log-probabilities that are not in falling order"),
+        (lambda rs: rs[2].topk_logp.put(3, -0.001), False, "top-K log-probabilities that are not sorted"),
         (lambda rs: rs[2].topk_logp.put([0, 1], -0.1), False, "top-K probabilities that sum to more than 1"),
         (lambda rs: rs[2].topk_ids.put(1, -1), False, "topk_ids outside the vocabulary"),
         (lambda rs: rs[2].topk_ids.put(1, rs[2].topk_ids[0, 0]), False, "a token that occurs twice among the top K"),
