@@ -26,7 +26,7 @@ class RunFlags:
     """Preset of correction, surrogate and more: none, tis, jackpot, ppo_is, gspo, ...
     (presets.OBJECTIVES)."""
     model: str = "base:policy"
-    """Policy: a Hugging Face folder or hub id, or base:policy for the embedded model, trained on
+    """Policy: a Hugging Face folder or hub id, or base:policy for the toy model, trained on
     first use to an accuracy of 30 % (base:policy@0.2: 20 %)."""
     actor: str = "auto"
     """Rollout model: a folder or id, base:actor, or none (the policy samples); auto: base:actor if
@@ -131,8 +131,8 @@ class ObjectiveFlags:
     cppo_beta: float | None = None
     """Weight of a KL between new and inf (CPPO: 0.005 in HeteroRL with delay); 0 (default): off."""
     cppo_kl: Literal["official", "k2", "k3"] | None = None
-    """Estimator of this KL: official (default), the released code's, which is not a KL under
-    samples of inf; k2, prime-rl's; k3."""
+    """Estimator of the KL of --cppo_beta. official (default): CPPO's released code, whose mean under
+    inf is chi2 - KL; k2: prime-rl's; k3: KL(inf || new)."""
     kl_coef: float = 0.0
     """Weight of KL(policy || start), start: the frozen model that the run started from; 0: off, and
     start is not loaded."""
@@ -207,7 +207,7 @@ class SamplingFlags:
     """Sampling"""
 
     max_tokens: int | None = None
-    """Maximum response length (embedded models 32)."""
+    """Maximum response length (toy models 32)."""
     stop: str = ""
     """Additional tokens that end a response, separated by commas; the end tokens of the tokenizer
     and of generation_config.json always apply."""
@@ -237,7 +237,7 @@ class EngineFlags:
     rollout: Literal["vllm", "hf"] = "vllm"
     """Rollout engine: vLLM in process, or a sampler in plain torch."""
     rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Engine's precision; default: the learner's --dtype, float32 for embedded models; in eval.py
+    """Engine's precision; default: the learner's --dtype, float32 for toy models; in eval.py
     the checkpoint's dtype."""
     rollout_memory: float = 0.0
     """Engine's memory: GiB of KV cache on CPU, share of GPU memory on CUDA; 0: enough for a rollout
@@ -333,9 +333,9 @@ class OptimizerFlags:
     """Optimisation"""
 
     lr: float | None = None
-    """Policy learning rate (embedded models 1e-4)."""
+    """Policy learning rate (toy models 1e-4)."""
     actor_lr: float | None = None
-    """Actor learning rate (embedded models 3e-4)."""
+    """Actor learning rate (toy models 3e-4)."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: torch.optim.Muon for the matrices of the layers, AdamW for the rest, with the same
     learning rates (RMS-matched)."""
@@ -346,9 +346,9 @@ class OptimizerFlags:
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW and Muon."""
     grad_clip: float | None = None
-    """Maximum gradient norm per model (default 1; embedded models 0.3)."""
+    """Maximum gradient norm per model (default 1; toy models 0.3)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Learner's compute dtype (embedded models float32); 16-bit dtypes use autocast with float32
+    """Learner's compute dtype (toy models float32); 16-bit dtypes use autocast with float32
     weights, float16 also a loss scaler."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
@@ -381,7 +381,7 @@ class TaskFlags:
     """The task"""
 
     task: str | None = None
-    """arith (generated sums; default of embedded models); FILE.jsonl, .json or .parquet;
+    """arith (generated sums; default of toy models); FILE.jsonl, .json or .parquet;
     hf:NAME/SPLIT (a data set); a mix of these, separated by commas; FILE.py:CLASS (your class)."""
     columns: str = ""
     """prompt=NAME,answer=NAME: columns of the problem and of its answer, a.b for a nested one;
@@ -532,7 +532,7 @@ HARMLESS = {
     *("gradient_checkpointing", "kernels", "offload", "eval_every"),
 }
 
-# defaults of embedded models (EMBEDDED); values that errors propose for other models (PROPOSED)
+# defaults of toy models (EMBEDDED); values that errors propose for other models (PROPOSED)
 EMBEDDED = {"task": "arith", "max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
 EMBEDDED |= {"rollout_dtype": "float32", "grad_clip": 0.3}
 PROPOSED = {

@@ -157,8 +157,8 @@ def kpop(log_r, logp_inf, rs_low=0.0, rs_high=0.1, clamp=CLAMP):
 
 
 def areal_drop(log_r, is_cap=5.0, clamp=CLAMP):
-    """weight r, tokens with r > C dropped. TRL's token_mask. According to TIS, AReaL drops the
-    response: --objective=is --reject=seq_max:0:5."""
+    """weight r, tokens with r > C dropped. TRL's token_mask. According to the TIS post, AReaL drops
+    the whole response: --objective=is --reject=seq_max:0:5."""
     r = token_ratio(log_r, clamp)
     return r, (r <= is_cap).to(r.dtype)
 
@@ -335,7 +335,7 @@ class Correction:
     parameter name (`call`)."""
 
     function: Callable
-    # "token" or "sequence" if the weight is r or R, capped or not: metrics compare r or R with C
+    # "token" or "sequence": the cap or bounds are of r or R, and metrics use them; "": 2 and 4
     level: str = ""
     drops: bool = False  # the correction rejects tokens or responses
     counts_drops_as_zero: bool = False  # metrics count a dropped weight as 0

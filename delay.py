@@ -123,7 +123,7 @@ class DelaySource(LocalSource):
             int, float
         ] = {}  # version -> virtual time, for the versions still on disk
         self.tickets: list[Ticket] = []
-        self.made = 0.0  # groups made without a ticket: a fraction, below 1 between calls
+        self.made = 0.0  # fraction of a group, carried to the next call
         self.waited = 0.0  # virtual seconds that the learner has waited for groups
         self.dropped = Counter()  # groups dropped by "staleness" and by "window"
         self.pinned = [set(), set()]  # versions that the last two checkpoints need

@@ -207,7 +207,7 @@ def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) ->
 class ModelFlags(SampleFlags):
     """Model and problems"""
 
-    task: str = "arith"  # in train.py --task has a default only with embedded models
+    task: str = "arith"  # in train.py --task has a default only with toy models
     model: str = ""
     """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id,
     or base:policy."""
@@ -351,8 +351,8 @@ def check_only_samples(cfg: EvalFlags) -> None:
 
 
 def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
-    """The model folder (with config.json) of --model or of a different flag. Embedded models are
-    those trained on this task.
+    """The model folder (with config.json) of --model or of a different flag. base:policy and
+    base:actor exist for --task=arith only.
 
     which: "policy" or "actor", the model to take from a run or a checkpoint."""
     name = getattr(cfg, flag)

@@ -448,13 +448,13 @@ class Learner:
         return lora.Adapter.of(getattr(self.models, name), whole)
 
     def published(self, name: str, packed: bool) -> Published:
-        """The tensors of one model for an engine, linear layers in the rollout format, if any.
+        """The tensors of one model for an engine. The stream can be read more than once; each
+        reading is collective.
 
-        The stream can be read more than once; each reading is collective.
-
-        packed: low-bit tensors as quant.py stores them. Remote samplers quantize received weights
-        themselves, unless they receive low-bit tensors. Matrices are rounded to the engine's dtype
-        before they are gathered."""
+        With --rollout_quant, packed publishes q_w and s_w; otherwise a local engine gets
+        dequantized weights, and remote samplers get unquantized weights, which they quantize. If
+        all engine weights have one 16-bit dtype (`engine_type`), unquantized matrices of dense
+        models are cast to it before gathering."""
         whole_of = self._whole_for_engine(name, packed)
         if not self._quantizes(packed):
             return Published(lambda: self.named_tensors(name, whole_of))

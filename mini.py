@@ -183,7 +183,7 @@ def log_probs(model, batch):
 
 
 def forward(model, tokens, attend, cache=None):
-    """Logits of the tokens (B, N), the last N of `attend` (B, M), and the KV cache of all M."""
+    """Return logits (B, N, V) and the KV cache. tokens (B, N) are the newest of attend (B, M)."""
     at = (attend.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]  # positions without padding
     out = model(input_ids=tokens, attention_mask=attend, position_ids=at, past_key_values=cache)
     return out.logits, out.past_key_values

@@ -212,18 +212,19 @@ def kl_estimate(logp, logp_start, estimator: str, clamp=CLAMP):
     """Per-token estimate of KL(p || start), (B, T) nats, with gradient. x = log(p_start / p).
     Schulman.
 
-                            mean of k         gradient of the mean, E[dk]
-        k2 = x^2 / 2        approximates it   dKL(p || start)
-        k3 = e^x - 1 - x    KL(p || start)    dKL(start || p)
+                            mean of k          gradient of the mean, E[dk]
+        k2 = x^2 / 2        near KL(p||start)  dKL(p || start)
+        k3 = e^x - 1 - x    KL(p || start)     dKL(start || p)
 
-    E is over tokens of p. k2 has the gradient of KL(p || start). So has k3 multiplied by p_new /
-    p_old (DeepSeek-V3.2). k1 = -x has a gradient of mean zero."""
+    E is over tokens of p. k3 has the gradient of KL(p || start) only if the gradient also flows
+    through a factor p_new / p_old (DeepSeek-V3.2); here the factor is detached. k1 = -x has a
+    gradient of mean zero."""
     x = logp_start - logp
     return x * x / 2 if estimator == "k2" else token_k3(x, clamp)
 
 
 def unregularised(cfg: Config):
-    """The flags without regularisers: a correction is scored without the regularisers."""
+    """The flags with kl_coef and entropy_coef at 0: worth.py scores corrections without them."""
     return replace(cfg, kl_coef=0.0, entropy_coef=0.0)
 
 

@@ -8,7 +8,8 @@ master weights W, but its linear layers compute with the engine's low-bit number
     backward    dx = g W^      straight through the rounding, in high precision;
                 dW = g^T x^    gradient of the master weights; no gradient through the scales
 
-The engine receives the same q_w and s_w, so weights are quantized only once. Embedding, head and
+The engine receives the same q_w and s_w, so each version of the weights is quantized
+once (under FSDP again for each use, with the same result). Embedding, head and
 the routers of a mixture of experts stay in high precision. Each matrix of each expert is quantized
 separately.
 

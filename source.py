@@ -35,8 +35,8 @@ def has_spread(group: Rollout) -> bool:
 
 
 def set_aside_if_poisoned(r: Response) -> bool:
-    """Mask a response if a log-probability from the engine is not finite or above 0. Returns True
-    if the response was masked.
+    """Mask a response if a log-probability from the engine is non-finite, or positive beyond
+    rounding (1e-3). Returns True if the response was masked.
 
     One such token would make the loss of the whole batch NaN."""
     listed = r.topk_logp  # -inf: a token that truncation excludes

@@ -7,9 +7,10 @@ Bytes, at every sync. The checksum of an engine tensor must equal the sum of its
 checksums. At RL learning rates 99 % of the bytes of a bfloat16 model stay the same from one version
 to the next; the check detects a single changed byte. The checksum of a tensor is
 
-    sum over its words w of  w ((K w) >> 29)    modulo 2^64,    words of 64 bits, or fewer by its shape
+    sum over its words w of  w ((K w) >> 29)    modulo 2^64,
 
-which does not depend on the order of the words or on zero words. So fused (q, k and v in one),
+with words of 64 bits, or of 32, 16 or 8 if the bytes of a row are no multiple of 8. The checksum
+does not depend on the order of the words or on zero words. So fused (q, k and v in one),
 sharded, transposed and padded tensors can be compared without restoring their layout. If a kernel
 repacks its weights, the checksum is taken before repacking (model/in_vllm.py).
 
@@ -21,8 +22,8 @@ a forward pass on the published tensors (model/streamed.py):
 
     rms(log p_engine - log p_published) <= 5 f,    f = rms(log p_nudged - log p_published)
 
-For sampled tokens the median of the absolute difference must be as small, and neither may exceed
-the spread of log p unless f is above half of it.
+The median absolute difference over sampled tokens has the same limit 5 f. If f is at most half of
+the standard deviation of log p_published, both limits are also capped at this deviation.
 
 The noise floor f is measured on the same model and sequences, with one more forward pass in which
 each module's output is perturbed by the engine's rounding error. On SmolLM2-135M, engine errors are

@@ -8,10 +8,10 @@
 
 `objectives.loss` multiplies the weight and mask of a correction (corrections.py) by a surrogate.
 presets.py maps --objective=jackpot to --correction=obrs: `corrections.obrs_correction` calls
-`obrs.correction` for mask and weight. Two models use the exact Z; otherwise kappa scales it
-(`obrs.kappa_from`), computed in `objectives.prepare_obrs`, and for target new after each update in
-`objectives.update_controllers`. All flags are in config.py; --help prints the most common flags,
---help=all prints all flags.
+`obrs.correction` for mask and weight. Z is exact if the learner sees both distributions
+(`corrections.exact_z_known`). Otherwise kappa (`obrs.kappa_from`) scales Z_low or Z_approx:
+`objectives.prepare_obrs` computes it, and `objectives.update_controllers` after each update for
+target new. All flags are in config.py; --help prints the most common ones, --help=all prints all.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAMPLES_EVERY = 10  # updates between two writes of four responses to samples.js
 
 def train(cfg: Config) -> int:
     """Run `--steps` updates, or until a signal; save and report at the end. Returns the exit code.
-    UserError: one sentence."""
+    Raises UserError with a one-sentence message."""
     groups = cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1
     # timeout: in the worst case a rank waits `give_up` seconds for each group
     comm = Comm.start(patience=groups * cfg.give_up + 1800)
@@ -69,7 +69,7 @@ class Training(Session):
 
     def roll_out(self) -> bool:
         """Stages 1 to 3: sample a batch of groups into `pending`. Returns False after a signal, or
-        if no sampler is left."""
+        if a rank gets no groups."""
         cfg, learner = self.cfg, self.learner
         source = self.source
         # 1. publish the rollout model's weights to the engine, and check that it has them

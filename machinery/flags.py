@@ -34,7 +34,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 LISTED = 36  # maximum number of names in an error message
 NEAR = 0.75  # minimum similarity to suggest a flag name
-BASE_ACCURACY = 0.3  # sampled accuracy of embedded models before RL
+BASE_ACCURACY = 0.3  # sampled accuracy of toy models before RL
 LIKE = 0.45  # minimum similarity to suggest a flag value
 
 

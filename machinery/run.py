@@ -546,7 +546,7 @@ WARNINGS = {
         "length (rollout_corr/t_max)"
     ),
     "poisoned": (
-        "the engine gave a log-probability that is not finite or above 0: such responses are left out of the loss; "
+        "the engine gave a log-probability that is non-finite or positive: such responses are left out of the loss; "
         "try --rollout_dtype=float32 or a different --rollout_quant if this repeats (the metric `poisoned` counts "
         "them)"
     ),

@@ -140,7 +140,7 @@ class Session:
         need(
             poisoned < self.cfg.rollout_batch / 2,
             f"of the first {self.cfg.rollout_batch} responses {poisoned:.0f} have log-probabilities from the engine "
-            "that are not finite or above 0; use --rollout_dtype=float32, or a different --rollout_quant",
+            "that are non-finite or positive; use --rollout_dtype=float32, or a different --rollout_quant",
         )
         warning = check_agreement(self.cfg, self.learner.agreement(batch))
         if warning and self.comm.rank == 0:
@@ -190,8 +190,8 @@ class Session:
         return values
 
     def eval_engine(self, name: str):
-        """An engine with the current weights of one model. None: sample with the learner's own
-        module in plain torch, or there are no held-out sets."""
+        """An engine with the current weights of one model. None if the learner's own module samples
+        in plain torch, or if there are no held-out sets."""
         kind = evaluated_by(self.cfg, name)
         if kind == "torch" or not self.run.eval_sets:
             return None

@@ -233,7 +233,7 @@ def main() -> None:
     ours = cfg.model == "base:policy"
     need(
         ours,
-        f"--model={cfg.model}: machinery/warmstart.py makes only the embedded models; leave --model out",
+        f"--model={cfg.model}: machinery/warmstart.py makes only the toy models; leave --model out",
     )
     for name in SHAPES:
         print(base_model("model", f"base:{name}", cfg))

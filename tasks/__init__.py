@@ -1,6 +1,6 @@
 """Tasks: the source of problems, the form of prompts, and the grading of answers.
 
-    arith.py     generated sums with worked steps, for the embedded models
+    arith.py     generated sums with worked steps, for the toy models
     data.py      rows of files and data sets, or of a class in a user's file
     prompts.py   system prompt, template, chat template, tokens, stop tokens
     rewards.py   rewards: built-in parts, and functions in a user's file

@@ -14,7 +14,7 @@ import quant
 from machinery.checkpoint.tensors import TensorFiles
 from machinery.flags import UserError, need, read_json
 
-BASE_DIR = "out/base"  # models made here: embedded models, and text models of multimodal models
+BASE_DIR = "out/base"  # models made here: toy models, and text models of multimodal models
 
 
 class Export:
