@@ -207,7 +207,7 @@ def test_only_changes_are_sent(opened, tmp_path, capsys):
     h.broadcast(5, path, 5.0, lie)
     assert here(5) >= len(weights[5])
     printed = capsys.readouterr().out
-    assert "a delta that leads to other weights; its weights are fetched whole" in printed
+    assert "a delta that gives different weights; its weights are fetched in full" in printed
     assert until(lambda: late.newest.version == 5 and late.newest.path.read_bytes() == weights[5])
     h.counts["bytes_out"] = 0
     broadcast(h, tmp_path / "learner", 6, weights[6], weights[5])

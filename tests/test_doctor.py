@@ -168,7 +168,7 @@ def test_a_dump_of_trl():
     assert (gaps.mean(), gaps.max()) == pytest.approx((0.00120791, 0.00465536), rel=1e-3)
     assert (R.min(), R.mean(), R.max()) == pytest.approx((0.98904693, 1.00098777, 1.01188076), rel=1e-5)
     result = main([f"--rollouts={path}"])
-    assert result["tokens"] == 256 and result["causes"][0]["cause"] == "arithmetic of 16 bits"
+    assert result["tokens"] == 256 and result["causes"][0]["cause"] == "16-bit arithmetic"
     assert result["seq_ess"] == pytest.approx(R.sum() ** 2 / 16 / (R**2).sum())
 
 

@@ -26,8 +26,8 @@ def test_tokens_per_second_by_hand(monkeypatch):
     rows = [seconds | values, {"update_s": 1.0, "speed/update_tokens": 10.0}]
     lines = plot.time_lines(rows)
     assert [line.split() for line in lines[1:]] == [
-        ["rollout", "2.0", "4", "tokens/s", "of", "a", "rank"],
-        ["update", "8.0", "3", "tokens/s", "of", "a", "rank"],
+        ["rollout", "2.0", "4", "tokens/s", "per", "rank"],
+        ["update", "8.0", "3", "tokens/s", "per", "rank"],
         ["total", "10.0"],
     ]
 
