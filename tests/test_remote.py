@@ -131,7 +131,7 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
     wait_for(tmp_path / "run", 1, learner)
     resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
     done = read_metrics(tmp_path / "run")[-1]["step"]
-    assert any("File too large; trying again" in line for line in sampler.stdout)  # waits for this line
+    assert any("File too large; waiting for disk space" in line for line in sampler.stdout)  # waits for this line
     resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     finishes(learner, sampler)
     assert_account_is_complete(tmp_path / "run", [shared / "rollouts"])
