@@ -84,7 +84,7 @@ def test_one_poisoned_token_costs_one_response(
     monkeypatch.setattr(HFEngine, "generate", wrapped)
     common = dict(objective=objective, steps=2, eval_every=-1, actor="none", save_every=0)
     _, rows = train_here(flags(solvers, tmp_path / "poisoned", **common))
-    assert "update 1: the engine gave a log-probability that is not finite" in capsys.readouterr().err
+    assert "update 1: the engine gave a log-probability that is non-finite" in capsys.readouterr().err
     assert (rows[1]["poisoned"], rows[-1]["skipped_steps"]) == (1, 0)
     poison[0] = "masked"
     _, masked = train_here(flags(solvers, tmp_path / "masked", **common))
