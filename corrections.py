@@ -335,7 +335,7 @@ class Correction:
     parameter name (`call`)."""
 
     function: Callable
-    # "token" or "sequence": the cap or bounds are of r or R, and metrics use them; "": 2 and 4
+    # "token", "sequence": the cap is of r, of R; metrics count ratios beyond it ("": 2 and 4)
     level: str = ""
     drops: bool = False  # the correction rejects tokens or responses
     counts_drops_as_zero: bool = False  # metrics count a dropped weight as 0

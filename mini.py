@@ -291,7 +291,7 @@ def last_number(text):
 
 
 class Addition:
-    """The toy: "12 + 7 - 3 :" needs "12 + 7 = 19 ; 19 - 3 = 16 # 16". Each number is one token."""
+    """The toy: "12 + 7 - 3 :" -> "12 + 7 = 19 ; 19 - 3 = 16 # 16"; only "# 16" at the end is graded."""
 
     words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [str(n) for n in range(200)]
     ends = [1]

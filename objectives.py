@@ -534,8 +534,8 @@ def per_response_scale(mask, stats: StepStats, cfg: Config, dtype):
 
 
 def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
-    """Update the state for the next step: kappa, which target new reads, and lambda_distill of the
-    closed loop.
+    """Update the state for the next step: kappa, used with --obrs_target=new, and lambda_distill of
+    the closed loop.
 
     Closed loop (proposed in Jackpot's Limitations): lambda_distill <- lambda_distill exp(gain e),
     e = clip((KL - target) / target, -1, 1), so that one step changes lambda_distill by a factor of

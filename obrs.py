@@ -22,7 +22,8 @@ with TIS, OBRS has the factor Z, the choice of target, and mask noise. `--obrs_m
 (weight a w instead of a random mask) has the same mean and lower variance.
 
 Z is a sum over the vocabulary, but an engine returns only its top-K. Let the support S be
-top-K(p_inf) and the sampled token, and p_K the engine's K-th probability. The sum over S is a lower
+top-K(p_inf) and the sampled token (with --obrs_z=approx, or an actor that is the sampler and target
+new, also the policy's top-K), and p_K the engine's K-th probability. The sum over S is a lower
 bound of Z. Adding a bound on the sum outside S gives an upper bound (`z_bracket`). One scalar kappa
 per update scales the lower bound to the observed acceptance rate (section 4.4.2).
 """
@@ -91,7 +92,7 @@ def correction(
 
     u: uniforms in [0, 1), one per token. logp_ref: None if p_ref / p_tgt is not needed. expected:
     keep is the expectation a instead of a Bernoulli draw. mode: `mask` or `reweight` alone (Tables
-    6, 7; reweighting alone is biased, since E_inf[w] is not 1)."""
+    6, 7). Reweighting alone is biased: w is not proportional to p_tgt / p_inf, but a w = Z r is."""
     a = acceptance(logp_tgt, logp_inf, lam, clamp)  # Eq. 3:   min(1, p_tgt / (lambda p_inf))
     keep = a if expected else (u < a).to(a.dtype)  # Eq. 5:   Mask ~ Bernoulli(a), or its mean
     w = weight(z, logp_tgt, logp_inf, lam, clamp)  # line 23: Z max(lambda, p_tgt / p_inf)

@@ -4,9 +4,10 @@ A quantized engine samples from a different policy than the learner's. A correct
 adds variance; QaRL (arXiv 2604.07853) removes the difference. The learner keeps high-precision
 master weights W, but its linear layers compute with the engine's low-bit numbers:
 
-    forward     y  = x^ W^T    x^ = s_x q_x, W^ = s_w q_w; the product is taken on q_x and q_w
-    backward    dx = g W^      straight through the rounding, in high precision;
-                dW = g^T x^    gradient of the master weights; no gradient through the scales
+    forward     y  = Xq Wq^T   Wq = s_w q_w; int8, fp8: Xq = s_x q_x, the product is taken on q_x, q_w;
+                               the other formats: Xq = x
+    backward    dx = g Wq      straight through the rounding, in high precision;
+                dW = g^T Xq    gradient of the master weights; no gradient through the scales
 
 The engine receives the same q_w and s_w, so each version of the weights is quantized
 once (under FSDP again for each use, with the same result). Embedding, head and
@@ -221,10 +222,10 @@ def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class StraightThroughMatmul(torch.autograd.Function):
-    """y = x^ W^T with low-bit numbers; straight-through backward pass (formulas above).
+    """y = Xq Wq^T with low-bit numbers; straight-through backward pass (formulas above).
 
     x (M, K); weight (N, K): master weight, only for its gradient; qw, sw: the quantized weight;
-    multiply: (x, W^) -> x W^T, if x is in full precision."""
+    multiply: (x, Wq) -> x Wq^T, if x is in full precision."""
 
     @staticmethod
     def forward(ctx, x, weight, qw, sw, fmt: Format, multiply):
