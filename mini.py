@@ -8,10 +8,9 @@ Read `jackpot` first: it is the whole algorithm (arXiv 2602.06107, Alg. 1). Opti
 rejection sampling (OBRS) keeps a token with probability min(1, p_policy / (lambda p_actor)), and
 reweights the kept ones. PPO updates both models. Distillation keeps the actor close to the policy.
 
-Without --model, two small models learn to add, after a warm start of supervised steps. --data is a
-JSONL file with `problem` (or `question`) and `answer`; a response is correct if its last number
-equals the last number of the answer. train.py adds vLLM, torchrun, low-bit and delayed samplers,
-more corrections; with equal weights both log the same metrics up to rounding (tests/test_mini.py).
+Without --model, two small models learn to add, after supervised steps. --data: JSONL with `problem`
+(or `question`) and `answer`; a response is correct if its last number is the answer's. train.py
+adds vLLM, torchrun and more; both log the same metrics up to rounding (tests/test_mini.py).
 
 Distributions: inf sampled the responses, ref is the policy before the updates on a batch, new is
 the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocabulary, G group size.
