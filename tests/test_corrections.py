@@ -148,6 +148,9 @@ def test_m2po_by_hand():
     stats = objectives.prepare(b, Comm(), cfg, {})
     _, keep, _ = apply_correction(new, b, stats, cfg)
     assert keep[:, :2].tolist() == [[1.0, 1.0], [1.0, 0.0]]
+    comm = Comm()
+    comm.cat = lambda x: torch.cat([x, torch.zeros(9)])  # a second rank without a gap lowers the mean
+    assert objectives.prepare(b, comm, cfg, {}).largest_kept == pytest.approx(0.16)
 
 
 def test_kpop_by_hand():

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import make_cfg
+import torch
+from conftest import make_cfg, tiny_model
 from tools.ladder_faults import PLANTED, make_models, named
 
 import batching
@@ -245,3 +246,13 @@ def test_the_record_names_every_planted_fault_first():
     record = sweep.load("ladder")["faults"]
     assert [x["planted"] for x in record] == [planted.name for planted in PLANTED] and len(record) == 12
     assert [x["suspects"][0]["fault"] for x in record] == [planted.name for planted in PLANTED]
+
+
+def test_the_body_computes_each_input_once():
+    model, ids = tiny_model(0), torch.tensor([[3, 4, 5], [6, 7, 8]])
+    wanted = [model.base_model(input_ids=row[None]).last_hidden_state for row in ids]
+    with faults.body_once(model):
+        first = [model.base_model(input_ids=row[None]).last_hidden_state for row in ids]
+        again = [model.base_model(input_ids=row[None]).last_hidden_state for row in ids]
+    assert all(torch.equal(x, y) and y is z for x, y, z in zip(wanted, first, again, strict=True))
+    assert model.base_model(input_ids=ids[:1]).last_hidden_state is not first[0]

@@ -397,11 +397,11 @@ def test_the_longest_row_is_the_longest_that_fits(monkeypatch):
 
 def test_the_largest_micro_batch_is_a_power_of_two_that_fits(monkeypatch):
     def planned(cfg, configs, prompt, ranks, gpu_gib):
-        return SimpleNamespace(peak=cfg.micro_tokens * plan.GIB // 1000)
+        return SimpleNamespace(peak=cfg.micro_tokens * plan.GIB // 1024)
 
     monkeypatch.setattr(plan, "plan_of", planned)
     made = SimpleNamespace(micro=(3, 700), ranks=2)
-    for gpu_gib, tokens in ((5.0, 4096), (4.096, 4096), (4.0, 2048), (100.0, 32768), (0.9, 700)):
+    for gpu_gib, tokens in ((5.0, 4096), (4.0, 4096), (3.99, 2048), (100.0, 32768), (0.9, 700)):
         assert plan.largest_micro(make_cfg(**BIG), made, {}, 37, gpu_gib) == tokens
 
 
