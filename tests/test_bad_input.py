@@ -236,7 +236,7 @@ WORLD_SIZE=3 --train_batch=64 --rollout_batch=64 | --train_batch=64: not ... eac
 --samplers=files | --samplers=files: write tcp://HOST:PORT, or name a shared folder
 --samplers= | --samplers is empty: write local, tcp://HOST:PORT or a folder
 --samplers=http://127.0.0.1:5555 | --samplers=http://127.0.0.1:5555: not an address; write tcp://HOST:PORT
---samplers=tcp://*:5555 | --samplers=tcp://*:5555: samplers on other hosts need --keys ... listen on tcp://127.0.0.1:PORT
+--samplers=tcp://*:5555 | --samplers=tcp://*:5555: samplers on other hosts need --keys ... listen on tcp://127.0.0.1:
 --task=fine.jsonl | --model=base:policy knows only --task=arith; give a model's folder for fine.jsonl
 --actor=base:policy --model=POLICY --task=fine.jsonl | --actor=base:policy knows only ... give a model
 --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
