@@ -106,10 +106,6 @@ def measure(flags: str) -> dict:
 def numbers(row: dict) -> list[str]:
     """The cells of a row of the table."""
     floor = max(row["floor"]["k1"], row["floor"]["kl"])
-    control = row["control"]
-    length = ""
-    if control:
-        length = f"{control['long'][0]:.2g} / {control['5_short'][0]:.2g}"
     return [
         sweep.number(row["length"]["mean"]),
         f"{row['kl']:.2g}",
@@ -121,7 +117,6 @@ def numbers(row: dict) -> list[str]:
         f"{row['token_ess']:.3f}",
         f"{row['seq_ess']:.2g}",
         f"{row['t_max']:,.0f}",
-        length,
     ]
 
 
@@ -129,15 +124,17 @@ def table(data: dict) -> str:
     """The table of the page: a line for each model and each row."""
     head = [
         "",
-        "tokens",
+        "tokens per response",
         "KL",
-        "its floor",
+        "floor of the KL",
         "mean gap",
-        "largest of a response",
-        "largest",
-        "above 0.5",
+        "largest gap in a response (mean)",
+        "largest gap in the batch",
+        "responses with a gap above 0.5",
+        "ESS of token weights",
+        "ESS of response weights",
+        "T_max",
     ]
-    head += ["ESS, tokens", "ESS, responses", "T_max", "long / 5 short"]
     lines = []
     for group, rows in ROWS.items():
         lines.append([f"**{group}**"])
@@ -162,7 +159,7 @@ def depths(data: dict) -> str:
         ]
         for row, values in rows.items()
     ]
-    return "\n" + sweep.markdown(["int8: KL to plain; to itself", *names], lines)
+    return "\n" + sweep.markdown(["int8: KL to the unquantized model; KL to itself after a change of 1e-7", *names], lines)
 
 
 def draw(data: dict) -> None:
