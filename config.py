@@ -87,9 +87,10 @@ class ObjectiveFlags:
     """Clip the surrogate's ratio."""
     clip_low: float | None = None
     """eps_low (default 0.2; gspo and tbpo 3e-4; gmpo 0.4, a bound on the log-ratio; dppo_tv 0.2 and
-    dppo_kl 0.05, bounds on a divergence)."""
+    dppo_kl 0.05, bounds on a divergence; not used by drpo)."""
     clip_high: float | None = None
-    """eps_high (default 0.28; gspo and tbpo 4e-4; gmpo, dppo_tv and dppo_kl as --clip_low)."""
+    """eps_high (default 0.28; gspo and tbpo 4e-4; drpo 12.5; gmpo, dppo_tv and dppo_kl as
+    --clip_low)."""
     dual_clip: float = 0.0
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
     correction_target: Literal["ref", "new"] | None = None
@@ -157,7 +158,8 @@ class ObrsFlags:
     """c2: cap of p_ref / p_tgt (target new); default 1.02 + clip_high for ppo and cispo with a
     finite clip, else 3 (Jackpot Table 8). Without a cap, training may fail."""
     obrs_topk: int = 20
-    """K: number of the engine's top log-probabilities from which Z is bounded."""
+    """K: number of the engine's top log-probabilities, from which Z is bounded and --reject=seq_max_kl
+    is computed."""
     obrs_mask: Literal["bernoulli", "expected"] = "bernoulli"
     """Draw the mask, or weight tokens by its expectation."""
     obrs_mode: Literal["both", "mask", "reweight"] = "both"
@@ -341,6 +343,9 @@ class OptimizerFlags:
     learning rates (RMS-matched)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up."""
+    lr_from_ess: bool = False
+    """Multiply the policy's learning rate by sqrt(ESS / N) of the batch's response weights R: VCPO
+    (arXiv 2602.17616)."""
     warmup_steps: float = 5.0
     """Updates of linear warm-up; below 1: share of --steps (0.03: 3 %, rounded up)."""
     weight_decay: float = 0.0

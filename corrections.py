@@ -72,6 +72,18 @@ def token_k3(log_r, clamp=CLAMP):
     return (torch.expm1(x) - x).to(log_r.dtype)
 
 
+def token_kl(support_logp, support_logp_ref):
+    """KL(inf || ref) of the tokens on the support and of the rest as one token, (B, T); at most the
+    KL over the vocabulary.
+
+    support_logp: (B, T, S) log p_inf, -inf for entries to ignore; support_logp_ref: log p_ref."""
+    on = support_logp.isfinite()
+    p, p_ref = support_logp.exp(), support_logp_ref.exp() * on
+    terms = torch.where(on, p * (support_logp - support_logp_ref), 0.0)
+    rest, rest_ref = (1 - p.sum(-1)).clamp_min(1e-8), (1 - p_ref.sum(-1)).clamp_min(1e-8)
+    return (terms.sum(-1) + rest * (rest.log() - rest_ref.log())).clamp_min(0.0)
+
+
 def seq_sum(x, mask):
     """Sum over a response's tokens, (B, 1)."""
     return (x * mask).sum(1, keepdim=True)
@@ -424,13 +436,15 @@ USES_Z = {name for name, row in CORRECTIONS.items() if row.needs_z}
 class Rejection:
     """--reject: keep tokens or responses with low <= statistic <= high.
 
-    statistic: (log_r, mask, clamp) -> (B, T) or (B, 1). of_batch: high bounds the statistic's mean
-    over the kept tokens of the batch (`largest_kept`)."""
+    statistic: function of log_r, mask, clamp or the support, by parameter name -> (B, T) or (B, 1).
+    of_batch: high bounds the statistic's mean over the kept tokens of the batch (`largest_kept`).
+    needs_support: the statistic needs the engine's top-K."""
 
     statistic: Callable
     low: float = 0.0
     high: float = 0.1
     of_batch: bool = False
+    needs_support: bool = False
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -462,6 +476,12 @@ def of_response(estimate, aggregate):
     return lambda log_r, mask, clamp: aggregate(estimate(log_r, clamp), mask)
 
 
+def seq_max_kl(mask, support_logp, support_logp_ref):
+    """The largest KL(inf || ref) of a response's tokens, (B, 1). TRM, arXiv 2512.23075, which bounds
+    the KL over the whole vocabulary."""
+    return seq_max(token_kl(support_logp, support_logp_ref), mask)
+
+
 # k2 and k3 estimate KL(inf || ref) and are nonnegative: their default lower bound is 0. Names and
 # defaults are verl's
 REJECTIONS = {
@@ -479,6 +499,7 @@ REJECTIONS = {
     "seq_mean_k3": Rejection(of_response(token_k3, seq_mean)),
     "seq_max_k2": Rejection(of_response(token_k2, seq_max)),
     "seq_max_k3": Rejection(of_response(token_k3, seq_max)),
+    "seq_max_kl": Rejection(seq_max_kl, needs_support=True),
 }
 
 
@@ -537,12 +558,21 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
     "negative": drop only tokens with negative advantage; lowering the probability of already
     unlikely tokens has little benefit and changes the policy a lot."""
     if cfg.correction_target == "new":
-        batch = replace(batch, logp_ref=new.logp.detach())
+        batch = replace(batch, logp_ref=new.logp.detach(), support_logp_ref=new.support_logp)
     weight, keep, *logs = weight_and_mask(new, batch, stats, cfg)
     weight = weight / stats.weight_mean
     for row, low, high in rejections(cfg):
         high = stats.largest_kept if row.of_batch else high
-        kept = inside(row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp), low, high)
+        statistic = call(
+            row.statistic,
+            cfg,
+            log_r=batch.log_r,
+            mask=batch.mask,
+            clamp=cfg.log_ratio_clamp,
+            support_logp=batch.support_logp,
+            support_logp_ref=batch.support_logp_ref,
+        )
+        kept = inside(statistic, low, high)
         keep = keep * (kept if cfg.reject_of == "all" else torch.where(batch.adv < 0, kept, 1.0))
     return weight, keep, logs[0] if logs else {}
 
@@ -550,6 +580,11 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
 def batch_rejection(cfg: ObjectiveFlags) -> tuple[Rejection, float] | None:
     """(statistic, bound of its mean) of the rejection over the whole batch; None without one."""
     return next(((row, high) for row, _, high in rejections(cfg) if row.of_batch), None)
+
+
+def rejects_by_support(cfg: ObjectiveFlags) -> bool:
+    """Whether a rejection needs the engine's top-K and the policy's probabilities of these tokens."""
+    return any(row.needs_support for row, _, _ in rejections(cfg))
 
 
 def can_drop(cfg: ObjectiveFlags) -> bool:

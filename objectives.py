@@ -131,6 +131,19 @@ def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
     return torch.where(outside, 0.0, s * adv), outside, s
 
 
+def drpo(logp, base, adv, high=12.5, clamp=CLAMP):
+    """s A - |A| p_base (s - 1)^2 / (2 high): dppo_tv with a smooth bound. DRPO, arXiv 2606.09821,
+    Eq. 8, with --ratio_base=inf.
+
+    Its gradient is s (A - |A| (p_new - p_base) / high) of log p_new: 0 at the bound, and beyond the
+    bound back towards p_base. A probability changes by at most 1, so the paper's 12.5 changes
+    weights by at most 8 %."""
+    s = token_ratio(logp - base, clamp)
+    p = base.exp()
+    outside = (torch.sign(adv) * (logp.detach().exp() - p)) > high
+    return s * adv - adv.abs() * p * (s - 1).square() / (2 * high), outside, s
+
+
 def cispo(log_ratio, logp, adv, low=0.2, high=0.28, clamp=CLAMP):
     """sg(clip(s, 1 - low, 1 + high)) A log p_new: clipped tokens keep a gradient. MiniMax-M1."""
     s = token_ratio(log_ratio, clamp).detach()
@@ -168,6 +181,7 @@ SURROGATES = {
     "gmpo": gmpo,
     "dppo_tv": dppo,
     "dppo_kl": functools.partial(dppo, divergence="kl"),
+    "drpo": drpo,
     "cispo": cispo,
 }
 
@@ -195,11 +209,12 @@ DISTILL_GAIN = 0.1  # closed loop: largest change of log(distill_lambda) in one 
 DISTILL_LAMBDA_MAX = 100.0  # closed loop: upper bound of distill_lambda
 CLIP = (0.2, 0.28)  # default eps_low, eps_high
 CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # of a length-normalised ratio
-# bounds of log s (gmpo) and of a divergence (dppo)
+# bounds of log s (gmpo) and of a divergence (dppo, drpo)
 CLIPS |= {
     "gmpo": (0.4, 0.4),
     "dppo_tv": (0.2, 0.2),
     "dppo_kl": (0.05, 0.05),
+    "drpo": (12.5, 12.5),
 }
 
 

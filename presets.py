@@ -80,6 +80,11 @@ PAPERS = {
     "gmpo": {"correction": "none", "surrogate": "gmpo", "reduction": "seq-mean-token-mean"},
     "dppo_tv": {"correction": "none", "surrogate": "dppo_tv", "ratio_base": "inf"},
     "dppo_kl": {"correction": "none", "surrogate": "dppo_kl", "ratio_base": "inf"},
+    "drpo": {
+        **{"correction": "none", "surrogate": "drpo", "ratio_base": "inf"},
+        **{"advantage": "grpo_no_std", "reduction": "seq-mean-token-sum-norm"},
+    },
+    "trm": {"correction": "none", "surrogate": "ppo", "reject": "seq_max_kl"},
     "vespo": {"correction": "vespo", "surrogate": "reinforce", "correction_target": "new"},
     # DeepSeek-V3.2, Eq. 9 as TRL cites it: a response is dropped if A < 0 and mean log(p_inf /
     # p_new) > delta

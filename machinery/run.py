@@ -27,12 +27,11 @@ import numpy as np
 from tqdm import tqdm
 
 import config
-import corrections
 import quant
 import sampling
 import tasks
 from config import Config, LossFlags, ReportFlags, RunFlags
-from corrections import USES_Z
+from corrections import USES_Z, rejects_by_support
 from delay import DelaySource
 from learner import LOCAL_RANK
 from machinery import checkpoint, warmstart
@@ -253,7 +252,8 @@ def open_eval_engine(cfg: Config, run, comm):
 
 def topk_of(cfg: LossFlags) -> int:
     """Number of the engine's largest log-probabilities that are recorded with each token."""
-    return cfg.obrs_topk if cfg.correction in USES_Z and cfg.obrs_z != "exact" else 0
+    uses_z = cfg.correction in USES_Z and cfg.obrs_z != "exact"
+    return cfg.obrs_topk if uses_z or rejects_by_support(cfg) else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -508,8 +508,9 @@ def check_models(cfg: Config, policy: str, actor: str | None) -> None:
 
 def check_vocabulary(cfg: Config, vocabulary: int) -> None:
     """Check the flags that are bounded by the vocabulary size."""
+    uses_topk = cfg.correction in USES_Z or rejects_by_support(cfg)
     need(
-        cfg.correction not in corrections.USES_Z or 1 <= cfg.obrs_topk <= vocabulary,
+        not uses_topk or 1 <= cfg.obrs_topk <= vocabulary,
         f"--obrs_topk={cfg.obrs_topk}: K must be between 1 and the vocabulary of {vocabulary} tokens",
     )
     need(

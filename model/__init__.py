@@ -402,7 +402,7 @@ def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
     sampler_known = has_actor and corrections.actor_is_sampler(cfg)
     wider = cfg.obrs_z == "approx" or (sampler_known and cfg.obrs_target == "new")
     return Needs(
-        support=sums,
+        support=sums or corrections.rejects_by_support(cfg),
         tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
         exact_z=sampler_known and uses_z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
         lam=lam,
@@ -421,7 +421,10 @@ def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> 
         entropy=True,
         entropy_gradient=cfg.entropy_coef > 0,
         start=cfg.kl_coef > 0 and not has_ref,
-        support=sums,
+        support=sums
+        or (
+            corrections.rejects_by_support(cfg) and (cfg.correction_target == "new" or not has_ref)
+        ),
         tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
         lam=lam,

@@ -159,7 +159,9 @@ def depths(data: dict) -> str:
         ]
         for row, values in rows.items()
     ]
-    return "\n" + sweep.markdown(["int8: KL to the unquantized model; KL to itself after a change of 1e-7", *names], lines)
+    return "\n" + sweep.markdown(
+        ["int8: KL to the unquantized model; KL to itself after a change of 1e-7", *names], lines
+    )
 
 
 def draw(data: dict) -> None:
