@@ -221,6 +221,8 @@ class One:
     def sum(values):
         return [float(x) for x in values]
 
+    max = sum
+
     @staticmethod
     def cat(x):
         return x

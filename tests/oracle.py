@@ -47,6 +47,7 @@ class Result:
 
     loss: float
     size: float  # sum of the absolute values of the loss's terms
+    weighed: list[list[tuple[float, float]]]  # (weight, keep) of each token
     policy: list[list[float]]
     actor: list[list[float]]
     distill: list[list[float]]
@@ -61,7 +62,6 @@ class Bounds:
     floor: float = 0.0
     low: float = 0.0
     high: float = INF
-    drop: bool = False  # tbpo_mismatch: drop outside [floor, cap]
 
 
 def clamp(x: float, c: float) -> float:
@@ -102,14 +102,14 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
         # with one ratio a response, every token's value depends on every token
         factors = [sum(scale)] * len(scale) if together else scale
         slopes = [f * d for f, d in zip(factors, slopes, strict=True)]
-        drift, pull = cppo(r, responses, cfg)
+        drift, pull = cppo(r, responses, share[i], cfg)
         terms.append(drift)
         to_start, back = kl_to_start(r, responses, [share_kept[i] * k * w for w, k in weighed[i]], cfg)
         terms += to_start
         policy.append([a + b + c for a, b, c in zip(slopes, pull, back, strict=True)])
         terms += [-share[i] * cfg.entropy_coef * entropy(token.new) for token in r.on]
         entropies.append([-share[i] * cfg.entropy_coef] * len(r.on))
-    result = Result(0.0, 0.0, policy, [[] for _ in responses], [[] for _ in responses], entropies)
+    result = Result(0.0, 0.0, weighed, policy, [[] for _ in responses], [[] for _ in responses], entropies)
     if cfg.actor != "none":
         terms += actors_part(result, responses, adv, share, distill_lambda, cfg)
     return replace(result, loss=sum(terms), size=sum(map(abs, terms)))
@@ -118,6 +118,8 @@ def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: fl
 def advantages(responses: list[Response], cfg) -> list[float]:
     """The advantage of each response within its group; a group of equal rewards has 0."""
     out, earned = [], [r.reward for r in responses]
+    if cfg.advantage == "given":
+        return earned
     for r, reward in zip(responses, earned, strict=True):
         rewards = [x for x, other in zip(earned, responses, strict=True) if other.group == r.group]
         G, m = len(rewards), mean(rewards)
@@ -235,8 +237,7 @@ def by_token(name: str, ratio: float, bounds: Bounds) -> tuple[float, float]:
 
 def by_response(name: str, R: float, geo: float, bounds: Bounds) -> tuple[float, float]:
     if name == "tbpo_mismatch":
-        low = bounds.floor or 1 / bounds.cap
-        return (geo, inside(geo, low, bounds.cap)) if bounds.drop else (min(max(geo, low), bounds.cap), 1.0)
+        return min(max(geo, bounds.floor or 1 / bounds.cap), bounds.cap), 1.0
     if name == "seq_mis":
         return R, inside(R, bounds.low, bounds.high)
     keep = inside(geo, bounds.low, bounds.high) if name.startswith("geo_rs") else 1.0
@@ -266,8 +267,7 @@ def rejections(r: Response, advantage: float, cfg, most: float) -> list[float]:
     k2 = [clamp(x, c) ** 2 / 2 for x in logs]
     k3 = [math.exp(clamp(x, c)) - 1 - clamp(x, c) for x in logs]
     n = len(logs)
-    statistic = {
-        "none": [0.0] * n,
+    statistics = {
         "token": [math.exp(clamp(x, c)) for x in logs],
         "sequence": [math.exp(clamp(sum(logs), c))] * n,
         "geo": [math.exp(clamp(mean(logs), c))] * n,
@@ -282,11 +282,16 @@ def rejections(r: Response, advantage: float, cfg, most: float) -> list[float]:
         "seq_max_k3": [max(k3)] * n,
         "seq_max": [max(math.exp(clamp(x, c)) for x in logs)] * n,
         "seq_min": [min(math.exp(clamp(x, c)) for x in logs)] * n,
-    }[cfg.reject]
-    low, high = (0.0, INF) if cfg.reject == "none" else (cfg.rs_low, cfg.rs_high)
-    high = most if cfg.reject == "token_m2" else high
-    spared = cfg.reject_of == "negative" and advantage >= 0
-    return [1.0 if spared else inside(x, low, high) for x in statistic]
+    }
+    keep = [1.0] * n
+    if cfg.reject == "none" or (cfg.reject_of == "negative" and advantage >= 0):
+        return keep
+    for part in cfg.reject.split(","):
+        name, *bounds = part.split(":")
+        low, high = map(float, bounds or (cfg.rs_low, cfg.rs_high))
+        high = most if name == "token_m2" else high
+        keep = [k * inside(x, low, high) for k, x in zip(keep, statistics[name], strict=True)]
+    return keep
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -466,17 +471,21 @@ def geometric(r: Response, policy: str) -> float:
     return math.exp(mean([math.log(getattr(token, policy)[token.id]) for token in r.on]))
 
 
-def cppo(r: Response, responses: list[Response], cfg) -> tuple[float, list[float]]:
-    """beta times this response's part of the mean over sequences of mean over tokens of e^d - d - 1, and its slopes."""
-    sequences = sum(len(other.on) > 0 for other in responses)
+def cppo(r: Response, responses: list[Response], of_token: float, cfg) -> tuple[float, list[float]]:
+    """beta times this response's part of the mean over sequences of mean over tokens of e^d - d - 1, and its slopes.
+    k2: d^2 / 2, and the chosen reduction, with this share of each token."""
+    of_mean = 1 / sum(len(other.on) > 0 for other in responses) / max(1, len(r.on))
+    sign = -1.0 if cfg.cppo_kl == "official" else 1.0  # official: d = log p_inf - log p_new
     total, slopes = 0.0, []
     for token in r.on:
-        sign = -1.0 if cfg.cppo_kl == "official" else 1.0  # official: d = log p_inf - log p_new
         x = sign * log_ratio(token, "new", "inf")
         d = clamp(x, cfg.log_ratio_clamp)
-        share = cfg.cppo_beta / sequences / len(r.on)
-        total += share * (math.exp(d) - d - 1)
-        slopes.append(share * (math.exp(d) - 1) * sign if d == x else 0.0)
+        if cfg.cppo_kl == "k2":
+            share, value, slope = of_token, x * x / 2, x
+        else:
+            share, value, slope = of_mean, math.exp(d) - d - 1, (math.exp(d) - 1) * sign if d == x else 0.0
+        total += cfg.cppo_beta * share * value
+        slopes.append(cfg.cppo_beta * share * slope)
     return total, slopes
 
 

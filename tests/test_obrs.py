@@ -39,7 +39,7 @@ def test_hand_worked_numbers():
     assert torch.allclose(w, 0.45 * torch.tensor([2.5, 2, 2, 2, 2], dtype=f64))
 
 
-@pytest.mark.parametrize("lam", [0.3, 0.8, 1.0, 1.7, 2.5, 4.0])
+@pytest.mark.parametrize("lam", [0.3, 1.0, 1.7, 4.0])
 def test_weight_is_target_over_accepted_distribution_and_mean_is_z_times_tis(lam):
     distribution, z = accepted(P, Q, lam)
     w = obrs.weight(torch.tensor(z, dtype=f64), P.log(), Q.log(), lam)
@@ -88,9 +88,8 @@ def test_theorem_3_4_unique_lambda_and_optimality():
         assert math.isclose(z, rate, rel_tol=1e-12)
         for other in (lam * 0.99, lam * 1.01):  # acceptance is strictly monotone here: unique
             assert abs(accepted(P, Q, other)[1] - rate) > 1e-5
-        generator = torch.Generator().manual_seed(0)
         for _ in range(200):  # no rule of the same budget is closer
-            a = torch.rand(5, generator=generator, dtype=f64)
+            a = torch.rand(5, dtype=f64)
             a = a * rate / float((Q * a).sum())
             if a.max() <= 1:
                 assert kl(P, Q * a / rate) >= kl(P, distribution) - 1e-12
@@ -107,64 +106,22 @@ def test_budget_over_tokens_is_exact():
     assert obrs.solve_lambda(torch.ones(10), 0.5) == pytest.approx(2.0)  # all equal: r / lambda = rate
 
 
-HALVES = torch.full((1, 5), 0.5, dtype=f64)
-
-
-def z_of_all(lam):
-    """Z of a row of all five tokens, with the whole vocabulary as the support."""
-    target = obrs.Target(P.log()[None], P.log().expand(1, 5, 5), tail=None, z=None)
-    return obrs.token_z(target, Q.log().expand(1, 5, 5), lam, kappa=1.0, how="bracket").used
-
-
-def enumerated(lam=1.0, c1=100.0, u=HALVES, **settings):
-    """obrs.correction of a row of all five tokens."""
-    return obrs.correction(P.log()[None], Q.log()[None], None, z_of_all(lam), u, lam=lam, c1=c1, **settings)
-
-
-@pytest.mark.parametrize("lam", [0.8, 1.0, 1.2])
+@pytest.mark.parametrize("lam", [0.8, 1.2])
 def test_both_masks_are_unbiased_for_z_times_target_and_expected_has_less_variance(lam):
     z = accepted(P, Q, lam)[1]
     f = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0], dtype=f64)  # any function of the token
     want = z * float((P * f).sum())
-    w, a, _ = enumerated(lam, expected=True)
-    mean_expected = float((Q * a * w * f).sum())
-    second_expected = float((Q * (a * w * f) ** 2).sum())
+    w, a, _ = obrs.correction(P.log(), Q.log(), None, z, None, lam=lam, c1=100.0, expected=True)
+    assert float((Q * a * w * f).sum()) == pytest.approx(want, rel=1e-12)
     # Bernoulli: integrate over u exactly, from draws on a fine grid of midpoints
-    n = 20000
-    u = ((torch.arange(n, dtype=f64) + 0.5) / n)[:, None].expand(n, 5)
-    w_b, keep, _ = enumerated(lam, u=u)
-    x = keep * w_b * f
-    mean_bernoulli = float((Q * x.mean(0)).sum())
-    second_bernoulli = float((Q * (x**2).mean(0)).sum())
-    assert mean_expected == pytest.approx(want, rel=1e-12)
-    assert mean_bernoulli == pytest.approx(want, rel=1e-3)
+    u = ((torch.arange(20000, dtype=f64) + 0.5) / 20000)[:, None].expand(-1, 5)
+    w, keep, _ = obrs.correction(P.log(), Q.log(), None, z, u, lam=lam, c1=100.0)
+    x = keep * w * f
+    assert float((Q * x.mean(0)).sum()) == pytest.approx(want, rel=1e-3)
     # law of total variance: the gap is E[Var(Mask)] w^2 f^2 = sum q a (1 - a) w^2 f^2
-    gap = float((Q * a[0] * (1 - a[0]) * (w[0] * f) ** 2).sum())
+    gap = float((Q * a * (1 - a) * (w * f) ** 2).sum())
     assert gap > 0.01
-    assert second_bernoulli - second_expected == pytest.approx(gap, rel=1e-2)
-    assert z_of_all(lam)[0, 0] == pytest.approx(z)
-
-
-def test_modes():
-    w, keep, accept = enumerated(mode="mask")
-    assert torch.equal(w, torch.ones_like(w))
-    assert set(keep.unique().tolist()) == {0.0, 1.0}
-    assert torch.equal(accept, keep)
-    w, keep, accept = enumerated(mode="reweight")
-    assert torch.equal(keep, torch.ones_like(keep))
-    assert torch.equal(accept, obrs.acceptance(P.log(), Q.log(), 1.0)[None])  # the acceptance of a mask
-    assert float(w[0, 0]) == pytest.approx(0.65 * 2.5)
-    assert float((Q * w[0]).sum()) != pytest.approx(1.0, abs=0.05)  # biased: E_inf[w] is not 1
-    w, _, _ = enumerated(c1=1.0)
-    assert float(w.max()) == 1.0
-
-
-def test_target_new_multiplies_by_ref_over_new_capped_by_c2():
-    ref = torch.tensor([0.45, 0.15, 0.20, 0.15, 0.05], dtype=f64)
-    w, _, _ = obrs.correction(P.log(), Q.log(), ref.log(), 0.65, None, c1=100.0, c2=1.2, expected=True)
-    plain = 0.65 * (P / Q).clamp_min(1.0)
-    # p_ref / p_new = .9, .75, 4/3 -> 1.2, 1.5 -> 1.2, 1
-    assert torch.allclose(w, plain * torch.tensor([0.9, 0.75, 1.2, 1.2, 1.0], dtype=f64))
+    assert float((Q * ((x**2).mean(0) - (a * w * f) ** 2)).sum()) == pytest.approx(gap, rel=1e-2)
 
 
 CLAMP = 0.9
@@ -211,8 +168,8 @@ def random_distributions(n, vocab, seed, spread=1.5):
     return lp.log_softmax(-1), lq.log_softmax(-1)
 
 
-@pytest.mark.parametrize("lam", [0.7, 1.0, 1.5])
-@pytest.mark.parametrize("K", [1, 3, 10, 50])
+@pytest.mark.parametrize("lam", [0.7, 1.5])
+@pytest.mark.parametrize("K", [1, 10, 50])
 def test_bracket_contains_z(lam, K):
     lp, lq = random_distributions(300, 50, K)
     z = torch.minimum(lq.exp(), lp.exp() / lam).sum(-1)
@@ -259,35 +216,12 @@ def test_token_z_modes():
     assert got.summed is got.high is None
 
 
-def test_token_z_takes_the_tail_of_its_target():
-    """Z_low = min(.5, .4) = .4; p_inf leaves .5, but the target outside S has .05."""
-    half = torch.tensor([[[0.5]]], dtype=f64).log()
-    target = obrs.Target(None, torch.tensor([[[0.4]]], dtype=f64).log(), torch.tensor([[0.05]], dtype=f64), None)
-    assert float(obrs.token_z(target, half, 1.0, 100.0, "bracket").used) == pytest.approx(0.45)
-    assert float(obrs.token_z(target._replace(tail=None), half, 1.0, 100.0, "bracket").used) == pytest.approx(0.9)
-
-
 def test_kappa():
     # 90 of 100 proposed tokens accepted, Z_approx adds up to 80: kappa = 0.9 / 0.8
     assert obrs.kappa_from(90.0, 100.0, 80.0) == pytest.approx(1.125)
     assert obrs.kappa_from(0.0, 100.0, 80.0) == 0.0
     assert obrs.kappa_from(0.0, 100.0, 0.0) == 1.0
     assert obrs.kappa_from(0.0, 0.0, 0.0) == 1.0
-
-
-def test_log_ratios_are_clamped_to_twenty():
-    far, zero = torch.tensor([[60.0]], dtype=f64), torch.zeros(1, 1, dtype=f64)
-    assert float(obrs.acceptance(-far, zero, 1.0)) == pytest.approx(math.exp(-20))
-    assert float(obrs.weight(1.0, far, zero, 1.0)) == pytest.approx(math.exp(20))
-    w, _, _ = obrs.correction(zero, zero, far, torch.ones(1, 1), None, c1=1e30, c2=1e30, expected=True)
-    assert float(w) == pytest.approx(math.exp(20))
-
-
-def test_a_different_clamp():
-    three, zero = torch.tensor(3.0), torch.tensor(0.0)
-    assert float(obrs.acceptance(-three, zero, 1.0, 20.0)) == pytest.approx(math.exp(-3))
-    assert float(obrs.acceptance(-three, zero, 1.0, 2.0)) == pytest.approx(math.exp(-2))
-    assert float(obrs.weight(0.5, three, zero, 1.0, 2.0)) == pytest.approx(0.5 * math.exp(2))
 
 
 @pytest.mark.parametrize("lam", [0.6, 1.0, 1.7])

@@ -353,14 +353,14 @@ def one_rank(cfg, case, key, batch, stats):
 # ---------------------------------------------------------------------------------------------------------------------
 
 AXES = {
-    # every combination of these five
+    # every combination of these four
     "correction": list(CORRECTIONS),
     "surrogate": list(objectives.SURROGATES),
     "reduction": ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
-    "positive_only": [False, True],
     "loss_denominator": ["proposed", "kept"],
-    "actor": ["none", "base:actor"],
     # every pair of values of any two axes
+    "positive_only": [False, True],
+    "actor": ["none", "base:actor"],
     "ratio_base": ["ref", "inf", "new", "group"],
     "advantage": list(batching.ADVANTAGES),
     "clip": [True, False],
@@ -376,7 +376,7 @@ AXES = {
     "gepo_expectation": ["weighted", "mean"],
     "gepo_defence": [0.0, 30.0],
     "cppo_beta": [0.0, 0.3],
-    "cppo_kl": ["official", "k3"],
+    "cppo_kl": ["official", "k3", "k2"],
     "kl_coef": [0.0, 0.2],
     "kl_estimator": ["k2", "k3"],
     "entropy_coef": [0.0, 0.4],
@@ -399,7 +399,7 @@ AXES = {
     "micro_tokens": [10**6, 40, 25],
     "wild": [False, True],
 }
-CROSSED = list(AXES)[:5]
+CROSSED = list(AXES)[:4]
 NO_FLAG = ("edges", "carried_kappa", "carried_distill", "updates", "ranks", "wild")
 HAS_CAP = [name for name, row in CORRECTIONS.items() if "is_cap" in row.bounds]
 REJECTS = [name for name, row in CORRECTIONS.items() if "rs_low" in row.bounds]
@@ -573,14 +573,14 @@ class Tally:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
 def test_every_combination_agrees_with_the_oracle(seed):
-    """All of correction x surrogate x reduction x denominator x models, with the remaining axes at random; then every
-    pair of values of any two axes without such a case. The flags' checks refuse exactly the contradictions."""
+    """All of correction x surrogate x reduction x denominator, with the remaining axes at random; then every pair of
+    values of any two axes without such a case. The flags' checks refuse exactly the contradictions."""
     tally = Tally(seed)
     crossed = list(itertools.product(*(AXES[name] for name in CROSSED)))
     tally.rng.shuffle(crossed)  # to find a fault early
     for values in crossed:
         tally.run(dict(zip(CROSSED, values, strict=True)))
-    no_ratio = 2 * 3 * 2 * 2  # tis_adjusted and jackpot_adjusted need a ratio, reinforce has none
+    no_ratio = 2 * 3 * 2  # tis_adjusted and jackpot_adjusted need a ratio, reinforce has none
     assert (tally.ran, len(tally.impossible)) == (len(crossed) - no_ratio, no_ratio)
     tally.impossible.clear()
     for one, other in itertools.combinations(AXES, 2):
@@ -672,23 +672,17 @@ def test_the_fixture_has_ratios_on_both_sides_of_every_edge(over, under, by_toke
             assert min(xs) < edge < max(xs), (edge, sorted(xs))
 
 
-def test_the_fixtures_values_differ():
+def test_the_fixture_has_the_difficult_cases():
+    """Empty and partly masked responses, tokens outside the top-K, both signs of A, ratios beyond the clamp."""
     responses = FIXTURE[False]
-    tokens = [token for r in responses for token in r.tokens]
-    for one, other in itertools.combinations((*DISTRIBUTIONS, "start"), 2):
-        assert all(getattr(t, one)[x] != getattr(t, other)[x] for t in tokens for x in range(V))
     lengths = [len(r.on) for r in responses]
     assert lengths.count(0) == 2 and len(set(lengths)) >= 6
-    assert any(len(r.on) < len(r.tokens) and r.on for r in responses)
-    assert len(ROW_OF) == len(responses)
-    assert len({r.temperature for r in responses}) == 4
-    assert len({token.u for token in tokens}) == len(tokens)
-    listed = [token.id in oracle.largest(token.inf, K) for token in tokens]
+    assert any(0 < len(r.on) < len(r.tokens) for r in responses)
+    listed = [token.id in oracle.largest(token.inf, K) for r in responses for token in r.tokens]
     assert 5 < sum(listed) < len(listed) - 5
     for kind in batching.ADVANTAGES:
         adv = oracle.advantages(responses, make_cfg(advantage=kind))
-        signs = {np.sign(a) for a, r in zip(adv, responses, strict=True) if r.on}
-        assert signs == {-1, 0, 1}
+        assert {np.sign(a) for a, r in zip(adv, responses, strict=True) if r.on} == {-1, 0, 1}
     far = ratios(True, "ref", "inf")[0]
     assert min(far) < np.exp(-20) and max(far) > np.exp(20)
 

@@ -34,15 +34,15 @@ LEARNER = ["test_learner.py", "test_oracle.py", *ONE_RANK]
 CHECKPOINT = ["test_checkpoint.py", "test_train.py::test_a_run_resumes_from_unrounded_weights"]
 CHECKPOINT += ["test_train.py::test_a_checkpoint_has_the_state_of_its_boundary"]
 INT8 = "test_rollout.py::test_an_int8_cache_rounds_by_each_heads_largest_entry"
-MATHS = ["test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives.py", "test_oracle.py", *ONE_RANK]
+MATHS = ["test_golden.py", "test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives.py"]
 
 # the tests of each file, most sensitive first
 TESTS = {
     "tasks/preflight.py": ["test_preflight.py"],
-    "objectives.py": ["test_objectives.py", "test_regularisers.py", "test_corrections.py", "test_gepo.py", *LEARNER],
-    "corrections.py": ["test_config.py", *MATHS, "test_metrics.py"],
-    "obrs.py": MATHS,
-    "batching.py": ["test_poison.py", "test_objectives.py", "test_regularisers.py", "test_rollout.py", *LEARNER],
+    "objectives.py": ["test_regularisers.py", *MATHS, "test_oracle.py"],
+    "corrections.py": [*MATHS, "test_config.py", "test_oracle.py"],
+    "obrs.py": [*MATHS, "test_oracle.py"],
+    "batching.py": ["test_objectives.py", "test_poison.py", "test_rollout.py", "test_oracle.py", "-k", "not vllm"],
     "model/head.py": ["test_head.py", "test_models.py"],
     "model/__init__.py": [
         "test_head.py",
@@ -235,91 +235,49 @@ MUTANTS = {
         ('{"tbpo_neg_high": math.inf}', "{}"),
         ('several = updates > 1 and cfg.ref_from == "pass"', "several = updates > 1"),
         ("scale = 1.0 if k2 else", "scale ="),
-        ("share = mask.sum(1, keepdim=True).clamp_min(1).to(dtype)", "share = mask.sum(1, keepdim=True).to(dtype)"),
         ("    return x * x / 2 if", "    return x.abs() if"),
-        ("x = logp_start - logp\n", "x = logp - logp_start\n"),
         ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
-        ("(1.0 if ratio is None else ratio.detach())", "1.0"),
         (
             "unreduced = unreduced - cfg.entropy_coef * new.entropy",
             "unreduced = unreduced - cfg.entropy_coef * keep * new.entropy",
         ),
         ("cut = s.clamp(1 - low, 1 + high) * adv", "cut = s.clamp(1 - high, 1 + low) * adv"),
-        ("value = torch.minimum(plain, cut)", "value = torch.maximum(plain, cut)"),
         ("value = torch.where(adv < 0, torch.maximum(value, floor), value)", "value = torch.maximum(value, floor)"),
-        (
-            "log_ratio.clamp_max(high), log_ratio.clamp_min(-low)",
-            "log_ratio.clamp_max(high), log_ratio.clamp_min(-high)",
-        ),
         ("g, value = geo_ratio(log_ratio, mask, clamp), geo", "g, value = geo_ratio(bounded, mask, clamp), geo"),
         ("outside = torch.where(adv >= 0, (p_new > p) & (gap > high)", "outside = torch.where(adv >= 0, (gap > high)"),
-        ("(p_new < p) & (gap > low))", "(p_new < p) & (gap > high))"),
-        ("return torch.where(outside, 0.0, s * adv), outside, s", "return s * adv, outside, s"),
-        ("of_actor = replace(stats, kept_factor=None, weight_mean=1.0)", "of_actor = replace(stats, kept_factor=None)"),
         ("value = torch.where(in_band, g, band.detach()) * adv", "value = torch.minimum(g, band) * adv"),
-        (
-            "log_ratio.new_tensor(1.0), log_ratio.new_tensor(1.05)",
-            "log_ratio.new_tensor(1.05), log_ratio.new_tensor(1.0)",
-        ),
-        ("s = token_ratio(log_ratio, clamp).detach()\n    bounded", "s = token_ratio(log_ratio, clamp)\n    bounded"),
-        ("unreduced = -keep * weight * surrogate", "unreduced = -weight * surrogate"),
-        (
-            "weight, keep = weight.detach().expand_as(base), keep.detach()",
-            "weight, keep = weight.expand_as(base), keep.detach()",
-        ),
         ("    return batch.logp_ref\n    if cfg.ratio_base", "    return batch.logp_inf\n    if cfg.ratio_base"),
         ("        return new.logp.detach()\n    mean_logp", "        return new.logp\n    mean_logp"),
-        ("mean_logp = seq_mean(new.logp.detach(), batch.mask)", "mean_logp = seq_mean(new.logp, batch.mask)"),
         (
             "mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask)",
             "mean_logp_inf = seq_mean(batch.logp_ref.double(), batch.mask)",
         ),
-        ("as_actor = replace(batch, logp_ref=batch.actor_logp_ref)", "as_actor = batch"),
         ("as_actor, of_actor, actor_config(cfg)", "as_actor, stats, actor_config(cfg)"),
-        ("value = value + stats.distill_lambda * distill", "value = value + distill"),
         ("        return unreduced.sum() / stats.tokens", "        return unreduced.sum() / mask.sum()"),
         ("per_token = mask.sum(1, keepdim=True).clamp_min(1)", "per_token = mask.shape[1]"),
-        ("return (unreduced / per_token).sum() / stats.sequences", "return (unreduced / per_token).sum() / len(mask)"),
         (
             "tokens, sequences = comm.sum([batch.mask.sum(), (lengths > 0).sum()])",
             "tokens, sequences = map(float, [batch.mask.sum(), (lengths > 0).sum()])",
         ),
-        ("(lengths > 0).sum()])\n    stats", "len(lengths)])\n    stats"),
         (
             "accepted = obrs.acceptance(logp_tgt, batch.logp_inf, stats.lam,",
             "accepted = obrs.acceptance(logp_tgt, batch.logp_inf, cfg.obrs_lambda,",
         ),
-        ("accepted = (batch.mask_uniforms < accepted)", "accepted = (batch.mask_uniforms > accepted)"),
         ("stats.lam = obrs.solve_lambda(comm.cat(ratios), cfg", "stats.lam = obrs.solve_lambda(ratios, cfg"),
         (
             "kept_tokens, kept_sequences = comm.sum([kept.sum(), (kept > 0).sum()])",
             "kept_tokens, kept_sequences = map(float, [kept.sum(), (kept > 0).sum()])",
         ),
-        (
-            "    if stats.kappa is None or fresh is not None or cfg.obrs_target",
-            "    if stats.kappa is None or cfg.obrs_target",
-        ),
         ('    if not logged.get("stepped", True):', "    if False:"),
-        ("unreduced + cfg.cppo_beta * sampler_kl * scale", "unreduced + cfg.cppo_beta * sampler_kl"),
     ],
     "corrections.py": [
-        ("inside(torch.maximum(forward, backward), rs_low, rs_high)", "inside(forward, rs_low, rs_high)"),
-        ("backward = -q * this - (1 - q) * other", "backward = -q * this"),
-        ('Correction(seq_is, level="sequence")', "Correction(seq_is)"),
         ("        logp_inf=batch.logp_inf,\n        mask=", "        logp_inf=batch.logp_ref,\n        mask="),
         ("(age - 1) / age.clamp_min(1), 1.0)", "(age - 1) / age.clamp_min(1), 0.0)"),
-        ("return logp_inf + a * (logp_new - logp_inf)", "return logp_new + a * (logp_inf - logp_new)"),
         (
             "weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)",
             "weight = prefix_ratio(log_r, mask, clamp).clamp_max(1)",
         ),
-        ("weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep", "weight * seq_ratio(log_r, mask, clamp), keep"),
         ("return token_ratio((log_r * mask).cumsum(1), clamp)", "return token_ratio(log_r.cumsum(1), clamp)"),
-        ("return token_ratio((log_r * mask).cumsum(1), clamp)", "return token_ratio(log_r * mask, clamp).cumprod(1)"),
-        (
-            "weight = prefix_ratio(log_r, mask, clamp).clamp(is_floor, is_cap)",
-            "weight = prefix_ratio(log_r, mask, clamp).clamp(is_floor)",
-        ),
         (
             "log_mean = log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)",
             "log_mean = log_group_sum(2 * log_q, group)",
@@ -332,31 +290,22 @@ MUTANTS = {
             "variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / n",
             "variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / (n - 1)",
         ),
-        ("return (c * variance).clamp(0.0, 0.99)", "return (c * variance).clamp(0.0, 1.0)"),
         (
             "mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean",
             "mixing.log() + log_group_mean, torch.log1p(-mixing) + mean_logp_new",
         ),
         ('d = logp_inf - logp_new if how == "official"', 'd = logp_inf - logp_new if how != "official"'),
-        ('return d * d / 2 if how == "k2" else', "return"),
         ("return d * d / 2 if", "return d * d if"),
         ("return token_ratio(seq_sum(log_r, mask), clamp)", "return seq_sum(token_ratio(log_r, clamp), mask)"),
-        ("return token_ratio(seq_mean(log_r, mask), clamp)", "return token_ratio(log_r.mean(1, keepdim=True), clamp)"),
         (
             "weight = token_ratio(log_r, clamp).clamp(is_floor, is_cap)",
             "weight = token_ratio(log_r, clamp).clamp_max(is_cap)",
         ),
-        ("    return r, inside(r, rs_low, rs_high)", "    return r, inside(r, 0, rs_high)"),
         ("return log_r.clamp(-clamp, clamp) ** 2 / 2", "return log_r.clamp(-clamp, clamp) ** 2"),
         ("return x.masked_fill(~mask, 0.0).amax(1, keepdim=True)", "return x.amax(1, keepdim=True)"),
         (
             "seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)",
             "seq_log_r = seq_mean(log_r, mask).clamp(-clamp, clamp)",
-        ),
-        ("weight = torch.where(\n        adv >= 0, soft_kernel", "weight = torch.where(adv > 0, soft_kernel"),
-        (
-            "return (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()",
-            "return (k * seq_log_r - lam * seq_log_r.exp()).exp()",
         ),
         ("return r, (r <= is_cap).to(r.dtype)", "return r.clamp_max(is_cap), torch.ones_like(r)"),
         (
@@ -364,42 +313,26 @@ MUTANTS = {
             "weight = z * token_ratio(log_r, clamp).clamp_max(obrs_c1)",
         ),
         (
-            "return weight, inside(weight, rs_low, rs_high)",
-            "return torch.ones_like(weight), inside(weight, rs_low, rs_high)",
-        ),
-        (
             "_, keep = geo_rs(log_r, mask, rs_low, rs_high, clamp)\n    return weight, keep",
             "return weight, torch.ones_like(weight)",
         ),
         ("    for row, low, high in rejections(cfg):", "    for row, low, high in rejections(cfg)[:1]:"),
-        ('or cfg.ref_from == "loglinear"', ""),
         ("if getattr(cfg, axis) not in (None, axes.get(axis)):", "if getattr(cfg, axis) is not None:"),
         ('axes_of_rows["surrogate"] = {"clip_low", "clip_high"}', 'axes_of_rows["surrogate"] = set()'),
-        ('axes_of_rows["reject"].add("reject_of")', "pass"),
         ("torch.where(batch.adv < 0, kept, 1.0)", "torch.where(batch.adv > 0, kept, 1.0)"),
-        ('kept if cfg.reject_of == "all" else', "kept if True else"),
-        ("return tis(logp_new - logp_inf, is_cap", "return tis(logp_inf - logp_new, is_cap"),
         ("        elif hasattr(cfg, name):", "        elif False:"),
-        ("x.masked_fill(~mask, math.inf).amin(1, keepdim=True)", "x.amin(1, keepdim=True)"),
         ("kept = max(int((mean <= bound).sum()), 1)", "kept = max(int((mean <= bound).sum()) - 1, 1)"),
         ("high = stats.largest_kept if row.of_batch else high", "high = high"),
         (' and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"', ' and cfg.surrogate != "reinforce"'),
-        (' and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"', ' and cfg.ratio_base == "ref"'),
         ('late = cfg.samplers != "local" or', "late ="),
         ("batch = replace(batch, logp_ref=new.logp.detach())", "batch = replace(batch, logp_ref=new.logp)"),
-        ("weight = weight / stats.weight_mean", "weight = weight * stats.weight_mean"),
         ("applied = weight * keep\n    counted", "applied = weight\n    counted"),
-        ("counted = batch.mask if applied.shape == batch.mask.shape else", "counted = batch.mask if True else"),
         ('return cfg.correction == "tis_adjusted" or of_new or z_new', "return z_new"),
     ],
     "obrs.py": [
         (
             "clamp(-clamp, clamp) - math.log(lam)).clamp_max(0.0).exp()",
             "clamp(-clamp, clamp) + math.log(lam)).clamp_max(0.0).exp()",
-        ),
-        (
-            "return z * (logp_tgt - logp_inf).clamp(-clamp, clamp).exp().clamp_min(lam)",
-            "return z * (logp_tgt - logp_inf).clamp(-clamp, clamp).exp().clamp_min(1.0)",
         ),
         ("keep = a if expected else (u < a)", "keep = a if expected else (u[:, :1] < a)"),
         ("rho = rho * (logp_ref - logp_tgt).clamp", "rho = rho * (logp_tgt - logp_ref).clamp"),
@@ -411,7 +344,6 @@ MUTANTS = {
             "z_low = torch.minimum(p_inf, support_logp_tgt.exp() / lam).sum(-1)",
             "z_low = torch.minimum(p_inf, support_logp_tgt.exp()).sum(-1) / lam",
         ),
-        ("room = (1.0 - p_inf.sum(-1)).clamp_min(0.0)", "room = (1.0 - support_logp_tgt.exp().sum(-1)).clamp_min(0.0)"),
         ("        room = torch.minimum(room, tail)", "        room = torch.maximum(room, tail)"),
         (
             '    if how == "approx":\n        return Z(kappa * low, low)',
@@ -422,15 +354,7 @@ MUTANTS = {
             "return Target(batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref)",
             "return Target(batch.logp_inf, batch.support_logp_ref, batch.tail_ref, batch.z_ref)",
         ),
-        (
-            "return Target(new.logp.detach(), new.support_logp, new.tail, new.z)",
-            "return Target(new.logp.detach(), batch.support_logp_ref, new.tail, new.z)",
-        ),
         ("room = n * rate - n + k", "room = n * rate - n + k - 1"),
-        (
-            'if mode == "reweight":\n        return rho, torch.ones_like(keep), a',
-            'if mode == "reweight":\n        return rho, keep, a',
-        ),
     ],
     "batching.py": [
         (
@@ -438,25 +362,19 @@ MUTANTS = {
             'masked = cfg.mask_cut and r.finish_reason == "stop"',
         ),
         ("(reward.std() + 1e-6)", "(reward.std(correction=0) + 1e-6)"),
-        ("return reward - reward.mean()", "return reward - reward.median()"),
         ("(len(reward) / max(1, len(reward) - 1))", "(len(reward) / max(1, len(reward) + 1))"),
-        ('"mask", cfg.seed, g.uid, i)', '"mask", cfg.seed, g.uid, 0)'),
         (
             "group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses])",
             "group=torch.tensor([0 for k, g in enumerate(groups) for _ in g.responses])",
         ),
-        ("age = [[version - g.version,", "age = [[g.version,"),
         (
             "return np.zeros_like(r.loss_mask) if masked else r.loss_mask",
             "return np.zeros_like(r.loss_mask) if masked else r.loss_mask | True",
         ),
-        ("np.where(listed, -np.inf, r.logp_inf)", "r.logp_inf"),
-        ("kth = [\n        np.exp(r.topk_logp[:, -1])", "kth = [np.exp(r.topk_logp[:, 0])"),
         (
             "        return [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]",
             "        return [1.0, sampling.top_p, sampling.top_k, sampling.min_p]",
         ),
-        ("    return [sampling.temperature, 1.0, 0.0, 0.0]", "    return [1.0, 1.0, 0.0, 0.0]"),
         ("for g in groups for column in g.ref[name]]", "for g in groups for column in groups[0].ref[name]]"),
         ("        b += len(g.responses)", "        b += 1"),
         ("if parts and cost([*parts[-1], r]) <= budget:", "if parts:"),
