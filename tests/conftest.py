@@ -1,6 +1,5 @@
 """Shared by the suite: tiny models with random weights, shared vLLM engines, hand-made groups."""
 
-import copy
 import math
 import os
 import random
@@ -254,16 +253,6 @@ class TinyBatch:
 # r = 2, 1/2, 1 in the first response (product 1), 4, 4, 4 in the second (product 64, geometric mean 4)
 LOG_R = [[LN(2), -LN(2), 0.0], [LN(4), LN(4), LN(4)]]
 STATS = StepStats(tokens=6.0, sequences=2.0, lam=1.0, kappa=1.0, distill_lambda=0.0)
-
-
-def copy_state(learner, other) -> None:
-    """Copy weights, optimizers and counters of a learner of the same shape, as from a checkpoint."""
-    saved = {key: x for name in other.names for key, x in other.trained(name).items()}
-    learner.make_states({key: (x.shape, x.dtype) for key, x in saved.items()})
-    for name in learner.names:
-        for key, x in learner.trained(name).items():
-            x.copy_(saved[key])
-    learner.load_state_dict(copy.deepcopy(other.state_dict()))
 
 
 def tiny(log_r, mask=None, adv=(1.0, -1.0), new=None, ref=None) -> tuple[TokenStats, TinyBatch]:

@@ -21,33 +21,28 @@ from model import lora, needs_of_exact_kappa
 
 f64 = torch.float64
 LOW_BITS = {"rollout_quant": "w4a16", "learner_quant": "aligned", "quant_group": 32}
+PROBE = np.arange(40).reshape(4, 10) * 7 % 250  # token ids
+KEPT = {"loss_denominator": "kept", "reduction": "seq-mean-token-mean"}
 # (flags, precision, how the ranks' shares are uneven)
-RANK_CASES = [
-    ({"objective": "jackpot"}, f64, ""),
-    ({"objective": "jackpot", "obrs_accept_rate": 0.8, "loss_denominator": "kept"}, f64, ""),
-    ({"objective": "mis_gspo"}, f64, ""),
-    ({"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5}, f64, ""),
+EVEN = [
     ({"objective": "jackpot", "actor": "base:actor"}, f64, ""),
-    ({"objective": "tis", "actor": "base:actor"}, torch.float32, ""),
+    ({"objective": "jackpot", "obrs_accept_rate": 0.8, "loss_denominator": "kept"}, f64, ""),
+    ({"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5}, f64, ""),
     ({"objective": "tbpo", "optimizer": "muon", **LOW_BITS}, torch.float32, ""),
     ({"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1}, f64, ""),
     ({"objective": "tis", "dtype": "float16"}, torch.float32, ""),
 ]
-PROBE = np.arange(40).reshape(4, 10) * 7 % 250  # token ids
-KEPT = {"loss_denominator": "kept", "reduction": "seq-mean-token-mean"}
 if importlib.util.find_spec("peft"):  # an optional package
-    RANK_CASES.append(({"objective": "tis", "lora_rank": 3, "kl_coef": 0.3}, f64, ""))
-UNEVEN_CASES = [
+    EVEN.append(({"objective": "tis", "lora_rank": 3, "kl_coef": 0.3}, f64, ""))
+UNEVEN = [
     ({"objective": "jackpot", "obrs_accept_rate": 0.7, **KEPT}, f64, "empty"),
     ({"objective": "jackpot", "obrs_target": "new", "kappa": "exact", **KEPT}, f64, "masked"),
     ({"objective": "jackpot", "obrs_target": "new", "actor": "base:actor", "distill_kl_target": 0.05}, f64, "masked"),
-    ({"objective": "tis", "actor": "base:actor", "distill_kl_target": 9.0}, f64, "empty"),
-    ({"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5}, f64, "poor"),
     ({"objective": "seq_mis", "rs_high": 0.01, "reject": "seq_min:1e-8:inf", **KEPT}, f64, "poor"),
     ({"objective": "geo_rs", "rs_low": 1e-6, "rs_high": 0.05, "loss_denominator": "kept"}, f64, "short"),
-    ({"objective": "grpo", "reduction": "seq-mean-token-sum-norm"}, f64, "all poor"),
     ({"objective": "jackpot", "obrs_mask": "expected", **KEPT}, f64, "all masked"),
 ]
+RANK_CASES = {"ddp": [*EVEN, *UNEVEN], "fsdp": EVEN}
 
 
 def rank_groups(odd: str = ""):
@@ -165,10 +160,9 @@ def whole(x):
 def main(parallel: str, out: str) -> None:
     comm, results = Comm(), []
     assert len({id(shards.own_group(use)) for use in ("checkpoints", "delay", "checkpoints")}) == 2
-    for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
+    for i, (case, dtype, odd) in enumerate(RANK_CASES[parallel]):
         budget = (1, 45)[comm.rank] if i == 1 else (20, 60)[comm.rank]  # prompts are shared in every case but one
-        memory = {"parallel": parallel, "gradient_checkpointing": i % 3 != 1}
-        memory |= {"offload": i % 2 == 0}
+        memory = {"parallel": parallel, "gradient_checkpointing": i % 3 != 1, "offload": i % 2 == 0}
         results.append(run_case(case, dtype, odd, budget, memory, comm, Path(f"{out}.{i}")))
     if comm.rank == 0:
         torch.save(results, out)

@@ -13,19 +13,16 @@ import numpy as np
 import pytest
 import standins
 import torch
-import torch.distributed as dist
 from conftest import make_cfg, make_groups, tiny_model
 from safetensors.torch import load_file
 
 import batching
 import objectives
 from bench.gpu_parts import one_rank
-from learner import Comm
-from learner import Learner as RealLearner
+from learner import Comm, Learner
 from machinery import checkpoint
 from machinery.checkpoint import models, shards, state, tensors
 from machinery.flags import UserError
-from source import LocalSource
 from tasks import arithmetic_tokenizer
 
 CONTROLLERS = {"kappa": 0.9970144912453727, "distill": 0.5}
@@ -62,36 +59,8 @@ def pending_groups():
     return groups
 
 
-class Learner:
-    """The parts of a learner that a checkpoint reads."""
-
-    def __init__(self):
-        self.comm = Comm()
-        self.names = ["policy"]
-        self.model = tiny_model(0)
-        self.models = SimpleNamespace(policy=self.model)
-        self.loaded = None
-
-    def model_state(self, name):
-        return self.model.state_dict()
-
-    def stream(self, name, state, whole):
-        return ((key, whole(x)) for key, x in state.items())
-
-    def trained(self, name):
-        return {f"policy/{key}": p.detach() for key, p in self.model.named_parameters()}
-
-    def make_states(self, saved):
-        pass
-
-    def adapter(self, name):
-        return None
-
-    def state_dict(self):
-        return {"version": 7}
-
-    def load_state_dict(self, state):
-        self.loaded = state
+def make_learner(parallel: str = "ddp") -> Learner:
+    return Learner(tiny_model(0), None, make_cfg(objective="tis", parallel=parallel, warmup_steps=0), Comm())
 
 
 class Source:
@@ -115,12 +84,12 @@ def run(tmp_path):
 
 def test_ranks_with_the_same_weights_copy_them_once(run):
     """Each rank copies a share; only the first exports the model. Sharded weights are copied on their rank."""
-    learner, source = Learner(), Source()
+    learner, source = make_learner("fsdp"), Source()
 
     def snapshots(sharded: bool) -> list:
         result = []
         for rank in range(3):
-            learner.comm, learner.sharded = SimpleNamespace(rank=rank, size=3), sharded
+            learner.comm = SimpleNamespace(rank=rank, size=3, on=sharded)
             result.append(checkpoint.Snapshot(run, 3, learner, source, [], {}))
         return result
 
@@ -132,27 +101,22 @@ def test_ranks_with_the_same_weights_copy_them_once(run):
     assert all(list(snapshot.exports) == ["policy"] for snapshot in snapshots(sharded=True))
 
 
-def test_pending_groups_come_back_equal():
-    groups = pending_groups()
-    again = checkpoint.unpack(checkpoint.pack(groups))
-    assert described(again) == described(groups)
-    whole_vocabulary = make_groups()  # no allowed sets, no ref columns
-    assert described(checkpoint.unpack(checkpoint.pack(whole_vocabulary))) == described(whole_vocabulary)
-
-
 def test_a_checkpoint_restores_its_state(run):
-    learner, source = Learner(), Source()
+    """Groups that wait in the middle of a rollout batch, with and without allowed sets and ref columns; controllers,
+    counters, weights, and states of the random number generators."""
+    learner, source = make_learner(), Source()
     minibatches = [pending_groups(), make_groups()]
+    learner.version = 7
     folder = checkpoint.save(run, 50, learner, source, minibatches, CONTROLLERS)
     drawn = torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
-    assert checkpoint.load(folder, learner, source)[0] == 50
-    assert drawn == (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random())  # the same draws
+    learner.version, weight = 0, learner.models.policy.lm_head.weight
+    before = weight.detach().clone()
+    weight.data.zero_()
     step, pending, controllers = checkpoint.load(folder, learner, source)
+    assert drawn == (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random())  # the same draws
     assert described(pending) == described(minibatches)
-    assert controllers == CONTROLLERS
-    assert learner.loaded == {"version": 7}
-    assert source.loaded == {"sequence": 12}
-    assert torch.load(folder / "learner.pt", weights_only=True)["format"] == 4
+    assert (step, controllers, learner.version, source.loaded) == (50, CONTROLLERS, 7, {"sequence": 12})
+    assert torch.equal(weight, before)
 
 
 def test_pending_groups_are_distributed_again():
@@ -164,21 +128,6 @@ def test_pending_groups_are_distributed_again():
     of_three = [state.dealt(of_two, rank, 3) for rank in range(3)]
     assert of_three[1] == [{"groups": ["p1", "p4"]}, {"groups": ["p7", "p10"]}]
     assert [state.dealt(of_three, rank, 2) for rank in range(2)] == of_two
-
-
-def test_a_source_resumes_after_the_problems_of_all_ranks():
-    def position(rank: int, n_ranks: int, *sequences) -> dict:
-        source = SimpleNamespace(rank=rank, n_ranks=n_ranks)
-        states = [{"sequence": n, "probe": f"of rank {i}"} for i, n in enumerate(sequences)]
-        return LocalSource.dealt(source, states)
-
-    assert position(0, 1, 6, 6) == {"sequence": 12, "probe": "of rank 0"}
-    assert [position(rank, 3, 6, 6) for rank in range(3)] == [
-        {"sequence": 4, "probe": "of rank 0"},
-        {"sequence": 4, "probe": "of rank 1"},
-        {"sequence": 4, "probe": "of rank 1"},
-    ]
-    assert position(1, 4, 6, 7)["sequence"] == 4  # at most 14 problems were used, and none may repeat
 
 
 def test_a_new_rank_draws_by_its_rank_number():
@@ -194,17 +143,15 @@ def test_a_new_rank_draws_by_its_rank_number():
     assert all(len({draw[i] for draw in draws[1:]}) == 3 for i in range(3))
 
 
-@pytest.mark.parametrize("state, number", [({"format": 5}, 5), ({"format": 3}, 3), ({"world": 1}, 1)])
-def test_a_different_format_is_refused(run, state, number):
-    learner, source = Learner(), Source()
-    folder = checkpoint.save(run, 3, learner, source, [], {})
-    torch.save(state, folder / "learner.pt")
-    with pytest.raises(UserError, match=f"has checkpoint format {number}, and this revision reads 4"):
-        checkpoint.load(folder, learner, source)
+def test_a_different_format_is_refused(tmp_path):
+    for shared, number in (({"format": 5}, 5), ({"format": 3}, 3), ({"world": 1}, 1)):
+        torch.save(shared, tmp_path / "learner.pt")
+        with pytest.raises(UserError, match=f"has checkpoint format {number}, and this revision reads 4"):
+            checkpoint.load(tmp_path, make_learner(), Source())
 
 
 def test_old_checkpoints_are_deleted(run, tmp_path):
-    learner, source = Learner(), Source()
+    learner, source = make_learner(), Source()
     assert checkpoint.newest(tmp_path) is None
     (tmp_path / "checkpoints" / "step_000009.writing").mkdir(parents=True)  # of a killed save
     (tmp_path / "checkpoints" / "step_backup").mkdir()  # made by the user
@@ -230,17 +177,14 @@ def full_disk(nbytes: int):
 
 @pytest.mark.parametrize("nbytes", [100, 1000, 10_000])  # in a config, in learner.pt, in the weights
 def test_a_full_disk_is_an_error_and_keeps_the_previous_checkpoint(run, tmp_path, nbytes):
-    learner, source = Learner(), Source()
+    learner, source = make_learner(), Source()
     first = checkpoint.save(run, 1, learner, source, [], {})
     with full_disk(nbytes), pytest.raises(UserError) as error:
         checkpoint.save(run, 2, learner, source, [make_groups()], {})
     assert "step_000002: the checkpoint could not be written (" in str(error.value)
     assert "free disk space there, and continue from the previous checkpoint with --resume" in str(error.value)
-    assert checkpoint.newest(tmp_path) == first
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
-    assert checkpoint.load(first, learner, source)[0] == 1
-    checkpoint.save(run, 2, learner, source, [make_groups()], {})
-    assert checkpoint.newest(tmp_path).name == "step_000002"
+    assert checkpoint.newest(tmp_path) == first
 
 
 def test_a_checkpoint_without_room_is_saved_elsewhere(run, tmp_path, monkeypatch):
@@ -248,20 +192,15 @@ def test_a_checkpoint_without_room_is_saved_elsewhere(run, tmp_path, monkeypatch
     spare = tmp_path / "spare"
     spare.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(spare))
-    learner, source = Learner(), Source()
+    learner, source = make_learner(), Source()
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    with pytest.raises(UserError) as error:
-        checkpoint.save(run, 7, learner, source, [make_groups()], CONTROLLERS)
     saved = spare / f"{str(tmp_path)[1:].replace('/', '-')}-step_000007"
-    assert f"it is complete in {saved}: free disk space, move it to {tmp_path}/checkpoints/step_000007" in str(
-        error.value
-    )
+    with pytest.raises(UserError, match=f"it is complete in {saved}: free disk space, move it to {tmp_path}/checkp"):
+        checkpoint.save(run, 7, learner, source, [make_groups()], CONTROLLERS)
     (tmp_path / "checkpoints").unlink()
     (tmp_path / "checkpoints").mkdir()
     saved.rename(tmp_path / "checkpoints" / "step_000007")
-    step, pending, controllers = checkpoint.load(checkpoint.newest(tmp_path), learner, source)
-    assert (step, controllers) == (7, CONTROLLERS)
-    assert described(pending) == described([make_groups()])
+    assert checkpoint.load(checkpoint.newest(tmp_path), learner, source)[::2] == (7, CONTROLLERS)
 
 
 def cut_short(folder):
@@ -291,36 +230,20 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("spoil, wrong", DAMAGES.items(), ids=range(len(DAMAGES)))
-def test_a_damaged_checkpoint_is_named_and_the_previous_is_used(run, tmp_path, capsys, spoil, wrong):
-    learner, source = Learner(), Source()
-    first, second = (checkpoint.save(run, step, learner, source, [make_groups()], {}) for step in (1, 2))
-    assert checkpoint.newest(tmp_path) == second
-    assert "damaged" not in capsys.readouterr().err
-    spoil(second)
-    assert checkpoint.newest(tmp_path) == first
-    assert f"warning: {second} is damaged ({wrong}" in capsys.readouterr().err
-    spoil(first)
+def test_a_damaged_checkpoint_is_named_and_the_previous_is_used(run, tmp_path, capsys):
+    """Damage outside a model's folder does not matter if only the model is needed."""
+    learner, source = make_learner(), Source()
+    first = checkpoint.save(run, 1, learner, source, [make_groups()], {})
+    for spoil, wrong in DAMAGES.items():
+        second = checkpoint.save(run, 2, learner, source, [make_groups()], {})
+        assert checkpoint.newest(tmp_path) == second
+        spoil(second)
+        assert spoil is not cut_short or checkpoint.newest(tmp_path, "policy") == second
+        assert checkpoint.newest(tmp_path) == first
+        assert f"warning: {second} is damaged ({wrong}" in capsys.readouterr().err
+    emptied(first)
     with pytest.raises(UserError, match="all checkpoints are damaged; start a new run with --overwrite"):
         checkpoint.newest(tmp_path)
-
-
-def test_damage_outside_a_model_folder_is_ignored_for_models(run, tmp_path):
-    last = checkpoint.save(run, 2, Learner(), Source(), [], {})
-    cut_short(last)
-    assert checkpoint.newest(tmp_path, "policy") == last
-    one_bit(last)
-    with pytest.raises(UserError, match="all checkpoints are damaged"):
-        checkpoint.newest(tmp_path, "policy")
-
-
-def test_damaged_checkpoints_are_set_aside(run, tmp_path):
-    for step in (1, 2):
-        last = checkpoint.save(run, step, Learner(), Source(), [], {})
-    checkpoint.set_aside(tmp_path, last)
-    assert len(checkpoint.folders(tmp_path)) == 2
-    checkpoint.set_aside(tmp_path, last.with_name("step_000001"))
-    assert sorted(path.name for path in last.parent.iterdir()) == ["step_000001", "step_000002.damaged"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,8 +260,16 @@ def contents(folder) -> dict:
     return {"weights": weights, **rest}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen2", "phi", "gemma2", "qwen3_moe"])  # tied and untied, biases, experts
+@pytest.mark.parametrize(
+    "family, dtype",
+    [
+        ("qwen2", torch.float32),  # tied
+        ("phi", torch.bfloat16),  # biases, and an untied head
+        ("gemma2", torch.bfloat16),
+        ("qwen3_moe", torch.float32),  # experts
+        ("qwen3_moe", torch.bfloat16),
+    ],
+)
 def test_an_export_equals_save_pretrained(family, dtype, tmp_path):
     """From float32, in the precision of the starting folder; one file, or several with an index."""
     model = standins.model(family).to(dtype)
@@ -372,14 +303,6 @@ def test_biases_of_routers_are_exported_in_float32(tmp_path):
     assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")[name], weights[name])
     loaded = checkpoint.load_model(tmp_path / "ours", "auto").state_dict()
     assert torch.equal(loaded[name], weights[name]) and loaded["model.norm.weight"].dtype == torch.bfloat16
-
-
-def test_folders_of_killed_saves_are_removed_at_the_next_start(tmp_path):
-    names = ("step_000004", "step_000007.writing", "step_000009")
-    for name in names:
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    checkpoint.set_aside(tmp_path, None)
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000004", "step_000009"]
 
 
 def test_an_export_holds_one_whole_tensor_at_a_time(tmp_path):
@@ -431,23 +354,16 @@ def test_files_of_tensors_refuse_unannounced_tensors(tmp_path):
 
 def test_shards_of_process_groups_of_one_rank(tmp_path):
     """Two process groups in turn, as in bench/gpu.py: each has a separate group for checkpoints."""
-    cfg = make_cfg(objective="tis", parallel="fsdp", warmup_steps=0)
-    assert (shards.saving_group() is None) == (
-        not dist.is_initialized()
-    )  # a vLLM of an earlier test may have initialized it
     for round in range(2):
         with one_rank("cpu"):
-            learner = RealLearner(tiny_model(0), None, cfg, Comm())
-            batch = batching.collate(make_groups(2, seed=3), cfg)
-            learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+            learner = make_learner("fsdp")
+            batch = batching.collate(make_groups(2, seed=3), learner.cfg)
+            learner.update(batch, objectives.prepare(batch, learner.comm, learner.cfg, {}))
             copies = shards.Copies(shards.saving_group())
             before = {key: copies(x) for key, x in learner.trained("policy").items()}
             shards.write_shards(before, tmp_path / str(round), shards.saving_group())
-            again = RealLearner(tiny_model(1), None, cfg, Comm())
+            again = Learner(tiny_model(1), None, learner.cfg, Comm())
             shards.read_shards(again, tmp_path / str(round))
             after = again.trained("policy")
             assert learner.sharded and before.keys() == after.keys() and any("exp_avg" in key for key in after)
-            for key, x in before.items():
-                assert torch.equal(getattr(x, "_local_tensor", x), getattr(after[key], "_local_tensor", after[key])), (
-                    key
-                )
+            assert all(torch.equal(shards.whole(x), shards.whole(after[key])) for key, x in before.items())

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import copy_state, make_cfg, make_groups, tiny_model
-from ranks import PROBE, RANK_CASES, UNEVEN_CASES, hold_back_the_step, make_learner, move, rank_groups
+from conftest import make_cfg, make_groups, tiny_model
+from ranks import PROBE, RANK_CASES, hold_back_the_step, make_learner, move, rank_groups
 from ranks import one_update as update_of_one
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrun import torchrun
@@ -19,11 +19,10 @@ import batching
 import learner as learner_module
 import model as models
 import objectives
-import obrs
 from learner import Agreement, Comm, Learner, check_agreement
 from machinery.flags import UserError
 from machinery.optim import make_optimizers, schedule
-from model import Needs, PolicyAndActor, kernels, needs_of_exact_kappa, needs_of_ref_pass, needs_of_update
+from model import Needs, PolicyAndActor, kernels
 
 f64 = torch.float64
 
@@ -88,45 +87,31 @@ def at(logp, ids):
 # ---------------------------------------------------------------------------------------------------------------------
 
 CASES = [
-    {"objective": "grpo"},
-    {"objective": "tis", "reduction": "seq-mean-token-mean"},
-    {"objective": "mis_gspo"},
+    {"objective": "mis_gspo", "reduction": "seq-mean-token-mean"},
     {"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5},
-    {"objective": "jackpot"},
-    {"objective": "jackpot", "obrs_target": "new"},
-    {"objective": "jackpot", "obrs_mask": "expected", "loss_denominator": "kept"},
-    {"objective": "jackpot", "loss_denominator": "kept", "reduction": "seq-mean-token-mean"},
+    {"objective": "jackpot", "obrs_mask": "expected", "loss_denominator": "kept", "reduction": "seq-mean-token-mean"},
     {"objective": "jackpot", "obrs_accept_rate": 0.8},
     {"objective": "geo_rs", "loss_denominator": "kept", "rs_low": 0.001, "rs_high": 0.15},
     {"objective": "seq_tis", "reduction": "seq-mean-token-sum-norm"},
-    {"objective": "jackpot", "actor": "base:actor"},
     {"objective": "jackpot", "actor": "base:actor", "obrs_target": "new", "distill_direction": "reverse"},
-    {"objective": "jackpot_adjusted"},
-    {"objective": "tis_adjusted"},
-    {"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1},
+    {"objective": "tis_adjusted", "kl_coef": 0.3, "entropy_coef": 0.1},
     {"objective": "jackpot", "actor": "base:actor", "kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.1},
 ]
 
 
-def name_of(case) -> str:
-    return "-".join(str(value) for value in case.values())
-
-
-@pytest.mark.parametrize("dtype, tolerance, close", [(f64, 1e-10, 1e-6), (torch.float32, 1e-5, 1e-3)], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_any_micro_batch_split_gives_the_same_gradient(case, dtype, tolerance, close):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_micro_batch_split_gives_the_same_gradient(case):
     results = []
     # one micro-batch, several, one for each response; the last reads each row's prompt separately
     for micro_tokens, share in ((10**6, True), (45, True), (1, False)):
         cfg = make_cfg(**case, micro_tokens=micro_tokens, train_batch=12, rollout_batch=12)
         groups = make_groups(3, seed=3, prompt=(3, 12))
-        assert {s for *_, s in make_learner(cfg, dtype)._micro(batching.collate(groups, cfg))} == {share}
-        results.append(gradients(cfg, groups, dtype))
+        assert {s for *_, s in make_learner(cfg)._micro(batching.collate(groups, cfg))} == {share}
+        results.append(gradients(cfg, groups))
     want, wanted_log = results[0]
     for grads, logged in results[1:]:
-        assert relative(want, grads) < tolerance
-        for key, value in wanted_log.items():
-            assert logged[key] == pytest.approx(value, rel=close, abs=1e-6), key
+        assert relative(want, grads) < 1e-10
+        assert logged == pytest.approx(wanted_log, rel=1e-6, abs=1e-6)
 
 
 def tokens_read(batch, rows, share) -> int:
@@ -143,7 +128,7 @@ def longest(batch) -> int:
 
 def test_gradients_of_a_shared_prompt_are_added_up_in_order():
     """x[group] would sum gradients in the order of torch's threads, different in every run. The graph has no such
-    node, and 40 backward passes with two threads agree."""
+    node."""
     groups = make_groups(12, G=6, seed=3, prompt=(12, 16))
     cfg = make_cfg(objective="tis", micro_tokens=10**6, train_batch=72, rollout_batch=72, group_size=6)
     batch = batching.collate(groups, cfg)
@@ -161,19 +146,6 @@ def test_gradients_of_a_shared_prompt_are_added_up_in_order():
     assert "IndexBackward0" not in {node.name() for node in names(hidden.grad_fn, set())}
     assert torch.allclose(hidden, models.read_rows(policy, batch, at), atol=1e-5)
 
-    def gradient():
-        policy.zero_grad()
-        models.read_shared(policy, batch, at).square().sum().backward()
-        return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        first = gradient()
-        assert all(torch.equal(gradient(), first) for _ in range(40))
-    finally:
-        torch.set_num_threads(threads)
-
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("budget", [10**6, 60, 31, 1])
@@ -183,23 +155,12 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget, share):
     assert sorted(row for rows in parts for row in rows) == list(range(len(b)))
     tokens = [tokens_read(b, rows, share) for rows in parts]
     assert sum(tokens) == total
+    lengths = [longest(b.select(rows)) for rows in parts]
+    assert share or lengths == sorted(lengths, reverse=True)  # the longest comes first
     for rows, n in zip(parts, tokens, strict=True):
         assert n <= budget or len(rows) == 1
     assert (len(parts) == 1) == (budget == 10**6)
     assert (len(parts) == len(b)) == (budget == 1)
-
-
-def test_groups_of_equal_size_stay_whole():
-    b = batching.collate(make_groups(3, seed=1, prompt=(5, 6)), make_cfg())
-    b = replace(b, length=torch.tensor([4, 2, 3, 1] * 3))
-    parts, _ = batching.micro_batches(b, 4 * 4 + 5, share=True)
-    assert sorted(parts) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-def test_the_longest_micro_batch_comes_first():
-    b = batching.collate(make_groups(5, seed=1, prompt=(3, 12)), make_cfg())
-    lengths = [longest(b.select(rows)) for rows in batching.micro_batches(b, 31, share=False)[0]]
-    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_sliding_windows_read_each_prompt_with_its_response():
@@ -283,22 +244,11 @@ def test_z_and_tail_of_the_learner_at_any_lambda(lam):
         assert torch.allclose(stats.tail[row, :L], tail, atol=1e-6)
 
 
-def test_the_larger_support_lists_no_token_twice():
-    cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_target="new")
-    learner, groups = make_learner(cfg), make_groups(2, seed=2)
-    b = batching.collate(groups, cfg)
-    columns = learner.ref_columns(b, 0.7)
-    for row in range(len(b)):
-        for t in range(int(b.length[row])):
-            counts = columns["support_logp"][row, t].isfinite()
-            ids = columns["support_ids"][row, t][counts].tolist()
-            assert len(ids) == len(set(ids))
-            assert len(ids) > 3
+TWO = {"actor": "base:actor"}
 
 
-@pytest.mark.parametrize("target", ["ref", "new"])
-@pytest.mark.parametrize("flags", [{}, {"actor": "base:actor"}, {"actor": "base:actor", "delay": "lognormal"}], ids=str)
-def test_z_approx_is_the_sum_over_both_top_k(flags, target):
+@pytest.mark.parametrize("target, flags", [("new", {}), ("ref", TWO), ("ref", {**TWO, "delay": "lognormal"})], ids=str)
+def test_z_approx_is_the_sum_over_both_top_k(target, flags):
     """Against sets and plain sums. A late actor is not the sampler: its p_inf is not used."""
     cfg = make_cfg(objective="jackpot", obrs_z="approx", obrs_topk=4, obrs_lambda=0.7, obrs_target=target, **flags)
     learner, groups = make_learner(cfg), make_groups(2, seed=2, K=4)
@@ -352,27 +302,6 @@ def sample_from_the_actor(learner, groups, K=5) -> None:
         r.logp_inf = at(logq, ids).float().numpy()
 
 
-def test_bracket_contains_the_exact_z_of_two_models():
-    """Exact Z is in the bracket, and a larger support (target new) narrows the bracket."""
-    cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_target="new")
-    learner, groups = make_learner(cfg), make_groups(3, seed=4, K=5)
-    sample_from_the_actor(learner, groups)
-    exact = learner.score(batching.collate(groups, cfg), Needs(exact_z=True)).z
-
-    def width_of_the_bracket():
-        b = batching.collate(groups, cfg)
-        stats = learner.score(b, Needs(support=True, tail=True))
-        low, high = (x[b.mask] for x in obrs.z_bracket(b.support_logp, stats.support_logp, 1.0, stats.tail))
-        assert (low <= exact[b.mask] + 1e-6).all()
-        assert (exact[b.mask] <= high + 1e-6).all()
-        return high - low
-
-    small = width_of_the_bracket()
-    assert float(small.max()) > 0.01
-    write_ref(learner, groups)
-    assert float(width_of_the_bracket().mean()) < float(small.mean())
-
-
 def test_allowed_sets_reach_the_head():
     """Each token is renormalised over its allowed set, through collate, micro-batches and the chunked head."""
     groups, rng, K = make_groups(2, seed=3), np.random.default_rng(0), 6
@@ -393,65 +322,8 @@ def test_allowed_sets_reach_the_head():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Outputs of each pass
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_outputs_of_each_pass_follow_the_objective():
-    jackpot = make_cfg(objective="jackpot")
-    two = make_cfg(objective="jackpot", actor="base:actor")
-    target_new = make_cfg(objective="jackpot", obrs_target="new")
-    assert needs_of_ref_pass(make_cfg(objective="tis"), False, 1.0) == Needs()
-    assert needs_of_ref_pass(jackpot, False, 1.0) == Needs(support=True, tail=True)
-    assert needs_of_ref_pass(two, True, 1.0) == Needs(exact_z=True)
-    assert needs_of_update(two, True, 1.0, has_ref=False).exact_z
-    assert not needs_of_update(two, True, 1.0, has_ref=True).exact_z
-    assert needs_of_update(target_new, False, 1.0, has_ref=True).support
-    assert needs_of_exact_kappa(target_new) == Needs(support=True, tail=True)
-
-
-@pytest.mark.parametrize("flags", [{"distill_direction": "reverse"}, {}], ids=str)
-def test_distillation_follows_the_flags(flags):
-    needs = needs_of_update(make_cfg(objective="tis", actor="base:actor", **flags), True, 1.0, has_ref=True)
-    assert needs.distill == flags.get("distill_direction", "forward")
-
-
-def test_a_budget_knows_the_whole_kl_before_but_not_after():
-    """lambda is solved after the ref pass: KL(policy || actor) is independent of lambda, the accepted KL is not."""
-    cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_accept_rate=0.9)
-    _, logged = gradients(cfg, make_groups(2, seed=4))
-    assert logged["obrs/kl_before"] > 0
-    assert "obrs/kl_after" not in logged
-    assert "obrs/kl_after_partial" in logged
-    assert "obrs/z_exact" not in logged
-
-
-@pytest.mark.parametrize("case", [{"objective": "tis"}, {"objective": "jackpot", "actor": "base:actor"}], ids=name_of)
-def test_one_forward_serves_as_ref_pass_for_a_single_update(case):
-    """With one update a batch, the gradient is the same with and without an explicit ref pass."""
-    cfg, groups = make_cfg(**case), make_groups(2, seed=6)
-    learner = make_learner(cfg)
-    free, _ = gradients(cfg, groups, ref=False)
-    write_ref(learner, groups)
-    hold_back_the_step(learner)
-    one_update(learner, batching.collate(groups, cfg))
-    assert relative(free, gradients_of(learner)) < 1e-6
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Steps
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_of_empty_responses_is_a_finite_zero():
-    cfg, groups = make_cfg(objective="tis"), make_groups(2, seed=4)
-    for _, _, r in rows_of(groups):
-        for name in ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp"):
-            setattr(r, name, getattr(r, name)[:0])
-    grads, logged = gradients(cfg, groups)
-    assert logged["loss"] == 0
-    assert logged["tokens"] <= 1
-    assert all(float(g.abs().sum()) == 0 for g in grads.values())
 
 
 def test_non_finite_steps_are_skipped_counted_and_stop_the_run(monkeypatch):
@@ -472,17 +344,6 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run(monkeypatch):
     assert "2 updates in a row had a non-finite loss or gradient" in learner.error  # train.py saves and stops
 
 
-@pytest.mark.parametrize("flag", ["entropy_coef", "cppo_beta"])
-def test_unmasked_terms_learn_from_a_completely_rejected_batch(flag):
-    """CPPO's KL must pull back a policy so far off that every token is rejected."""
-    cfg = make_cfg(objective="geo_rs", rs_low=1e8, rs_high=1e9, **{flag: 0.1})
-    learner = Learner(tiny_model(0), None, cfg, Comm())
-    before = weights(learner)
-    logged = one_update(learner, batching.collate(make_groups(), cfg))
-    assert logged["rejected_steps"] == 0 and logged["grad_norm"] > 0
-    assert any(not torch.equal(p, before[name]) for name, p in weights(learner).items())
-
-
 def test_a_completely_rejected_update_moves_only_the_actor():
     """Adam's momentum must not move the policy after a batch without a gradient."""
     cfg = make_cfg(objective="geo_rs", actor="base:actor")
@@ -493,16 +354,18 @@ def test_a_completely_rejected_update_moves_only_the_actor():
     before = weights(learner)
     learner.cfg = replace(cfg, rs_low=1e8, rs_high=1e9)
     logged = one_update(learner, batch)
-    assert logged["rejected_steps"] == 1
-    assert logged["stepped"] == 1
-    assert logged["grad_norm"] == 0
-    assert math.isfinite(logged["loss"])
+    assert (logged["rejected_steps"], logged["stepped"], logged["grad_norm"]) == (1, 1, 0)
     for name, p in weights(learner).items():
         assert torch.equal(p, before[name]) == name.startswith("policy"), name
+    # CPPO's KL must pull back a policy so far off that every token is rejected
+    learner = Learner(tiny_model(0), None, replace(learner.cfg, cppo_beta=0.1, actor="none"), Comm())
+    before = weights(learner)
+    assert one_update(learner, batch)["rejected_steps"] == 0
+    assert any(not torch.equal(p, before[name]) for name, p in weights(learner).items())
 
 
 STEP_FLAGS = {"objective": "tis", "actor": "base:actor", "lr": 1e-2, "actor_lr": 2e-2}
-STEP_FLAGS |= {"warmup_steps": 4, "grad_clip": 1e-3, "steps": 10}
+STEP_FLAGS |= {"warmup_steps": 4, "grad_clip": 1e-3, "steps": 10, "weight_decay": 0.3}
 
 
 def test_step_clips_each_model_and_follows_the_schedule():
@@ -515,27 +378,13 @@ def test_step_clips_each_model_and_follows_the_schedule():
         stepped_with[name] = (group["lr"], norm)
 
     for name, (optimizer,) in learner.optimizers.items():
+        assert optimizer.param_groups[0]["weight_decay"] == 0.3
         optimizer.register_step_pre_hook(lambda optimizer, *_, name=name: note(optimizer, name))
     logged = one_update(learner, batching.collate(make_groups(2, seed=8), cfg))
-    assert logged["lr"] == pytest.approx(1e-2 / 4)
-    assert logged["actor/lr"] == pytest.approx(2e-2 / 4)
-    assert logged["grad_norm"] > 1e-3  # as measured before the clip
-    assert logged["actor/grad_norm"] > 1e-3
+    assert (logged["lr"], logged["actor/lr"]) == pytest.approx((1e-2 / 4, 2e-2 / 4))
+    assert min(logged["grad_norm"], logged["actor/grad_norm"]) > 1e-3  # as measured before the clip
     assert stepped_with["policy"] == pytest.approx((1e-2 / 4, 1e-3), rel=1e-2)
     assert stepped_with["actor"] == pytest.approx((2e-2 / 4, 1e-3), rel=1e-2)
-
-
-def test_a_finite_loss_with_a_bad_gradient_is_skipped():
-    learner = make_learner(make_cfg(**STEP_FLAGS))
-    for p in learner.models.parameters():
-        p.grad = torch.full_like(p, torch.nan)
-    assert learner._step(0.0)["stepped"] == 0
-
-
-def test_the_flags_reach_adamw():
-    cfg = make_cfg(weight_decay=0.3)
-    group = make_learner(cfg).optimizers["policy"][0].param_groups[0]
-    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0.3)
 
 
 def test_schedules():
@@ -557,8 +406,8 @@ def test_muon_takes_no_convolution():
 
 
 def test_muon_takes_the_matrices_and_adamw_the_rest():
-    """Muon's step is orthogonal: all singular values of a matrix's update are similar. Embedding, head and norms
-    use AdamW."""
+    """Muon's step is orthogonal: all singular values of a matrix's update are similar, and its root mean square is
+    0.2 lr. Embedding, head and norms use AdamW."""
     learner = make_learner(make_cfg(objective="tis", optimizer="muon", lr=1e-2, warmup_steps=0))
     adamw, muon = learner.optimizers["policy"]
     assert isinstance(muon, torch.optim.Muon)
@@ -577,35 +426,17 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
         if name in inner:
             s = torch.linalg.svdvals(step)
             assert s[0] < 2 * s[min(step.shape) // 2], name
-
-    copy = make_learner(learner.cfg)
-    copy_state(copy, learner)
-    loaded = copy.optimizers["policy"][1].state_dict()["state"][0]["momentum_buffer"]
-    assert torch.equal(loaded, muon.state_dict()["state"][0]["momentum_buffer"])
+            assert float(step.square().mean().sqrt()) == pytest.approx(0.2 * 1e-2, rel=0.3)
 
 
-@pytest.mark.parametrize("shape", [(20, 500), (500, 20), (50, 50)])
-def test_muon_moves_an_entry_as_far_as_adamw_would(shape):
-    """0.2 lr (root mean square) for every shape of the matrix."""
-    layers = torch.nn.ModuleList([torch.nn.Linear(shape[1], shape[0], bias=False)])
-    model = torch.nn.ModuleDict({"layers": layers, "norm": torch.nn.LayerNorm(2)})
-    model.base_model = SimpleNamespace(layers=layers)
-    _, muon = make_optimizers(model, make_cfg(optimizer="muon", weight_decay=0.0), lr=0.01)
-    weight = layers[0].weight
-    before = weight.detach().clone()
-    weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    muon.step()
-    assert float((weight.detach() - before).square().mean().sqrt()) == pytest.approx(0.2 * 0.01, rel=0.3)
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
 def test_one_non_finite_weight_is_found(bad):
     learner = make_learner(make_cfg(objective="tis", actor="base:actor"))
     assert learner.is_finite()
     with torch.no_grad():
         learner.models.actor.base_model.layers[0].mlp.up_proj.weight[3, 5] = bad
     assert not learner.is_finite()
-    with pytest.raises(UserError, match="update 1 made weights infinite or NaN"):
+    with pytest.raises(UserError, match="update 1 made weights infinite or NaN: lower --lr"):
         learner._step(0.0)
 
 
@@ -643,14 +474,6 @@ def test_the_agreement_is_of_the_sampling_model(actor):
     assert learner.agreement(batch).floor == exact.floor  # the call changes nothing
 
 
-def test_bfloat16_runs_close_to_float32():
-    groups = make_groups(2, seed=9)
-    full, _ = gradients(make_cfg(objective="grpo"), groups, torch.float32, ref=False)
-    half, _ = gradients(make_cfg(objective="grpo", dtype="bfloat16"), groups, torch.float32, ref=False)
-    assert 0 < relative(full, half) < 0.2
-    assert {g.dtype for g in half.values()} == {torch.float32}
-
-
 class Casts(TorchDispatchMode):
     """Counts casts to bfloat16, by shape."""
 
@@ -665,26 +488,22 @@ class Casts(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("objective", ["grpo", "jackpot"])
-def test_weights_are_cast_once_for_all_micro_batches(objective, monkeypatch):
-    """Bodies and heads, in the ref pass (Jackpot's) and in the update; the gradient is bit-identical."""
-    passes = 2 if objective == "jackpot" else 1
-    cfg = make_cfg(objective=objective, dtype="bfloat16", micro_tokens=24)
+def test_weights_are_cast_once_for_all_micro_batches(monkeypatch):
+    """Bodies and heads, in the ref pass and in the update; the gradient is bit-identical."""
+    cfg = make_cfg(objective="jackpot", dtype="bfloat16", micro_tokens=24)
     groups = make_groups(4, seed=9)
     learner = make_learner(cfg, torch.float32)
     assert len(list(learner._micro(batching.collate(groups, cfg)))) > 2
-    shapes = Counter()
-    for model in (learner.models.policy, learner.models.actor):
-        if model is not None:
-            shapes += Counter(tuple(p.shape) for name, p in model.named_parameters() if "_proj" in name)
-            shapes[tuple(model.get_output_embeddings().weight.shape)] += 1
+    policy = learner.models.policy
+    shapes = Counter(tuple(p.shape) for name, p in policy.named_parameters() if "_proj" in name)
+    shapes[tuple(policy.get_output_embeddings().weight.shape)] += 1
     with Casts() as casts:
-        once, _ = gradients(cfg, groups, torch.float32, ref=passes == 2)
-    assert {shape: casts.counts[shape] for shape in shapes} == {shape: passes * n for shape, n in shapes.items()}
+        once, _ = gradients(cfg, groups, torch.float32)
+    assert {shape: casts.counts[shape] for shape in shapes} == {shape: 2 * n for shape, n in shapes.items()}
     monkeypatch.setattr(PolicyAndActor, "casts_kept", contextlib.nullcontext)
     with Casts() as casts:
-        again, _ = gradients(cfg, groups, torch.float32, ref=passes == 2)
-    assert all(casts.counts[shape] >= 3 * passes * n for shape, n in shapes.items())
+        again, _ = gradients(cfg, groups, torch.float32)
+    assert all(casts.counts[shape] >= 3 * 2 * n for shape, n in shapes.items())
     for name, g in once.items():
         assert torch.equal(g, again[name]), name
 
@@ -703,20 +522,21 @@ def test_a_cast_follows_the_weight():
         weight.data += 1.0 + step
 
 
-CASES_OF_KERNELS = {
-    "rows": dict(prompt=(2, 3)),
-    "shared prompts": dict(prompt=(30, 34)),
-    "checkpointing": dict(prompt=(2, 3), gradient_checkpointing=True),
-    "two models": dict(prompt=(2, 3), objective="jackpot", actor="base:actor", kl_coef=0.1),
-}
+SHORT, LONG, slow = (2, 3), (30, 34), pytest.mark.slow  # prompts; long ones are shared
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES_OF_KERNELS)
-def test_compiled_layers_give_the_same_gradient(name, backend, monkeypatch):
+@pytest.mark.parametrize(
+    "backend, prompt, flags",
+    [
+        ("aot_eager", LONG, {}),
+        ("aot_eager", SHORT, {"gradient_checkpointing": True}),
+        pytest.param("aot_eager", SHORT, {"objective": "jackpot", **TWO, "kl_coef": 0.1}, marks=slow),
+        pytest.param("inductor", SHORT, {}, marks=slow),
+    ],
+)
+def test_compiled_layers_give_the_same_gradient(backend, prompt, flags, monkeypatch):
     """One graph serves all layers and lengths, or one graph for each layer type."""
-    flags = dict(CASES_OF_KERNELS[name])
-    groups = make_groups(3, seed=4, prompt=flags.pop("prompt"))
+    groups = make_groups(3, seed=4, prompt=prompt)
     cfg = make_cfg(**{"objective": "grpo", "rollout": "hf", "micro_tokens": 64, **flags})
     monkeypatch.setattr(kernels, "BACKEND", backend)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # a vLLM engine in this process may have set it
@@ -752,26 +572,15 @@ def test_logprobs_for_the_weight_check_are_float32():
     assert learner.models.autocast == torch.bfloat16  # training still uses it
 
 
-def test_float16_with_its_loss_scale_is_closer_to_float32_than_bfloat16():
-    """Ten bits of mantissa against seven. The loss scale does not change the units of gradients."""
-    groups = make_groups(2, seed=9)
-    full, wanted = gradients(make_cfg(objective="grpo"), groups, torch.float32, ref=False)
-    distance = {}
-    for dtype in ("bfloat16", "float16"):
-        got, logged = gradients(make_cfg(objective="grpo", dtype=dtype), groups, torch.float32, ref=False)
-        assert logged["loss"] == pytest.approx(wanted["loss"], abs=1e-2)
-        distance[dtype] = relative(full, got)
-    assert 0 < distance["float16"] < 0.3 * distance["bfloat16"]
-
-
 def test_an_overflow_lowers_the_loss_scale_and_the_run_continues(monkeypatch):
+    """Only overflows at the smallest loss scale count as skips."""
     monkeypatch.setattr(learner_module, "MAX_SKIPS", 1)
     learner = make_learner(make_cfg(objective="grpo", dtype="float16", warmup_steps=0), torch.float32)
     batch = batching.collate(make_groups(2, seed=9), learner.cfg)
     learner.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = weights(learner)
     scales = []
-    while not (logged := one_update(learner, batch))["stepped"]:
+    while not (logged := one_update(learner, batch))["stepped"] and len(scales) < 40:
         assert all(torch.equal(p, before[name]) for name, p in learner.models.named_parameters())
         scales.append(logged["loss_scale"])
     assert scales == [2.0 ** (40 - n) for n in range(1, len(scales) + 1)]
@@ -782,20 +591,11 @@ def test_an_overflow_lowers_the_loss_scale_and_the_run_continues(monkeypatch):
     again = make_learner(learner.cfg, torch.float32)
     again.load_state_dict(learner.state_dict())
     assert again.scaler.get_scale() == scales[-1]
-
-
-def test_overflows_at_the_smallest_scale_count_as_skips(monkeypatch):
-    monkeypatch.setattr(learner_module, "MAX_SKIPS", 2)
-    learner = make_learner(make_cfg(objective="grpo", dtype="float16"), torch.float32)
     for p in learner.models.parameters():
         p.grad = torch.full_like(p, torch.nan)
-    learner.scaler = torch.amp.GradScaler("cpu", init_scale=0.5)
-    learner.scaler.scale(torch.ones(()))
-    learner._step(0.0)
-    assert learner.skipped_in_a_row == 1
-    learner.scaler.update(1024.0)
-    learner._step(math.nan)  # a NaN loss
-    assert "2 updates in a row" in learner.error
+    learner.scaler.update(0.5)
+    assert not learner._step(0.0)["stepped"]
+    assert "1 updates in a row" in learner.error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -810,14 +610,14 @@ def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
     out = tmp_path / "ranks.pt"
     torchrun("ranks.py", parallel, out)
     ranks = torch.load(out)
-    for i, (case, dtype, odd) in enumerate([*RANK_CASES, *UNEVEN_CASES]):
+    for i, (case, dtype, odd) in enumerate(RANK_CASES[parallel]):
         cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=10**6)
         learner = make_learner(cfg, dtype)
         for name in learner.names:  # float32, for every dtype of the training pass
             assert np.abs(ranks[i]["probed"][name].numpy() - learner.logprobs(name, PROBE)).max() < 1e-5, case
         want, logged, controllers = update_of_one(cfg, learner, rank_groups(odd))
         grads = ranks[i]["grads"]
-        if nothing_to_learn(cfg, odd):
+        if odd.startswith("all") and cfg.actor == "none":  # nothing to learn
             assert not any(g.any() for g in [*want.values(), *grads.values()]), case
         else:
             rounding = 1e-10 if dtype == f64 else 1e-5
@@ -828,30 +628,12 @@ def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
         )
         for metrics, end in ranks[i]["logged"]:
             assert metrics.keys() == logged.keys()
-            if cfg.dtype == "float16":  # different rows in one product give different roundings
-                continue
-            for key in logged:
-                assert metrics[key] == pytest.approx(logged[key], rel=1e-5, abs=1e-7, nan_ok=True), (case, odd, key)
-            assert end == pytest.approx(controllers), (case, odd)
+            if cfg.dtype != "float16":  # different rows in one product give different roundings
+                assert metrics == pytest.approx(logged, rel=1e-5, abs=1e-7, nan_ok=True), (case, odd)
+                assert end == pytest.approx(controllers), (case, odd)
         assert ranks[i]["shared"] == {i != 1} or odd
         assert ranks[i]["roundtrip"]
         assert ranks[i]["names"] == sorted(tiny_model(0, layers=2).state_dict())
-
-
-def nothing_to_learn(cfg, odd: str) -> bool:
-    return odd.startswith("all") and cfg.actor == "none"
-
-
-def test_uneven_shares_distinguish_ranks():
-    """In each kind of uneven share, sums over ranks differ from a rank's sums: tokens, responses and rewards."""
-    for odd in ("empty", "masked", "poor", "short"):
-        halves = [rank_groups(odd)[:2], rank_groups(odd)[2:]]
-        tokens = [sum(int(r.loss_mask.sum()) for g in half for r in g.responses) for half in halves]
-        rewards = [{r.reward for g in half for r in g.responses} for half in halves]
-        assert rewards[0] == {0.0, 1.0}
-        assert tokens[0] > 20
-        assert (tokens[1] == 0) == (odd in ("empty", "masked"))
-        assert (rewards[1] == {0.0}) == (odd == "poor")
 
 
 def test_comm_keeps_float64():

@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +10,8 @@ import torch
 import torch.distributed as dist
 from conftest import make_cfg, make_groups, tiny_model
 from ranks import LOW_BITS, hold_back_the_step, make_learner, one_update
-from safetensors.torch import load_file, save_file
-from standins import FAMILIES, model, save, tokenizer
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from standins import model, save, tokenizer
+from torch.distributed.tensor import DTensor
 from torchrun import torchrun
 
 import batching
@@ -22,7 +19,7 @@ import objectives
 import quant
 from learner import Comm, Learner
 from machinery import checkpoint, optim
-from machinery.checkpoint import load_model, shards
+from machinery.checkpoint import load_model
 from machinery.flags import UserError
 from model import Needs, lora, memory
 
@@ -43,35 +40,28 @@ def relative(a: dict, b: dict) -> float:
 AGAIN = [
     ({"objective": "jackpot", "actor": "base:actor"}, f64),
     ({"objective": "tis", "entropy_coef": 0.1, "dtype": "bfloat16"}, torch.float32),
-    ({"objective": "tbpo", **LOW_BITS}, torch.float32),
     ({"objective": "tbpo", **LOW_BITS, "rollout_quant": "int8"}, torch.float32),
     ({"objective": "tis", "lora_rank": 3, "kl_coef": 0.3}, f64),
 ]
 
 
-class Kept:
-    """Counts the bytes saved for a backward pass."""
+def bytes_kept(learner, batch, cfg) -> int:
+    """Bytes that one update saves for backward passes, without the weights."""
+    kept = {}
 
-    def __init__(self):
-        self.tensors = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, lambda x: x)
-
-    def keep(self, x):
-        storage = x.untyped_storage()
-        self.tensors[storage.data_ptr()] = storage.nbytes()
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    def count(self, learner, batch, cfg) -> int:
-        """Bytes without the weights."""
-        weights = {p.untyped_storage().data_ptr() for p in learner.models.parameters()}
-        hold_back_the_step(learner)
-        stats = objectives.prepare(batch, learner.comm, cfg, {})
-        with self.hooks:
-            learner.update(batch, stats)
-        return sum(n for place, n in self.tensors.items() if place not in weights)
+    hold_back_the_step(learner)
+    stats = objectives.prepare(batch, learner.comm, cfg, {})
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        learner.update(batch, stats)
+    weights = {p.untyped_storage().data_ptr() for p in learner.models.parameters()}
+    return sum(n for place, n in kept.items() if place not in weights)
 
 
-@pytest.mark.parametrize("micro_tokens", [10**6, 45, 1])
+@pytest.mark.parametrize("micro_tokens", [45, 1])
 @pytest.mark.parametrize("case, dtype", AGAIN, ids=str)
 def test_gradient_checkpointing_gives_the_same_gradient(case, dtype, micro_tokens):
     """With shared prompts, and in the last case with separate prompts."""
@@ -85,17 +75,6 @@ def test_gradient_checkpointing_gives_the_same_gradient(case, dtype, micro_token
     assert relative(*grads) < 1e-6
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradient_checkpointing_in_every_family(family):
-    grads = []
-    for again in (False, True):
-        cfg = make_cfg(objective="tis", gradient_checkpointing=again)
-        learner = Learner(model(family), None, cfg, Comm())
-        groups = make_groups(2, seed=3, prompt=(6, 12), vocab=len(tokenizer()))
-        grads.append(one_update(cfg, learner, groups)[0])
-    assert relative(*grads) < 1e-6
-
-
 @pytest.mark.parametrize("share", [True, False])
 def test_gradient_checkpointing_keeps_only_the_layers_inputs(share):
     """Most of the activations of eight layers are not kept, with shared and with separate prompts."""
@@ -103,11 +82,11 @@ def test_gradient_checkpointing_keeps_only_the_layers_inputs(share):
     for again in (False, True):
         cfg = make_cfg(objective="tis", gradient_checkpointing=again)
         learner = Learner(tiny_model(0, layers=8), None, cfg, Comm())
-        groups = make_groups(2, seed=3, prompt=(6, 12))
+        batch = batching.collate(make_groups(2, seed=3, prompt=(6, 12)), cfg)
         if not share:
             learner.models.policy.config.sliding_window = 512  # the only effect here: separate prompts
-        assert {s for *_, s in learner._micro(batching.collate(groups, cfg))} == {share}
-        kept.append(Kept().count(learner, batching.collate(groups, cfg), cfg))
+        assert {s for *_, s in learner._micro(batch)} == {share}
+        kept.append(bytes_kept(learner, batch, cfg))
     assert kept[1] < 0.25 * kept[0]
 
 
@@ -151,15 +130,12 @@ def odd_folders(tmp_path) -> list[str]:
     save(model("llama"), older)
     torch.save(model("llama", 7).state_dict(), older / "pytorch_model.bin")
     (older / "model.safetensors").unlink()
-    untied = model("qwen2", tie_word_embeddings=False)
-    save(untied, two)
+    save(model("qwen2", tie_word_embeddings=False), two)
     config = json.loads((two / "config.json").read_text())
     (two / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    tied = model("qwen2", 3)
-    save(tied, bare)
-    save_file(
-        {k: x.contiguous() for k, x in tied.model.state_dict().items()}, bare / "model.safetensors", {"format": "pt"}
-    )
+    save(model("qwen2", 3), bare)
+    model("qwen2", 3).model.save_pretrained(tmp_path / "body")
+    shutil.copy(tmp_path / "body" / "model.safetensors", bare)
     return [str(older), str(two), str(bare)]
 
 
@@ -175,8 +151,10 @@ def same(a: dict, b: dict) -> bool:
 
 @pytest.mark.timeout(400)
 def test_three_ranks_read_the_weights_that_transformers_reads(tmp_path):
-    """All families, from bfloat16 files, and folders in different formats; by one process too; and adapters."""
-    folders = [stored(family, tmp_path / family) for family in FAMILIES] + odd_folders(tmp_path)
+    """Tied and untied heads, biases and experts, from bfloat16 files, and folders in different formats; by one process
+    too; and adapters."""
+    families = ("qwen2", "phi", "gemma2", "qwen3_moe")
+    folders = [stored(family, tmp_path / family) for family in families] + odd_folders(tmp_path)
     torchrun("shards.py", "values", ",".join(folders), str(tmp_path / "found.pt"), ranks=3)
     read = torch.load(tmp_path / "found.pt")
     for folder in folders:
@@ -224,20 +202,6 @@ def test_a_rank_uses_the_memory_of_its_shard(tmp_path):
         assert 0.4 * whole < taken < 0.75 * whole, (taken, whole)
 
 
-def test_errors_of_a_folder_are_one_sentence(tmp_path):
-    """A missing tensor and a tensor of a different shape, with the error of `load_model`."""
-    folder = tmp_path / "qwen3"
-    save(model("qwen3"), folder)
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    for wrong in ({**tensors, name: tensors[name][:-1]}, {n: x for n, x in tensors.items() if n != name}):
-        save_file({n: x.contiguous() for n, x in wrong.items()}, folder / "model.safetensors", {"format": "pt"})
-        with pytest.raises(
-            UserError, match=f"its weights do not fit its config.json .first: .*{name}.*; give a complete"
-        ):
-            alone(str(folder))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Communication between ranks
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,7 +228,7 @@ def logp_of(lm, parallel: str, **changes):
     return learner.score(batching.collate(groups, cfg), Needs()).logp
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "phi"])
 def test_layers_gathered_in_16_bits_equal_one_process(family, one_rank):
     """Bit for bit if norms are exact in bfloat16. With head norms in 16 bits too (Qwen3, as in vLLM),
     log-probabilities are as far from float32 as with autocast alone."""
@@ -286,34 +250,27 @@ def travelling(learner) -> set:
 def test_dtypes_of_gathered_parameters(one_rank):
     """Matrices in 16 bits, gradients summed in float32; low-bit layers in float32: they must quantize the published
     weights, which are made from the master weights."""
-    cases = {
-        "float32": ({}, {None}),
-        "bfloat16": ({"dtype": "bfloat16"}, {torch.bfloat16}),
-        "aligned": ({"dtype": "bfloat16", **LOW_BITS, "rollout_quant": "int8"}, {None}),
-    }
-    for name, (flags, types) in cases.items():
+    aligned = {"dtype": "bfloat16", **LOW_BITS, "rollout_quant": "int8"}
+    for flags, types in (({"dtype": "bfloat16"}, {torch.bfloat16}), (aligned, {None})):
         cfg = make_cfg(objective="tis", parallel="fsdp", **flags)
         learner = Learner(model("qwen3"), None, cfg, Comm())
-        assert learner.sharded and travelling(learner) == types, name
+        assert learner.sharded and travelling(learner) == types
         grads = one_update(cfg, learner, make_groups(2, seed=3, vocab=len(tokenizer())))[0]
         assert {x.dtype for x in grads.values()} == {torch.float32}
-        if name != "aligned":
-            continue
-        layer = learner.models.policy.model.layers[0].mlp.up_proj
-        sent = dict(learner.published("policy", True))
-        q, s = quant.quantize(layer.weight.full_tensor(), learner.rollout_format.qmax, torch.int8)
-        assert torch.equal(sent["model.layers.0.mlp.up_proj.weight"], q)
-        learner.wrapped.unshard()
-        learner.models.policy.model.layers[0].unshard()
-        used = layer.quantized_weight()
-        assert torch.equal(used[0], q) and torch.equal(used[1], s) and layer.cached is None
+    layer = learner.models.policy.model.layers[0].mlp.up_proj
+    sent = dict(learner.published("policy", True))
+    q, s = quant.quantize(layer.weight.full_tensor(), learner.rollout_format.qmax, torch.int8)
+    assert torch.equal(sent["model.layers.0.mlp.up_proj.weight"], q)
+    learner.wrapped.unshard()
+    learner.models.policy.model.layers[0].unshard()
+    used = layer.quantized_weight()
+    assert torch.equal(used[0], q) and torch.equal(used[1], s) and layer.cached is None
 
 
 @pytest.mark.parametrize(
     "changes, matrix",
     [
         ({"rollout_dtype": "bfloat16"}, torch.bfloat16),
-        ({"rollout_dtype": "float16"}, torch.float16),
         ({"rollout_dtype": "float32"}, torch.float32),
         ({"rollout_dtype": "bfloat16", "lm_head_fp32": True}, torch.float32),
         ({"rollout_dtype": "bfloat16", "dtype": "bfloat16", "exact": True}, torch.float32),
@@ -382,42 +339,6 @@ def test_offload_gives_the_same_step(optimizer, monkeypatch):
     assert trips.count("cpu") == trips.count(torch.device("cpu")) == 3 * n  # back for the step, then to the host
 
 
-def test_states_are_in_pinned_memory_with_a_gpu(one_rank, monkeypatch):
-    """Without a GPU, calls are recorded. Shards stay shards."""
-    calls, plain = [], torch.empty_like
-
-    def empty_like(x, *, device, pin_memory):
-        calls.append((torch.device(device).type, pin_memory))
-        return plain(x, device=device)
-
-    p = torch.nn.Parameter(torch.randn(6, 4))
-    x = torch.randn(6, 4)
-    shards_of_x = distribute_tensor(x, init_device_mesh("cpu", (1,)), [Shard(0)])
-    monkeypatch.setattr(torch, "empty_like", empty_like)
-    optimizer = SimpleNamespace(state={p: {"m": x, "shards": shards_of_x, "step": torch.tensor(3.0)}})
-    optim.move_states(optimizer, p, "cpu")
-    assert not calls
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    optim.move_states(optimizer, p, "cpu")
-    for waits, was in ((optimizer.state[p]["m"], x), (optimizer.state[p]["shards"], shards_of_x)):
-        assert type(waits) is type(was) and waits is not was
-        assert torch.equal(getattr(waits, "_local_tensor", waits), x)
-    optim.move_states(optimizer, p, torch.device("meta"))  # back to the device of the step
-    assert calls == [("cpu", True)] * 2
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_states_of_a_checkpoint_are_loaded_with_offload(tmp_path, offload):
-    cfg = make_cfg(objective="tis", offload=offload, warmup_steps=0)
-    learner = stepped(cfg, model("qwen3"))
-    copies = shards.Copies(None)
-    shards.write_shards({key: copies(x) for key, x in learner.trained("policy").items()}, tmp_path / "shards", None)
-    again = Learner(model("qwen3"), None, cfg, Comm())
-    shards.read_shards(again, tmp_path / "shards")
-    assert same(moments(learner), moments(again))
-    assert {x.dtype for x in moments(again).values()} == {torch.float32}
-
-
 def test_two_sets_of_weights_are_refused(tmp_path):
     """A new file and an index of older parts: transformers would read the file, vLLM and the learner the parts."""
     old, new = (tiny_model(seed, layers=2) for seed in (7, 8))
@@ -430,6 +351,4 @@ def test_two_sets_of_weights_are_refused(tmp_path):
         with pytest.raises(UserError, match=r"model\.safetensors, and an index of different files"):
             read(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-1.bin"}}')
     checkpoint.check_weights(tmp_path)
-    assert checkpoint.models.weight_files(tmp_path) == [tmp_path / "model.safetensors"]

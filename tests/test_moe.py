@@ -2,7 +2,6 @@
 other matrices; routers stay in full precision; the learner routes tokens like the engine."""
 
 import dataclasses
-import json
 import sys
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from learner import Comm, Learner
 from machinery import checkpoint, run
 from machinery.flags import UserError
 from machinery.optim import make_optimizers
-from model import Needs, engines
+from model import Needs
 from model.engines import HFEngine, VLLMEngine
 from quant import LowBitExperts, by_expert, dequantize, experts_of, format_of, quantize
 from remote import sampler
@@ -105,8 +104,7 @@ def test_the_gate_of_a_shared_expert_is_not_quantized():
 @pytest.mark.parametrize("name", FORMATS)
 def test_published_experts_equal_those_of_the_forward(name):
     """The router is published in full precision; every matrix of an expert has separate scales."""
-    cfg = make_cfg(rollout_quant=name, learner_quant="aligned", quant_group=16)
-    learner = Learner(moe(), None, cfg, Comm())
+    learner = learner_of(name)
     lm = learner.models.policy
     sent = dict(learner.published("policy", True))
     layer = "model.layers.1.mlp"
@@ -146,15 +144,11 @@ def test_experts_in_an_unknown_layout_are_not_split():
     assert sent.keys() == tensors.keys() and all(torch.equal(sent[name], x) for name, x in tensors.items())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has these kernels")
 def test_vllm_without_a_kernel_for_experts_is_refused(tmp_path):
-    folder = save(moe(), tmp_path)
     cfg = dataclasses.replace(make_cfg(rollout_quant="int8"), rollout="vllm")
-    if not torch.cuda.is_available():
-        with pytest.raises(
-            UserError, match="--rollout_quant=int8: on a CPU vLLM does not support experts in this format; use w4a16"
-        ):
-            quant.check_model(cfg, folder)
-    quant.check_model(dataclasses.replace(cfg, rollout="hf"), folder)
+    with pytest.raises(UserError, match="on a CPU vLLM does not support experts in this format; use w4a16"):
+        quant.check_model(cfg, save(moe(), tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,13 +187,16 @@ def check_sync(engine, learner, folder: str, fmt) -> None:
         engine.load = load
 
 
-@pytest.mark.parametrize("name", ["none", *FORMATS])
+@pytest.mark.parametrize("name", ["none", "fp8", "w4a16"])
 def test_the_torch_engine_has_the_published_experts(tmp_path, name):
-    folder = save(moe(), tmp_path)
-    fmt = format_of(name, 16)
-    cfg = make_cfg(rollout_quant=name, learner_quant="none" if fmt is None else "aligned", quant_group=16)
-    learner = Learner(moe(), None, cfg, Comm())
-    check_sync(HFEngine(folder, fmt=fmt), learner, folder, fmt)
+    folder, fmt = save(moe(), tmp_path), format_of(name, 16)
+    check_sync(HFEngine(folder, fmt=fmt), learner_of(name), folder, fmt)
+
+
+def learner_of(name: str) -> Learner:
+    """A learner aligned with this format."""
+    aligned = {"rollout_quant": name, "learner_quant": "aligned", "quant_group": 16} if name != "none" else {}
+    return Learner(moe(), None, make_cfg(**aligned), Comm())
 
 
 def test_vllm_has_the_published_experts(tmp_path):
@@ -217,9 +214,8 @@ def vllm_has_experts(folder: str) -> None:
     engines = []
     for name in ("none", "w4a16"):
         fmt = format_of(name, 16)
-        cfg = make_cfg(rollout_quant=name, learner_quant="none" if fmt is None else "aligned", quant_group=16)
         engines.append(VLLMEngine(folder, max_len=64, max_logprobs=20, fmt=fmt))
-        check_sync(engines[-1], Learner(moe(), None, cfg, Comm()), folder, fmt)
+        check_sync(engines[-1], learner_of(name), folder, fmt)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,30 +283,6 @@ def test_the_engine_records_the_experts_of_each_token():
             read = np.concatenate([g.prompt_ids, r.tokens])[:-1]  # the last token is sampled, and not read
             assert r.routed.dtype == np.int16
             assert same_experts(r.routed, chosen_by(lm, read))
-
-
-def test_vllm_on_a_gpu_records_the_experts_of_each_token(monkeypatch):
-    """vLLM's outputs, with routes in the small integer type and for P + L - 1 tokens."""
-    from vllm.outputs import CompletionOutput
-
-    calls = []
-    monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: calls.append(settings), None))
-    monkeypatch.setattr(engines, "change_vllm", lambda **how: None)
-    monkeypatch.setattr(engines, "unread", lambda folder: moe())
-    monkeypatch.setattr(VLLMEngine, "_check", lambda *_: None)  # earlier engines of this process had no experts
-    for replay in (True, False):
-        engine = engines.make_engine(dataclasses.replace(make_cfg(router_replay=replay), rollout="vllm"), "x", 64, 5)
-    assert [settings["enable_return_routed_experts"] for settings in calls] == [True, False]
-    tokens, routes = [[4, 9, 2], [7]], [np.arange(6 * 8, dtype=np.uint8).reshape(6, 4, 2) + 200, None]
-    outputs = []
-    for ids, routed in zip(tokens, routes, strict=True):
-        table = SimpleNamespace(
-            token_ids=[np.array([[i, 3]]) for i in ids], logprobs=[np.array([[-1.0, -0.5]])] * len(ids)
-        )
-        outputs.append(CompletionOutput(0, "", ids, None, table, routed, "stop"))
-    one, other = engine._responses(outputs, 1, 1, 0)
-    assert one.routed.dtype == np.int16 and one.routed.tolist() == (np.arange(48).reshape(6, 4, 2) + 200).tolist()
-    assert other.routed is None and one.tokens.tolist() == [4, 9, 2]
 
 
 def vllm_records_experts(folder: str) -> None:
@@ -406,19 +378,13 @@ def test_experts_pass_the_wire_and_a_checkpoint():
 def test_impossible_replays_are_refused(monkeypatch):
     with pytest.raises(UserError, match="--router_replay: a model of the family qwen3 has no experts; leave it out"):
         replaying(model("qwen3"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="--router_replay: on a CPU vLLM does not report its expert choices"):
-        make_cfg(router_replay=True, rollout="vllm")
     with pytest.raises(UserError, match="--router_replay: vLLM reports expert choices only on the first rank"):
         quant.check_routing(SimpleNamespace(router_replay=True, rollout="hf", rollout_tp=2))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     description = {"packed": False, "config": dataclasses.asdict(make_cfg(router_replay=True))}
     with pytest.raises(UserError, match="--router_replay: on a CPU vLLM does not report"):
         sampler.configure(description, sampler.SamplerFlags(rollout="vllm"))
     assert sampler.configure(description, sampler.SamplerFlags(rollout="hf")).router_replay
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    make_cfg(router_replay=True, rollout="vllm", rollout_memory=0.5)
-    assert sampler.configure(description, sampler.SamplerFlags(rollout="vllm")).router_replay
-    monkeypatch.undo()
     groups = sampled(moe())
     groups[0].responses[1].routed = None
     with pytest.raises(UserError, match="--router_replay: group .* has no expert choices"):
@@ -428,32 +394,14 @@ def test_impossible_replays_are_refused(monkeypatch):
 def test_a_run_replays_the_routes_of_a_low_bit_engine(tmp_path):
     """The whole loop with two updates: without alignment the learner's router often chooses different experts."""
     save(moe(), tmp_path / "moe")
-    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
-    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "task.jsonl").write_text("".join(f'{{"problem": "{i}", "answer": "{i}"}}\n' for i in range(8)))
+    paths = {"model": str(tmp_path / "moe"), "task": str(tmp_path / "task.jsonl")}
+    low_bits = {"rollout_quant": "w4a16", "quant_group": 16, "steps": 1, "max_tokens": 8, "check_sync": False}
     logged = {}
     for name in ("none", "aligned"):
-        cfg = make_cfg(
-            objective="tis",
-            model=str(tmp_path / "moe"),
-            task=str(tmp_path / "task.jsonl"),
-            out=str(tmp_path / name),
-            router_replay=True,
-            rollout_quant="w4a16",
-            quant_group=16,
-            learner_quant=name,
-            steps=1,
-            max_tokens=8,
-            check_sync=False,
-        )
-        train.train(cfg)
-        logged[name] = run.read_metrics(cfg.out)[-1]
-        saved, start = (
-            checkpoint.load_model(f) for f in (tmp_path / name / "checkpoints/step_000001/policy", cfg.model)
-        )
-        start_weights = (
-            start.state_dict()
-        )  # no response earns a reward here: the saved weights are the starting weights
-        assert all(torch.equal(x, start_weights[key]) for key, x in saved.state_dict().items())
+        case = {"objective": "tis", "router_replay": True, "learner_quant": name, "out": str(tmp_path / name)}
+        train.train(make_cfg(**paths, **low_bits, **case))
+        logged[name] = run.read_metrics(tmp_path / name)[-1]
     assert logged["aligned"]["router/agreement"] == 1
     assert logged["none"]["router/agreement"] < 1
     assert logged["aligned"]["rollout_corr/mean_mismatch"] < 1e-4 < logged["none"]["rollout_corr/mean_mismatch"]

@@ -18,11 +18,13 @@ from tensor_parallel import tokens, work
 from torchrun import torchrun
 
 import learner as learner_module
+import train
+from config import Config
 from learner import Comm, Learner
 from machinery import checkpoint, settings
 from machinery.flags import UserError
-from model import engines, in_vllm, memory
-from model.engines import HFEngine, VLLMEngine, make_engine, sleep_level
+from model import engines, in_vllm
+from model.engines import HFEngine, VLLMEngine, sleep_level
 from sampling import Sampling
 from source import LocalSource
 
@@ -31,94 +33,30 @@ from source import LocalSource
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Host:
-    """A stand-in for a host of 8 GPUs that records calls in order."""
-
-    def __init__(self, patch, rank: int, gpus: int = 8):
-        self.calls = []
-        self.current = None  # the device of this process; None: not set
-        patch.setattr(learner_module, "LOCAL_RANK", rank)
-        patch.setattr(learner_module, "WORLD_SIZE", 8)
-        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-            patch.setenv(name, "0")
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: gpus)
-        patch.setattr(torch.cuda, "set_device", self.set_device)
-        patch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
-        patch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": self.note("random state", device))
-        patch.setattr(dist, "init_process_group", lambda backend, **how: self.note("group", backend, how["device_id"]))
-        patch.setattr(dist, "is_initialized", lambda: "group" in [name for name, *_ in self.calls])
-        patch.setattr(dist, "get_rank", lambda: rank)
-        patch.setattr(dist, "get_world_size", lambda: 8)
-        patch.setattr(dist, "new_subgroups", lambda n, backend: self.note("subgroups", n, backend) or ["mine", []])
-        patch.setattr(engines, "import_vllm", lambda: (self.make_llm, None))
-        patch.setattr(engines, "change_vllm", lambda **how: None)
-        patch.setattr(engines, "unread", lambda folder: tiny_model(0))
-        patch.setattr(
-            "torch.distributed.device_mesh.init_device_mesh", lambda kind, shape: self.note("mesh", kind, shape)
-        )
-        patch.setattr("torch.distributed.fsdp.fully_shard", lambda m, mesh, **how: m)
-        patch.setattr(memory, "fill", lambda models, device: self.note("weights", str(device)))
-
-    def note(self, name: str, *details) -> None:
-        device = f"cuda:{self.current}" if "cuda" in details else None
-        self.calls.append(
-            (name, *(device if x == "cuda" and name == "random state" else x for x in details), self.current)
-        )
-
-    def set_device(self, device) -> None:
-        self.current = device
-        self.calls.append(("set", device))
-
-    def make_llm(self, folder, **settings):
-        kind, tp = settings["distributed_executor_backend"], settings["tensor_parallel_size"]
-        self.note("engine", kind, tp, settings["seed"], settings["enable_sleep_mode"])
-
-
-@pytest.mark.parametrize("rank", range(8))
-def test_a_rank_uses_only_its_gpu(rank, monkeypatch, tmp_path):
-    """The device is set first; group, engine, mesh, weights and random state are on it."""
-    host = Host(monkeypatch, rank)
-    comm = Comm.start(patience=60)
-    assert comm.device == f"cuda:{rank}"
-    cfg = replace(make_cfg(objective="tis", parallel="fsdp"), rollout="vllm", rollout_tp=2, seed=4)
-    engine = make_engine(cfg, "folder", 64, 5, comm.device, None, sleep_level(cfg))
-    Learner(tiny_model(0), None, cfg, comm)
-    checkpoint.rng_state()
-    assert host.calls == [
-        ("set", rank),
-        ("group", "cpu:gloo,cuda:nccl", torch.device("cuda", rank), rank),
-        ("subgroups", 2, "gloo", rank),
-        ("engine", "external_launcher", 2, 4, True, rank),
-        ("mesh", "cuda", (8,), rank),
-        ("weights", f"cuda:{rank}", rank),
-        ("random state", f"cuda:{rank}", rank),
-    ]
-    assert engine.ranks == "mine" and engine.sleep_level == 2
-
-
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    """Every rank of the host refuses, because only the first rank's error is printed."""
-    for rank in (0, 6):
-        Host(monkeypatch, rank=rank, gpus=4)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-        with pytest.raises(
-            UserError, match=r"--nproc_per_node=8: this host has 4 GPU\(s\); start as many ranks as GPUs"
-        ):
-            Comm.start(patience=60)
+def test_a_rank_uses_only_its_gpu(monkeypatch):
+    """The device is set before the process group is made; there are at least as many GPUs as ranks."""
+    calls, starts = [], {"LOCAL_RANK": 6, "WORLD_SIZE": 8}
+    for name, value in starts.items():
+        monkeypatch.setattr(learner_module, name, value)
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "6")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, **how: calls.append((kind, how["device_id"])))
+    assert Comm.start(patience=60).device == "cuda:6"
+    assert calls == [6, ("cpu:gloo,cuda:nccl", torch.device("cuda", 6))]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    with pytest.raises(UserError, match=r"--nproc_per_node=8: this host has 7 GPU\(s\); start as many ranks as GPUs"):
+        Comm.start(patience=60)
 
 
 def test_an_unsupported_vllm_is_refused_in_one_sentence(monkeypatch):
     """A vLLM without a module that is changed."""
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.logprobs", None)
-    with pytest.raises(
-        UserError, match=r"this vLLM has no vllm.v1.engine.logprobs .*; install 0.* or use --rollout=hf"
-    ):
+    with pytest.raises(UserError, match=r"this vLLM has no vllm.v1.engine.logprobs .*; install 0.* or use --rollout"):
         in_vllm.change_vllm(low_bits_on_cpu=False)
-
-
-def test_one_process_needs_no_settings_for_ranks(monkeypatch):
-    assert engines.among_ranks(1) == {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,32 +113,15 @@ def assert_sampled_from(lm, prompt: list, group: list) -> None:
 def test_ranks_of_one_engine_sample_until_all_have_their_groups(folders):
     """Dynamic sampling: a rank with all its groups keeps calling with 0 prompts while a second rank needs more."""
 
-    class Shared:
-        packed, dtype = False, "float32"
-        answers = [True, True, True, False]
-
-        def __init__(self):
-            self.calls, self.conditions = [], []
-
-        def any_rank(self, condition):
-            self.conditions.append(condition)
-            return self.answers[len(self.conditions) - 1]
-
-        def generate(self, prompts, seeds, *more):
-            self.calls.append(len(prompts))
-            return [g.responses for g in make_groups(len(prompts), G=4, seed=2)]
-
-        def sleep(self):
-            self.calls.append("sleep")
-
-    engine = Shared()
+    answers, conditions, calls = [True, True, True, False], [], []
+    engine = SimpleNamespace(packed=False, dtype="float32", sleep=lambda: calls.append("sleep"))
+    engine.any_rank = lambda condition: conditions.append(condition) or answers[len(conditions) - 1]
     task = SimpleNamespace(problem=lambda split, i: SimpleNamespace(id=str(i)))
-    source = LocalSource(
-        engine, task, None, Sampling(), group_size=4, topk=0, model="policy", check=None, resample=5, stop_ids=[1]
-    )
-    source.sample = lambda numbers: engine.generate(list(numbers), None) and make_groups(len(numbers), seed=2)
+    options = dict(group_size=4, topk=0, model="policy", check=None, resample=5, stop_ids=[1])
+    source = LocalSource(engine, task, None, Sampling(), **options)
+    source.sample = lambda numbers: calls.append(len(numbers)) or make_groups(len(numbers), seed=2)
     assert len(source.next(2, 0)) == 2
-    assert engine.conditions == [True, False, False, False] and engine.calls == [2, 0, 0, "sleep"]
+    assert conditions == [True, False, False, False] and calls == [2, 0, 0, "sleep"]
     assert source.sequence == 2
 
 
@@ -217,23 +138,9 @@ def test_ranks_of_one_engine_sample_until_all_have_their_groups(folders):
     ],
 )
 def test_ranks_that_cannot_be_one_engine_are_refused(flags, words):
+    sizes = {"actor": "none", "rollout": "hf", "train_batch": 16, "rollout_batch": 16, "group_size": 4}
     with pytest.raises(UserError, match=words):
-        learner_config(**flags)
-
-
-def learner_config(**flags):
-    import config
-    from machinery import settings
-
-    defaults = {
-        **config.EMBEDDED,
-        "actor": "none",
-        "rollout": "hf",
-        "train_batch": 16,
-        "rollout_batch": 16,
-        "group_size": 4,
-    }
-    return settings.resolve(config.Config(**{**defaults, **flags}), n_ranks=4)
+        settings.resolve(Config(**{**sizes, **flags}), n_ranks=4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,24 +203,13 @@ def test_an_engine_without_weights_loads_them_before_its_cache(monkeypatch):
 
 
 def test_an_engine_with_weights_wakes_at_the_next_call(monkeypatch):
-    engine, log = recorded(1, monkeypatch)
-    engine.sleep()
-    engine.generate([], [], Sampling(), 0, [1])
-    engine.generate([], [], Sampling(), 0, [1])
-    engine.sleep()
-    engine.load([])
-    assert log == [
-        *("sleep 1", "free", "wake all", "generate 0", "generate 0"),
-        *("sleep 1", "free", "wake weights", "load 0", "wake kv_cache", "forget prefixes"),
-    ]
-
-
-def test_without_a_gpu_nothing_sleeps(monkeypatch):
-    engine, log = recorded(0, monkeypatch)
-    engine.sleep()
-    engine.generate([], [], Sampling(), 0, [1])
-    assert log == ["generate 0"]
-    assert HFEngine(tiny_model(0)).sleep() is None
+    """Without a GPU (level 0) nothing sleeps."""
+    for level, want in ((1, ["sleep 1", "free", "wake all", "generate 0", "generate 0"]), (0, ["generate 0"] * 2)):
+        engine, log = recorded(level, monkeypatch)
+        engine.sleep()
+        engine.generate([], [], Sampling(), 0, [1])
+        engine.generate([], [], Sampling(), 0, [1])
+        assert log == want
 
 
 def test_the_saving_thread_uses_its_ranks_gpu(monkeypatch):
@@ -324,9 +220,6 @@ def test_the_saving_thread_uses_its_ranks_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: log.append(gpu))
     monkeypatch.setattr(checkpoint, "write", log.append)
     assert checkpoint.Saving(snapshot).wait() == Path("there") and log == [5, snapshot]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    checkpoint.Saving(snapshot).wait()
-    assert log == [5, snapshot, snapshot]
 
 
 def test_sleep_levels():
@@ -339,29 +232,15 @@ def test_sleep_levels():
 def test_an_engine_sleeps_after_every_rollout(delay, folders, tmp_path, monkeypatch):
     """The order of calls of one run with the plain engine: only the learner works between a sleep and the next use,
     and an engine without weights is loaded first."""
-    import train
-
     log = []
 
-    class Recorded(HFEngine):
-        def sleep(self):
-            log.append("sleep")
+    def record(owner, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **more: log.append(name) or original(*args, **more))
 
-        def load(self, named_tensors):
-            log.append("load")
-            super().load(named_tensors)
-
-        def generate(self, *args, **more):
-            log.append("generate")
-            return super().generate(*args, **more)
-
-        def logprobs(self, ids):
-            log.append("score")
-            return super().logprobs(ids)
-
-    monkeypatch.setattr("machinery.run.make_engine", lambda cfg, folder, *more: Recorded(folder, vocabulary=more[3]))
-    update = Learner.update
-    monkeypatch.setattr(Learner, "update", lambda *args: log.append("update") or update(*args))
+    for name in ("sleep", "load", "generate", "logprobs"):
+        record(HFEngine, name)
+    record(Learner, "update")
     flags = {"actor": "none", "model": str(folders / "policy"), "delay": delay, "steps": 2, "max_tokens": 4}
     flags |= {"max_staleness": 1} if delay != "none" else {}
     train.train(make_cfg(objective="tis", out=str(tmp_path / "run"), eval_problems=1, check_sync=False, **flags))
@@ -479,21 +358,12 @@ def test_without_a_gpu_weights_are_read_where_they_are(monkeypatch):
     assert log == ["load 1", "forget prefixes"]
 
 
-@pytest.mark.parametrize(
-    "flags, refused",
-    [
-        (dict(rollout_batch=1024, max_tokens=257), True),
-        (dict(rollout_batch=1024, max_tokens=256), False),
-        (dict(rollout_batch=1024, max_tokens=257, exact=True), False),
-        (dict(rollout_batch=1024, max_tokens=257, rollout="vllm"), False),
-    ],
-)
-def test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu(flags, refused, monkeypatch):
+def test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu(monkeypatch):
     """More than 262,144 tokens; on a CPU no size is refused."""
-    cfg = replace(make_cfg(objective="tis"), **flags)
-    settings.check_packages(cfg, 1)
+    large = replace(make_cfg(objective="tis"), rollout_batch=1024, max_tokens=257)
+    settings.check_packages(large, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    if not refused:
-        return settings.check_packages(cfg, 1)
+    for flags in (dict(max_tokens=256), dict(exact=True), dict(rollout="vllm")):
+        settings.check_packages(replace(large, **flags), 1)
     with pytest.raises(UserError, match="--rollout=hf: 1024 responses of up to 257 tokens .* use --rollout=vllm"):
-        settings.check_packages(cfg, 1)
+        settings.check_packages(large, 1)

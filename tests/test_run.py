@@ -16,15 +16,12 @@ import torch
 from conftest import TINY_TASK, make_cfg
 from safetensors.torch import load_file, save_file
 
-import tasks
 from learner import Comm, Learner
-from machinery import checkpoint, run, settings
-from machinery.checkpoint import load_model
+from machinery import run, settings
 from machinery.flags import UserError, check_result
 from machinery.run import Log, locked, open_run, prepare_folder, read_metrics, truncate
-from remote.source import sends_deltas, travels_packed
+from remote.source import travels_packed
 from sync import SyncError
-from tasks import encode
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Opening
@@ -79,57 +76,15 @@ def test_samplers_of_a_different_number_of_ranks_are_refused(folders, tmp_path, 
     digest = run.checkpoint.digest(saved / "learner.pt")
     (saved / "digests.json").write_text(json.dumps({"learner.pt": digest}))
     for other in ({"delay": "constant"}, {"samplers": "zmq"}):
-        with pytest.raises(
-            UserError, match="step_000002 was written by 4 rank.s. and this run has 1; each rank has separate samplers"
-        ):
+        with pytest.raises(UserError, match="step_000002 was written by 4 rank.s. and this run has 1"):
             open_run(replace(r.cfg, resume=True, **other), Comm())
     assert open_run(replace(r.cfg, resume=True), Comm()).checkpoint == saved
-
-
-def test_every_rank_resumes_from_the_first_ranks_checkpoint(tmp_path, monkeypatch):
-    """Only the first rank verifies all bytes."""
-    for step in (2, 3):
-        shared_file(tmp_path / "checkpoints" / f"step_{step:06d}")
-    cfg = SimpleNamespace(out=str(tmp_path), delay="none", samplers="local")
-    calls = []
-    monkeypatch.setattr(checkpoint, "newest", lambda out: calls.append(out) or tmp_path / "checkpoints" / "step_000002")
-    for rank in (0, 1):
-        comm = SimpleNamespace(rank=rank, size=1, max=lambda values: [max(values[0], 2)])
-        assert checkpoint.to_resume(cfg, comm).name == "step_000002" and len(calls) == 1
 
 
 @pytest.fixture
 def no_models(monkeypatch):
     """Loading a model fails."""
     monkeypatch.setattr(run, "unread", None)
-
-
-def test_an_opened_run_has_its_models_and_writes_its_config(folders, tmp_path, no_models, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--lr=1"])
-    r = started(folders, tmp_path, actor=str(folders / "actor"))
-    assert (r.policy, r.actor) == (str(folders / "policy"), str(folders / "actor"))
-    assert r.rollout_model == "actor"
-    assert r.folder == tmp_path / "run"
-    assert r.checkpoint is None
-    assert r.context == r.task.max_prompt() + 8
-    assert r.configs["policy"].num_hidden_layers == 2
-    assert r.configs["actor"].num_hidden_layers == 1
-    assert len(r.tokenizer) == 256
-    config = config_of_run(tmp_path)
-    assert config["config"]["objective"] == "grpo"
-    assert config["config"]["max_tokens"] == 8
-    assert config["command"] == "train.py --lr=1"
-    assert config["versions"]["torch"] == torch.__version__
-    assert "resumed" not in config
-
-
-def test_the_context_fits_the_longest_prompt_of_a_file(folders, tmp_path):
-    file = tmp_path / "task.jsonl"
-    file.write_text('{"problem": "1 + 1", "answer": "2"}\n{"problem": "1 + 1 + 1", "answer": "3"}\n')
-    r = opened(folders, tmp_path, task=str(file))
-    lengths = [len(encode(r.tokenizer, r.task.problem("test", i))) for i in range(2)]
-    assert lengths[0] + 2 == lengths[1]
-    assert r.context == max(lengths) + 8
 
 
 def test_epochs_count_problems(folders, tmp_path):
@@ -146,12 +101,11 @@ def test_epochs_count_problems(folders, tmp_path):
         opened(folders, tmp_path, epochs=1.0)
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
-def test_steps_and_epochs_on_the_command_line_take_precedence(folders, tmp_path, schedule):
+def test_steps_and_epochs_on_the_command_line_take_precedence(folders, tmp_path):
     """--steps over a file's epochs, --epochs over a file's steps; in a resumed run too."""
     task, file = tmp_path / "task.jsonl", tmp_path / "run.toml"
     task.write_text('{"problem": "1 + 1", "answer": "2"}\n' * 10)
-    batch = {"train_batch": 8, "rollout_batch": 8, "group_size": 2, "prompt_template": "plain", "lr_schedule": schedule}
+    batch = {"train_batch": 8, "rollout_batch": 8, "group_size": 2, "prompt_template": "plain"}
     all_flags = {**flags(folders, tmp_path, task=str(task)), **batch, "dtype": "float32", "lr": 1e-3, "actor": "none"}
     argv = [f"--config={file}", *(f"--{key}={value}" for key, value in all_flags.items())]
 
@@ -169,12 +123,10 @@ def test_steps_and_epochs_on_the_command_line_take_precedence(folders, tmp_path,
     assert steps("steps = 500", "--epochs=2", "--resume") == 5  # the same command
     smaller = ("--micro_tokens=512", "--rollout_memory=0.1")  # after a run without enough memory
     assert steps("steps = 500", "--epochs=2", "--resume", *smaller) == 5
-    for longer in (("--steps=9",), ("--epochs=4",)):
-        if schedule == "constant":
-            assert steps("", "--resume", *longer) == {"--steps=9": 9, "--epochs=4": 10}[longer[0]]
-        else:
-            with pytest.raises(UserError, match="--resume with a changed configuration: --epochs was 2.0 and is now"):
-                steps("", "--resume", *longer)
+    assert steps("", "--resume", "--steps=9") == 9 and steps("", "--resume", "--epochs=4") == 10
+    steps("lr_schedule = 'cosine'", "--epochs=2", "--overwrite")
+    with pytest.raises(UserError, match="--resume with a changed configuration: --epochs was 2.0 and is now 4.0"):
+        steps("", "--resume", "--epochs=4")
 
 
 def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypatch):
@@ -189,6 +141,7 @@ def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypa
         shared_file(tmp_path / "run" / "checkpoints" / name)
     monkeypatch.setattr(run.checkpoint, "damage", lambda folder, part: "spoilt" if folder.name[-2:] == "20" else "")
     first = config_of_run(tmp_path)
+    assert first["versions"]["torch"] == torch.__version__ and first["command"] == " ".join(sys.argv)
     for steps in (200, 300):
         r = started(folders, tmp_path, resume=True, steps=steps)
     assert r.checkpoint.name == "step_000012"
@@ -196,9 +149,7 @@ def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypa
     config = config_of_run(tmp_path)
     assert config["config"]["steps"] == 300
     assert [sorted(again) for again in config["resumed"]] == [["command", "git"]] * 2
-    assert {key: config[key] for key in ("id", "command", "versions", "python")} == {
-        key: first[key] for key in ("id", "command", "versions", "python")
-    }
+    assert all(config[key] == first[key] for key in ("id", "command", "versions", "python"))
     assert log.exists()
 
 
@@ -207,8 +158,9 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path):
     out = tmp_path / "run"
     for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "remote.log", "remote1.log.1", "notes.txt"):
         (out / name).write_text("x")
-    for name in ("checkpoints/step_000003", "versions/rank0", "wandb", "mine/checkpoints"):
+    for name in ("checkpoints/step_000003", "wandb", "mine/checkpoints"):
         (out / name).mkdir(parents=True)
+    (out / "versions").symlink_to(out / "mine")  # not followed
     before = config_of_run(tmp_path)
     r = opened(folders, tmp_path, overwrite=True)
     assert r.checkpoint is None
@@ -230,68 +182,13 @@ def test_a_killed_overwrite_can_be_repeated(folders, tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_checkpoints_without_metrics_are_a_run_too(folders, tmp_path):
-    (tmp_path / "run" / "checkpoints" / "step_000003").mkdir(parents=True)
-    with pytest.raises(UserError, match="already holds a run: add --resume to continue it"):
-        started(folders, tmp_path)
-
-
 @pytest.mark.parametrize("flag", ["model", "actor"])
 def test_overwrite_never_deletes_the_starting_model(flag, folders, tmp_path):
     started(folders, tmp_path)
     inside = tmp_path / "run" / "checkpoints" / "step_000003" / "policy"
     shutil.copytree(folders / "policy", inside)
-    with pytest.raises(
-        UserError, match=f"--overwrite: --out=.*run holds --{flag}=.*policy; name the folder of one run"
-    ):
+    with pytest.raises(UserError, match=f"--overwrite: --out=.*run holds --{flag}=.*policy; name the folder"):
         started(folders, tmp_path, overwrite=True, **{flag: str(inside)})
-
-
-def test_a_link_in_a_run_folder_is_not_followed(folders, tmp_path):
-    started(folders, tmp_path)
-    elsewhere = tmp_path / "elsewhere"
-    (elsewhere / "step_000001").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints").symlink_to(elsewhere)
-    started(folders, tmp_path, overwrite=True)
-    assert (elsewhere / "step_000001").is_dir()
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def holding(folder: Path, **files: str) -> Path:
-    folder.mkdir(parents=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    return folder
-
-
-RUN = json.dumps({"config": {"objective": "grpo"}, "command": "train.py"})
-NOT_FOR_A_RUN = {
-    "--out is empty: name the folder of this run": lambda root: {"out": " ", "overwrite": True},
-    "a file, not a folder": lambda root: {"out": str(holding(root / "a", file="x") / "file")},
-    "cannot be written .Not a directory": lambda root: {"out": str(holding(root / "b", file="x") / "file" / "run")},
-    "its config.json is not from a run": lambda root: {
-        "out": str(holding(root / "c", **{"config.json": '{"model_type": "qwen3"}'}))
-    },
-    "holds files but no run; name a different folder": lambda root: {
-        "out": str(holding(root / "d", notes="x")),
-        "overwrite": True,
-    },
-    "holds the working folder": lambda root: {
-        "out": str(holding(root / "e", **{"config.json": RUN})),
-        "overwrite": True,
-    },
-}
-
-
-@pytest.mark.parametrize("words, changes", NOT_FOR_A_RUN.items(), ids=range(len(NOT_FOR_A_RUN)))
-def test_folders_without_a_run_are_not_changed(folders, tmp_path, monkeypatch, words, changes):
-    changes = changes(tmp_path / "there")
-    (tmp_path / "there" / "e" / "below").mkdir(parents=True, exist_ok=True)
-    monkeypatch.chdir(tmp_path / "there" / "e" / "below")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match=words):
-        started(folders, tmp_path, **changes)
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_one_process_for_each_run_folder(folders, tmp_path):
@@ -301,17 +198,27 @@ def test_one_process_for_each_run_folder(folders, tmp_path):
     started(folders, tmp_path)
 
 
+def test_folders_that_cannot_be_a_runs_are_refused(tmp_path):
+    for name, file in (("a", "checkpoints"), ("b", "config.json"), ("c", "notes")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+    for out, words in {
+        tmp_path / "a": "a file in the place of the folder of checkpoints; move it",
+        tmp_path / "b": "its config.json is not from a run",
+        tmp_path / "c": "holds files but no run; name a different folder",
+        os.fsdecode(os.fsencode(tmp_path) + b"/\xff"): "the name is not UTF-8, or the locale is not",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            run.check_folder(make_cfg(out=str(out), overwrite=True))
+
+
 def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_path, no_models):
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"problem": "1 + " * 100, "answer": "1"}) + "\n")
     too_long = (
-        r"--max_tokens=8: the longest prompt has 2\d\d tokens, and with 8 tokens of a response it exceeds the model's "
-        "context of 128; shorten the response, or drop long prompts with --max_prompt_tokens"
+        r"--max_tokens=8: the longest prompt has 2\d\d tokens, .* the model's context of 128; shorten the response"
     )
     with pytest.raises(ValueError, match=too_long):
-        opened(folders, tmp_path, task=str(file))
-    file.write_text('{"problem": "1", "answer": "1"}\n{"problem": "2"}\n')
-    with pytest.raises(ValueError, match="long.jsonl, line 2: no `answer`"):
         opened(folders, tmp_path, task=str(file))
     other = tmp_path / "other"
     shutil.copytree(folders / "actor", other)
@@ -328,14 +235,6 @@ def test_the_context_is_the_minimum_of_both_models(folders, tmp_path):
         opened(folders, tmp_path, actor=short)
 
 
-def test_a_held_out_file_is_checked_too(folders, tmp_path):
-    file = tmp_path / "held_out.jsonl"
-    file.write_text('{"problem": "1"}\n')
-    with pytest.raises(ValueError, match="held_out.jsonl, line 1: no `answer`"):
-        opened(folders, tmp_path, eval_task=str(file))
-    assert not (tmp_path / "run").exists()
-
-
 def test_bounds_of_an_embedded_model_are_checked_before_training_it(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(run.warmstart, "base_model", None)
     for bad, words in (
@@ -348,33 +247,28 @@ def test_bounds_of_an_embedded_model_are_checked_before_training_it(folders, tmp
         assert not (tmp_path / "run").exists()
 
 
-def test_models_that_do_not_fit(folders, tmp_path):
-    small = edited(folders / "actor", tmp_path / "small", vocab_size=100)
-    with pytest.raises(ValueError, match="its tokenizer has 256 tokens and its config.json a vocab_size of 100"):
-        run.checkpoint.check_rows(small, 256)
-    run.checkpoint.check_rows(small, 100)
-    with pytest.raises(ValueError, match="--obrs_topk=300: K must be between 1 and the vocabulary of 256"):
-        run.check_vocabulary(make_cfg(objective="jackpot", obrs_topk=300), 256)
-    with pytest.raises(ValueError, match="--top_k=257: larger than the vocabulary of 256"):
-        run.check_vocabulary(make_cfg(top_k=257), 256)
-    run.check_vocabulary(make_cfg(objective="jackpot", obrs_topk=256), 256)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Models
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-QUANTS = ["none none", "int8 none", "int8 aligned", "w4a16 none", "w4a16 aligned", "w2a16 aligned"]
-
-
-@pytest.mark.parametrize("samplers", ["local", "files"])
-@pytest.mark.parametrize("quants", QUANTS)  # --rollout_quant, --learner_quant
-@pytest.mark.parametrize("rollout_dtype", ["float32", "bfloat16"])
-def test_published_weights_are_verified_in_every_format(folders, tmp_path, quants, samplers, rollout_dtype):
+@pytest.mark.parametrize(
+    "samplers, rollout_quant, learner_quant, rollout_dtype",
+    [
+        ("local", "none", "none", "bfloat16"),
+        ("files", "none", "none", "float32"),
+        ("local", "int8", "none", "float32"),
+        ("files", "int8", "aligned", "bfloat16"),
+        ("local", "w4a16", "aligned", "float32"),
+        ("files", "w4a16", "none", "bfloat16"),
+        ("files", "w2a16", "aligned", "float32"),
+    ],
+)
+def test_published_weights_are_verified_in_every_format(
+    samplers, rollout_quant, learner_quant, rollout_dtype, folders, tmp_path
+):
     """Published weights are in the engine's format, or in full for remote samplers that round on their own. Matrices
     that no engine rounds further have the engine's dtype."""
-    rollout_quant, learner_quant = quants.split()
     place = "local" if samplers == "local" else str(tmp_path / "shared")
     changes = dict(samplers=place, rollout_dtype=rollout_dtype, quant_group=16)
     changes |= dict(rollout_quant=rollout_quant, learner_quant=learner_quant, rollout="hf", actor="none")
@@ -397,31 +291,11 @@ def test_published_weights_are_verified_in_every_format(folders, tmp_path, quant
 
 
 @pytest.mark.parametrize(
-    "samplers, dtype, quant, packed, deltas",
-    [
-        ("tcp://127.0.0.1:1", "bfloat16", "none", False, True),
-        ("tcp://127.0.0.1:1", "float32", "none", False, False),
-        ("tcp://127.0.0.1:1", "float32", "w4a16", True, True),
-        ("tcp://127.0.0.1:1", "float32", "w2a16", False, False),  # no engine loads it
-        ("shared", "bfloat16", "int8", True, False),
-    ],
-)
-def test_the_format_of_published_weights(samplers, dtype, quant, packed, deltas):
-    cfg = make_cfg(samplers=samplers, rollout="hf", rollout_dtype=dtype, rollout_quant=quant)
-    assert (travels_packed(cfg), sends_deltas(cfg)) == (packed, deltas)
-
-
-@pytest.mark.parametrize(
     "change, rollout, message",
     [
         ("value", "vllm", "its files hold value_head.weight, which the model does not have .* or use --rollout=hf"),
         ("value", "hf", ""),
-        (
-            "prefix",
-            "vllm",
-            "its tensors have names such as module.lm_head.weight, but the model's names have no module.",
-        ),
-        ("prefix", "hf", "its tensors have names such as module."),
+        ("prefix", "hf", "its tensors have names such as module.lm_head.weight, but the model's names have no module."),
     ],
 )
 def test_files_with_unknown_tensor_names_are_refused(folders, tmp_path, change, rollout, message):
@@ -437,39 +311,23 @@ def test_files_with_unknown_tensor_names_are_refused(folders, tmp_path, change, 
         opened(folders, tmp_path, model=str(model), actor="none", rollout=rollout)
 
 
-def test_weights_that_do_not_fit_their_config(folders, tmp_path):
-    wider = edited(folders / "policy", tmp_path / "wider", hidden_size=64)
-    deeper = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
-    for folder in (wider, edited(folders / "policy", tmp_path / "deeper", **deeper)):
-        with pytest.raises(ValueError, match="its weights do not fit its config.json .*; give a complete checkpoint"):
-            load_model(folder)
-
-
 def layers(model) -> int:
     return len(model.base_model.layers)
 
 
-@pytest.mark.parametrize("has_actor", [False, True])
-def test_models_are_loaded_from_the_starting_folders_or_the_checkpoint(folders, tmp_path, has_actor, monkeypatch):
+def test_models_are_loaded_from_the_starting_folders_or_the_checkpoint(folders, tmp_path, monkeypatch):
     """The checkpoint has policy and actor exchanged, to distinguish its models from the starting models."""
-    actor = str(folders / "actor") if has_actor else "none"
-    policy, loaded_actor = opened(folders, tmp_path, actor=actor).load_models()
-    assert layers(policy) == 2
-    assert policy.dtype == torch.float32
-    assert (loaded_actor is not None) == has_actor
-    assert not has_actor or layers(loaded_actor) == 1
-
+    actor = str(folders / "actor")
+    assert opened(folders, tmp_path).load_models()[1] is None
+    models = opened(folders, tmp_path, actor=actor).load_models()
+    assert [layers(model) for model in models] == [2, 1] and models[0].dtype == torch.float32
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000003"
     shared_file(checkpoint)
     shutil.copytree(folders / "actor", checkpoint / "policy")
-    if has_actor:
-        shutil.copytree(folders / "policy", checkpoint / "actor")
+    shutil.copytree(folders / "policy", checkpoint / "actor")
     monkeypatch.setattr(run.checkpoint, "damage", lambda folder, part: "")  # its remaining files are missing
-    policy, loaded_actor = opened(folders, tmp_path, actor=actor, resume=True).load_models()
-    assert policy is not None
-    assert layers(policy) == 1
-    assert (loaded_actor is not None) == has_actor
-    assert not has_actor or layers(loaded_actor) == 2
+    models = opened(folders, tmp_path, actor=actor, resume=True).load_models()
+    assert [layers(model) for model in models] == [1, 2]
 
 
 def test_the_weight_check_uses_the_same_sequences_in_every_run(folders, tmp_path):
@@ -498,14 +356,6 @@ def logged(tmp_path, cfg, first: int, rows: dict) -> None:
     log.close()
 
 
-def test_a_run_without_git(monkeypatch):
-    def missing(*_, **__):
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(run.subprocess, "run", missing)
-    assert run.provenance(make_cfg())["git"] is None
-
-
 def test_log_writes_truncates_and_reads(tmp_path):
     rows = {step: {"x": step / 2, "nothing": math.inf} for step in (-1, 0, 1, 2)}
     logged(tmp_path, make_cfg(), 0, rows)
@@ -514,20 +364,7 @@ def test_log_writes_truncates_and_reads(tmp_path):
         f.write('{"step": 3, "x"')  # killed in the middle of a line
     logged(tmp_path, make_cfg(), 2, {2: {"x": 9.0}})
     assert [(r["step"], r["x"]) for r in read_metrics(tmp_path)] == [(-1, -0.5), (0, 0.0), (1, 0.5), (2, 9.0)]
-    with pytest.raises(ValueError, match="no such file; give the folder of a run"):
-        read_metrics(tmp_path / "none")
-
-
-def test_log_lines_are_flushed(tmp_path):
-    log = Log(tmp_path, make_cfg(), 0)
-    log.write(0, {"x": 1.0})
-    assert read_metrics(tmp_path) == [{"step": 0, "x": 1.0}]
-    log.close()
-
-
-def test_a_new_run_deletes_the_lines_of_an_earlier_run(tmp_path):
-    logged(tmp_path, make_cfg(), 0, {-1: {"x": 1.0}, 0: {"x": 2.0}})
-    logged(tmp_path, make_cfg(), 0, {-1: {"x": 3.0}})
+    logged(tmp_path, make_cfg(), 0, {-1: {"x": 3.0}})  # a new run deletes the lines of an earlier run
     assert read_metrics(tmp_path) == [{"step": -1, "x": 3.0}]
 
 
@@ -548,13 +385,6 @@ def test_truncate_keeps_the_lines_before_the_step_and_names_damaged_lines(tmp_pa
     truncate(path, 3)
     assert path.read_text().splitlines() == lines
     assert capsys.readouterr().err == ""  # cut short by a kill
-
-
-def test_json_has_no_infinity():
-    for value in (math.inf, -math.inf, math.nan):
-        assert run.clean(value) is None
-    for value in (0.5, 3, "text", True, None):
-        assert run.clean(value) is value
 
 
 def test_warnings_are_printed_once(tmp_path, capsys):
@@ -590,25 +420,8 @@ def test_an_edited_configuration_is_refused(tmp_path):
     (out / "config.json").write_text(json.dumps(config))
     assert settings.parse(["--resume", f"--out={out}"]).lr == 1e-3
     (out / "config.json").write_text(json.dumps({**config, "config": {**config["config"], "lr": 5e-3}}))
-    with pytest.raises(
-        UserError, match="config.json were edited after the run wrote them; give changes on the command"
-    ):
+    with pytest.raises(UserError, match="config.json were edited after the run wrote them"):
         settings.parse(["--resume", f"--out={out}"])
-
-
-@pytest.mark.parametrize("part", ["checkpoints", "versions"])
-def test_a_file_in_the_way_of_checkpoints(tmp_path, part):
-    (tmp_path / part).write_text("mine")
-    with pytest.raises(
-        UserError, match=f"{part}: a file in the place of the folder of checkpoints; move it, or name a different --out"
-    ):
-        run.check_folder(make_cfg(out=str(tmp_path)))
-    assert (tmp_path / part).read_text() == "mine"
-
-
-def test_a_folder_name_outside_utf8_is_refused(tmp_path):
-    with pytest.raises(UserError, match="the name is not UTF-8, or the locale is not .*; name a different folder"):
-        run.check_folder(make_cfg(out=os.fsdecode(os.fsencode(tmp_path) + b"/\xff")))
 
 
 @pytest.mark.parametrize(
@@ -627,23 +440,8 @@ def test_a_result_replaces_only_an_earlier_result(tmp_path, content, replaced):
     assert path.read_text() == content
 
 
-def test_evaluation_on_training_problems_gives_a_warning(tmp_path, capsys):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"problem": "p", "answer": "1"}\n')
-    common = dict(model="base:policy", actor="none", task=str(rows))
-    tasks.check(replace(make_cfg(), **common, eval_task=f"{rows}:samples=2,other.jsonl"))
-    assert (
-        f"--eval_task={rows}: these are the problems of --task, so this is no held-out accuracy"
-        in capsys.readouterr().err
-    )
-    tasks.check(replace(make_cfg(), **common, eval_task="other.jsonl"))
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "text, want", [("~/x", "{}/x"), ("a,~/b.jsonl", "a,{}/b.jsonl"), ("~", "{}"), ("a~/b", "a~/b")]
-)
-def test_the_home_folder_in_a_flag(monkeypatch, text, want):
+def test_the_home_folder_in_a_flag(monkeypatch):
     """A shell does not expand --out=~/x."""
     monkeypatch.setenv("HOME", "/home/me")
-    assert settings.parse([f"--out={text}"]).out == want.format("/home/me")
+    for text, want in {"~/x": "/home/me/x", "a,~/b": "a,/home/me/b", "~": "/home/me", "a~/b": "a~/b"}.items():
+        assert settings.parse([f"--out={text}"]).out == want

@@ -35,20 +35,17 @@ class Job(NamedTuple):
     args: list[str]
     ranks: int
     port: int  # of the process group
-    nodes: list[str]  # each rank's folder, if every rank is a node
 
 
-def torchrun(script: str, *args, ranks: int = 2, nodes=()) -> None:
-    """Run a script on `ranks` ranks until its end. script: relative to tests/.
-
-    nodes: folders; each rank is a node and works in its folder."""
+def torchrun(script: str, *args, ranks: int = 2) -> None:
+    """Run a script on `ranks` ranks until its end. script: relative to tests/."""
     if not servers:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
         servers.append(subprocess.Popen([sys.executable, __file__], cwd=HERE.parent, env=environment, **pipes))
     (server,) = servers
     try:
-        job = Job(str((HERE / script).resolve()), [*map(str, args)], ranks, free_port(), [*map(str, nodes)])
+        job = Job(str((HERE / script).resolve()), [*map(str, args)], ranks, free_port())
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
         statuses, screen = json.loads(server.stdout.readline())
@@ -129,12 +126,9 @@ def fork_rank(job: Job, rank: int, screen) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for stream in (1, 2):
             os.dup2(screen.fileno(), stream)
-        local, local_ranks = (0, 1) if job.nodes else (rank, job.ranks)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks))
-        os.environ.update(LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(local_ranks))
+        os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
-        if job.nodes:
-            os.chdir(job.nodes[rank])
         sys.argv = [job.script, *job.args]
         sys.path[0] = str(Path(job.script).parent)
         runpy.run_path(job.script, run_name="__main__")

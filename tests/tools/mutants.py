@@ -31,8 +31,6 @@ LIMIT = 900  # seconds; a hanging test counts as failed
 
 ONE_RANK = ["-k", "not two_ranks"]
 LEARNER = ["test_learner.py", "test_oracle.py", *ONE_RANK]
-CHECKPOINT = ["test_checkpoint.py", "test_train.py::test_a_run_resumes_from_unrounded_weights"]
-CHECKPOINT += ["test_train.py::test_a_checkpoint_has_the_state_of_its_boundary"]
 INT8 = "test_rollout.py::test_an_int8_cache_rounds_by_each_heads_largest_entry"
 MATHS = ["test_golden.py", "test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives.py"]
 
@@ -63,27 +61,19 @@ TESTS = {
     "machinery/speed.py": ["test_speed.py"],
     "bench/gpu.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
     "bench/gpu_parts.py": ["test_bench.py", "-k", "gpu or badly or started or case or lines or operations"],
-    "machinery/optim.py": [
-        "test_poison.py",
-        "test_memory.py",
-        "test_learner.py",
-        "test_regularisers.py",
-        "test_moe.py",
-    ],
+    "machinery/optim.py": ["test_learner.py", "test_moe.py", "-k", "muon or schedules or non_finite_weight"],
     "learner.py": [
-        "test_learner.py",
-        "test_placement.py",
-        "test_checkpoint.py",
-        "test_config.py",
-        "test_sync.py",
-        "test_quant.py",
-        "test_memory.py::test_weights_travel_to_an_engine_in_its_precision",
-        "test_memory.py::test_routers_reach_an_engine_in_full",
+        *("test_learner.py", "test_placement.py::test_a_rank_uses_only_its_gpu"),
+        *("test_checkpoint.py", "test_run.py::test_published_weights_are_verified_in_every_format"),
+        *("-k", "not compiled_layers and not fsdp"),
     ],
     "model/exact.py": ["test_exact.py"],
     "model/in_order.py": ["test_exact.py", INT8],
-    "model/lora.py": ["test_lora.py", "test_memory.py::test_new_adapters_are_small_and_change_nothing"],
-    "model/memory.py": ["test_memory.py", "test_sync.py", "test_run.py"],
+    "model/lora.py": [
+        *("test_lora.py", "test_memory.py::test_new_adapters_are_small_and_change_nothing"),
+        *("-k", "not vllm"),
+    ],
+    "model/memory.py": ["test_memory.py", "test_run.py::test_files_with_unknown_tensor_names_are_refused"],
     "model/decoding.py": ["test_rollout.py", "test_sampling.py"],
     "sync.py": ["test_sync.py"],
     "model/streamed.py": ["test_sync.py"],
@@ -125,40 +115,36 @@ TESTS = {
     "probe/faults.py": ["test_ladder.py", "-k", "fault or keeps or tried or fewer"],
     "machinery/measure.py": [
         "test_metrics.py",
-        "test_worth.py",
-        "test_learner.py::test_two_ranks_give_the_gradient_of_one",
+        "test_worth.py::test_estimates_are_right_on_average_and_within_their_errors",
     ],
     "machinery/checkpoint/__init__.py": [
-        *CHECKPOINT,
-        "test_run.py",
-        "test_train.py::test_two_ranks_train_and_resume_on_any_number",
+        "test_checkpoint.py",
+        "test_run.py::test_samplers_of_a_different_number_of_ranks_are_refused",
     ],
     "machinery/checkpoint/shards.py": [
-        *CHECKPOINT,
-        "test_train.py::test_two_ranks_train_and_resume_on_any_number",
+        "test_train.py::test_a_checkpoint_has_the_state_of_its_boundary",
+        "test_learner.py::test_two_ranks_give_the_gradient_of_one[ddp]",
     ],
     "model/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
     "machinery/checkpoint/state.py": ["test_checkpoint.py"],
     "tasks/turns.py": ["test_turns.py"],
     "machinery/checkpoint/tensors.py": ["test_checkpoint.py", "test_weights.py"],
     "machinery/checkpoint/models.py": ["test_checkpoint.py", "test_models.py", "-k", "not vllm"],
-    "machinery/run.py": ["test_run.py", "test_config.py", "test_placement.py"],
+    "machinery/run.py": ["test_run.py"],
     "worth.py": ["test_worth.py"],
-    "train.py": [
-        "test_train.py",
-        "-k",
-        "logs_every or fault or counters or too_many or signals or in_order or fsdp_too",
-    ],
-    "machinery/session.py": ["test_train.py", "-k", "counters or too_many or signals or in_order or saved"],
+    "train.py": ["test_train.py", "-k", "logs_every or fault or counters or in_order"],
+    "machinery/session.py": ["test_train.py", "-k", "counters or too_many or signals_save or boundary"],
     "machinery/settings.py": [
-        "test_preflight.py",
-        "test_run.py::test_an_edited_configuration_is_refused",
         "test_config.py",
-        "test_placement.py::test_ranks_that_cannot_be_one_engine_are_refused",
+        "test_run.py::test_an_edited_configuration_is_refused",
+        "test_run.py::test_steps_and_epochs_on_the_command_line_take_precedence",
         "test_placement.py::test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu",
-        "test_train.py::test_resume_names_changed_flags_and_a_run_is_not_overwritten",
     ],
-    "machinery/flags.py": ["test_run.py", "test_config.py", "test_flags.py"],
+    "machinery/flags.py": [
+        "test_run.py::test_the_home_folder_in_a_flag",
+        "test_run.py::test_a_result_replaces_only_an_earlier_result",
+        "test_flags.py",
+    ],
     "remote/keys.py": ["test_guard.py"],
     "remote/wire.py": ["test_wire.py", "test_door.py"],
     "remote/hub.py": ["test_hub.py", "test_guard.py", "test_door.py"],
@@ -186,9 +172,7 @@ MUTANTS = {
     ],
     "machinery/settings.py": [
         ("        check_plain_engine(cfg)\n", ""),
-        ('paper |= {"ratio_base": "inf"}', "pass"),
         ('made.get("config_digest") in (None, digest_of_flags(saved))', "True"),
-        ("need(\n        not unequal,", "need(True,"),
         (
             "    changed = [\n        k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)\n    ]",  # noqa: E501
             "    changed = []",
@@ -458,16 +442,10 @@ MUTANTS = {
             "matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]",
             "matrices = [p for p in model.parameters() if p.ndim == 2]",
         ),
-        ('adjust_lr_fn="match_rms_adamw"', 'adjust_lr_fn="original"'),
-        ('torch.device(device).type == "cpu" and torch.cuda.is_available()', "torch.cuda.is_available()"),
     ],
     "learner.py": [
         ("gpus >= max(ranks_on_host, LOCAL_RANK + 1)", "gpus > LOCAL_RANK"),
-        ("whole(x.detach().to(dtype) if x.ndim > 1 else x)", "whole(x).to(dtype) if x.ndim > 1 else whole(x)"),
-        ("dtype = None if routes or self._quantizes(packed) else", "dtype = None if self._quantizes(packed) else"),
-        ("packed, cached=False\n                )", "packed)"),
         ("not sync.same_bytes(x, expected.pop(key))", "expected.pop(key) is None"),
-        ("at = self.version * sync.GOLDEN % 1", "at = 0"),
         ("alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)", "alone = True"),
         ("self.scaler.scale(loss * self.comm.size).backward()", "self.scaler.scale(loss).backward()"),
         ("rounding, self.models.autocast = self.models.autocast, None", "rounding = self.models.autocast"),
@@ -479,18 +457,14 @@ MUTANTS = {
         ("self.skipped_in_a_row = 0 if finite else", "self.skipped_in_a_row = self.skipped_in_a_row if finite else"),
         ("        self._unscale()\n", ""),
         ("+ (not overflow)", "+ 1"),
-        ("            self.scaler.load_state_dict(state", "            (state"),
         ("lr = self.lr[name] * factor", 'lr = self.lr["policy"] * factor'),
         (
             'counters = ("version", "skipped", "skipped_in_a_row", "rejected")',
             'counters = ("version", "skipped", "skipped_in_a_row")',
         ),
         ("top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)", "pass"),
-        ("top_logp_inf = torch.minimum(new.top_logp, batch.p_kth.log()[..., None])", "top_logp_inf = new.top_logp"),
-        ("support_logp[..., 0].masked_fill_(~same[..., 0].any(-1), -torch.inf)", "pass"),
         ("stats.actor_logp if self.has_actor else stats.logp).exp().double()", "stats.logp).exp().double()"),
         ("    if not found.gap <= limit:", "    if found.gap > limit:"),
-        ("limit = max(AGREES, LIMIT * found.floor)", "limit = AGREES"),
         ("padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])", "padded = x[:n]"),
         ("not self.comm.any(optim.not_finite(self.models))", "True"),
         ("        torch.cuda.set_device(LOCAL_RANK)", "        pass"),
@@ -506,12 +480,9 @@ MUTANTS = {
         ("        self.sampled = self.trained = self.rows = 0\n        return out", "        return out"),
         ("        P -= model.get_input_embeddings().weight.numel()", "        pass"),
         ("(batch.prompt_len + batch.length).sum()", "batch.length.sum()"),
-        ("return 6 * P + 6 *", "return 6 * P + 12 *"),
-        ("P = sum(p.numel() for p in model.parameters())", "P = 0"),
     ],
     "model/memory.py": [
         ('not (others and by_vllm),\n        f"{folder}', 'True,\n        f"{folder}'),
-        ("        not prefix,", "        True,"),
         (
             "past_key_values=filled_layer, **more),\n            filled_layer.keys",
             "past_key_values=None, **more), filled_layer.keys",
@@ -519,12 +490,9 @@ MUTANTS = {
         ("            layer.forward = functools.partial(forward_again, layer.forward, i)", "            pass"),
         ("return offset[0], x.detach().to_local()", "return 0, x.detach().to_local()"),
         ('{"gate_up_proj": ["gate", "up"]', '{"gate_up_proj": ["up", "gate"]'),
-        ("set_swap_module_params_on_conversion(True)", "set_swap_module_params_on_conversion(before)"),
         ("        head.weight = nn.Parameter(torch.empty_like(head.weight))", "        pass"),
         ("param_dtype=compute", "param_dtype=None"),
-        ("if travels_in(model, compute):", "if compute:"),
         ("return None if needs_float32 else compute", "return compute"),
-        ("cast_forward_inputs=False", "cast_forward_inputs=True"),
         ("            layer.cache_quantized = False", "            pass"),
     ],
     "model/in_order.py": [
@@ -569,10 +537,8 @@ MUTANTS = {
     ],
     "model/lora.py": [
         ("(config.lora_alpha / config.r) * (B @ A)", "(config.lora_alpha * config.r) * (B @ A)"),
-        ("layer.set_scale(NAME, 0.0)", "pass"),
         ("layer.set_scale(NAME, 1.0)", "pass"),
         ("torch.Generator().manual_seed(seed)", "torch.Generator()"),
-        ("(2 * draws - 1) / A.shape[1] ** 0.5", "draws / A.shape[1] ** 0.5"),
         ('name.replace(f".{NAME}.", ".")', "name"),
         ("        copy_into(p, saved[name])", "        pass"),
     ],
@@ -809,9 +775,7 @@ MUTANTS = {
     ],
     "machinery/measure.py": [
         ("x = x.double() * where", "x = x.double()"),
-        ("self.applied = self.weight * self.keep", "self.applied = self.weight"),
         ("value = x.double().masked_fill(~where, -math.inf).amax()", "value = x.double().amax()"),
-        ("ordered = comm.cat(torch.cat(parts)).sort().values", "ordered = torch.cat(parts).sort().values"),
         (
             "return self[first] ** 2 / self[second] if self[second] > 0 else 0.0",
             "return self[second] / self[first] ** 2 if self[second] > 0 else 0.0",
@@ -819,9 +783,6 @@ MUTANTS = {
         ("self.n = batch.mask.sum(1).clamp_min(1)", "self.n = batch.length.clamp_min(1)"),
         ("return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))", "return gram.mean()"),
         ("    variance = groups * shares.var(0, ddof=1)", "    variance = shares.var(0, ddof=1)"),
-        ("scale**2 - by_batch.var(ddof=1) / len(batches)", "scale**2"),
-        ("    elsewhere = groups * shares.mean(0) - scale *", "    elsewhere = groups * shares.mean(0) - 0 * scale *"),
-        ("    bias = max((elsewhere**2 - of_means).mean(), 0.0)", "    bias = (elsewhere**2).mean()"),
         (
             "variance += (len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum()",
             "variance += ((x - x.mean()) ** 2).mean() / len(x)",
@@ -829,23 +790,12 @@ MUTANTS = {
     ],
     "machinery/checkpoint/__init__.py": [
         ('    read_shards(learner, folder / "shards")\n', "    pass\n"),
-        ('shared.get("format") == FORMAT,', "True,"),
         ("        before == comm.size or (", "        True or ("),
-        ('    match = re.fullmatch(r"rank(\\d+)\\.pt|__(\\d+)_\\d+\\.distcp", path.name)', "    match = None"),
-        (
-            '            "source": source.dealt([state["source"] for state in states]),',
-            '            "source": states[0]["source"],',
-        ),
         ("        self.shared = in_bytes(shared)", '        self.shared = in_bytes({**shared, "controllers": {}})'),
         ("            if digest(folder / name) != known:", "            if False:"),
         ('    source.load_state_dict(rank_state["source"])\n', ""),
         ('    set_rng_state(rank_state["rng"])\n', ""),
-        ("attempt(os.replace, scratch, final)", "attempt(shutil.copytree, scratch, final)"),
         ("for old in folders(cfg.out)[: -cfg.keep]:", "for old in folders(cfg.out)[:-1]:"),
-        (
-            'named = [path for path in steps if re.fullmatch(r"step_\\d{6,}", path.name)]',
-            "named = [path for path in steps if path.name[5:11].isdigit()]",
-        ),
         ("    for folder in reversed(steps):", "    for folder in steps:"),
     ],
     "model/lowbit.py": [
@@ -855,7 +805,6 @@ MUTANTS = {
     "machinery/checkpoint/shards.py": [
         ('local.to("cpu", copy=True)', 'local.to("cpu")'),
         ("return further_group(dist.group.WORLD, use) if", "return further_group(dist.group.WORLD, 0) if"),
-        ("        if key not in self.made:", "        if True:"),
     ],
     "machinery/checkpoint/state.py": [
         (
@@ -867,25 +816,15 @@ MUTANTS = {
     "machinery/checkpoint/tensors.py": [
         ("        file.seek(start)\n", ""),
         ('    text += b" " * (-len(text) % 8)\n', ""),
-        ("key=lambda name: -layout[name][0].itemsize", "key=str"),
         ("        if kind is None and self.place:", "        if False:"),
         ("            if storage is not None and not storage.expired():", "            if storage is not None:"),
-        ("            if storage is not None and not storage.expired():", "            if False:"),
-        (
-            "key=lambda name: -self.known[name][0].itemsize",
-            "key=lambda name: 0",
-            "torch reads what is not aligned, too",
-        ),
         ("        if left:\n", "        if False:\n"),
     ],
     "machinery/checkpoint/models.py": [
         (" and name not in dict(self.shell.named_buffers())", ""),
         ('text._attn_implementation = "eager"', "pass"),
         ('kind != "dynamic" and (', "True and ("),
-        ('not (others and by_vllm),\n        f"{family}', 'True,\n        f"{family}'),
-        ('is_plain = not getattr(config, "quantization_config", None)', "is_plain = True"),
         ("        self.dtype = self.shell.dtype if config.dtype else None", "        self.dtype = None"),
-        ("[(name, x) for name, x in tensors if name not in self.left_out]", "list(tensors)"),
         (
             "            parts = ([named] for named in tensors) if self.alone else [tensors]",
             "            parts = [tensors]",
@@ -899,13 +838,9 @@ MUTANTS = {
             'for path in folder.glob("*"):',
         ),
         ("prompt + tokens <= limit,", "prompt + tokens <= 10 * limit,"),
-        ('        return "objective" in made["config"] and "command" in made', "        return True"),
         ("        checkpoint.set_aside(cfg.out, run.checkpoint)\n", ""),
-        ("    engine.sleep()  # a resumed", "    pass  # a resumed"),
-        ("if not self.cfg.check_sync:", "if False:"),
     ],
     "train.py": [
-        ("    comm.end()\n", ""),
         ("        self.values = {}\n        self.step += 1", "        self.step += 1"),
         ("            training.rescue()  # saves finished updates\n", ""),
         ("        self.pending = self.pending[1:]", "        self.pending = self.pending[:-1]"),
@@ -1010,8 +945,6 @@ MUTANTS = {
         ('r"(^|,)~(?=/|$)"', 'r"(^)~(?=/|$)"'),
         ('replaceable = "command" in before and "config" not in before', 'replaceable = "command" in before'),
         ("        sys.stdout.flush()\n", ""),
-        ("if not reader_has_gone()", "if False"),
-        ("if not reader_has_gone()", "if True"),
     ],
     "remote/keys.py": [
         ('sampler.startswith(f"{owner}-")', "sampler.startswith(owner)"),
