@@ -135,6 +135,18 @@ def vllm_engine(vllm_engines):
     return vllm_engines()
 
 
+@pytest.fixture(params=["hf", "vllm"])
+def engine(request, folders):
+    """Each engine with the tiny actor's weights."""
+    from model.engines import HFEngine
+
+    if request.param == "hf":
+        return HFEngine(str(folders / "actor"))
+    engine = request.getfixturevalue("vllm_engine")
+    engine.load(list(tiny_model(1).state_dict().items()))
+    return engine
+
+
 class Stream:
     """Tensors that are made on request, and the largest number of them alive at a time."""
 

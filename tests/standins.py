@@ -65,15 +65,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def model(family: str, seed: int = 0, vocab_size: int = 0, **changes):
-    """A float32 model of any family, with random biases and norms. vocab_size: rows of the embedding; 0: one for each
-    id of the tokenizer. changes: of the configuration."""
-    torch.manual_seed(seed)
+def config(family: str, vocab_size: int = 0, **changes):
+    """The configuration of a small model of any family. vocab_size: rows of the embedding; 0: one for each id of the
+    tokenizer."""
     rows = vocab_size or len(tokenizer())
-    config = AutoConfig.for_model(family, vocab_size=rows, **{**COMMON, **FAMILIES.get(family, {}), **changes})
-    if getattr(config, "attn_logit_softcapping", None):
-        config._attn_implementation = "eager"  # the only implementation in transformers with the cap
-    new_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return AutoConfig.for_model(family, vocab_size=rows, **{**COMMON, **FAMILIES.get(family, {}), **changes})
+
+
+def model(family: str, seed: int = 0, vocab_size: int = 0, **changes):
+    """A float32 model of any family, with random biases and norms. changes: of the configuration."""
+    torch.manual_seed(seed)
+    its_config = config(family, vocab_size, **changes)
+    if getattr(its_config, "attn_logit_softcapping", None):
+        its_config._attn_implementation = "eager"  # the only implementation in transformers with the cap
+    new_model = AutoModelForCausalLM.from_config(its_config, dtype=torch.float32).eval()
     with torch.no_grad():
         for p in new_model.parameters():
             if p.ndim == 1:

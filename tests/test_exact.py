@@ -2,6 +2,7 @@
 
 Under torchrun (see `test_two_ranks`) this file samples and scores on each rank."""
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -13,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from transformers import DynamicCache
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
@@ -28,7 +28,6 @@ from learner import Comm, Learner
 from machinery.flags import UserError
 from model import Needs, PolicyAndActor, exact, head
 from model.engines import HFEngine
-from model.in_order import in_order
 from rollout import Rollout, as_groups
 from sampling import Sampling
 from train import Training
@@ -50,7 +49,7 @@ def make_pair(hidden: int = 32, comm=None, **changes):
     model = tiny_model(0, layers=2, hidden=hidden)
     if not cfg.exact:
         model = model.to(getattr(torch, cfg.rollout_dtype))
-    settings = {"dtype": cfg.rollout_dtype, "exact": cfg.exact, "head_fp32": cfg.lm_head_fp32}
+    settings = {"dtype": cfg.rollout_dtype, "exact": cfg.exact, "device": learner.comm.device}
     engine = HFEngine(model, **settings, fmt=quant.format_of(cfg.rollout_quant, cfg.quant_group))
     engine.load(learner.published("policy", engine.packed))
     return engine, learner
@@ -88,9 +87,11 @@ def n_tokens(groups) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "fmt", "distribution"),
+    [({}, "plain", "kept sets"), ({}, "int8", "temperature"), (BF16, "plain", "temperature")]
+    + [(BF16, "int8", "kept sets"), (BF16, "w4a16", "kept sets")],
+)
 def test_ten_thousand_tokens_are_equal_in_every_split(dtype, fmt, distribution, monkeypatch):
     """Few and many micro-batches, shared and separate prompts, large and small chunks of the head."""
     engine, learner = make_pair(**dtype, **FORMATS[fmt], **DISTRIBUTIONS[distribution])
@@ -108,8 +109,7 @@ def test_ten_thousand_tokens_are_equal_in_every_split(dtype, fmt, distribution, 
     assert gap(learner, groups) == 0
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "fmt"), [({}, "plain"), ({}, "int8"), (BF16, "plain"), (BF16, "w4a16")])
 def test_a_single_row_equals_a_batch(dtype, fmt):
     """A response decoded or read alone has the log-probabilities of a batch. Rows are wide: sums of few numbers have
     only one order."""
@@ -117,32 +117,20 @@ def test_a_single_row_equals_a_batch(dtype, fmt):
     groups = sample(engine, n=10, longest=5)
     alone = sample(engine, n=1, G=1, longest=5)
     assert np.array_equal(alone[0].responses[0].logp_inf, groups[0].responses[0].logp_inf)
-    for group in groups:
-        for r in group.responses:
-            for name in ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp"):
-                setattr(r, name, getattr(r, name)[:4])
+    for r in itertools.chain.from_iterable(group.responses for group in groups):
+        for name in ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp"):
+            setattr(r, name, getattr(r, name)[:4])
     assert gap(learner, groups) == 0
 
 
-@pytest.mark.parametrize(
-    "dtype, fmt, distribution",
-    [
-        ({}, "plain", ""),
-        ({}, "int8", "kept sets"),
-        (BF16, "plain", "kept sets"),
-        (BF16, "w4a16", ""),
-    ],
-)
-def test_ten_thousand_tokens_with_two_threads(dtype, fmt, distribution):
+@pytest.mark.parametrize(("dtype", "fmt"), [({}, "plain"), (BF16, "w4a16")])
+def test_tokens_with_two_threads(dtype, fmt):
     """The model is wide enough that products and sums are divided between threads."""
-    settings = DISTRIBUTIONS.get(distribution, {})
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        engine, learner = make_pair(hidden=256, **dtype, **FORMATS[fmt], **settings)
-        groups = sample(engine, n=125, **settings)
-        assert n_tokens(groups) >= 10**4
-        assert gap(learner, groups) == 0
+        engine, learner = make_pair(hidden=256, **dtype, **FORMATS[fmt])
+        assert gap(learner, sample(engine, n=60)) == 0
     finally:
         torch.set_num_threads(threads)
 
@@ -154,8 +142,7 @@ def test_without_exact_the_gap_is_not_zero(dtype):
     assert gap(learner, sample(engine)) > (1e-3 if dtype else 1e-7)
 
 
-@pytest.mark.parametrize("head_fp32", [False, True])
-@pytest.mark.parametrize("family", exact.FAMILIES)
+@pytest.mark.parametrize(("family", "head_fp32"), [*((name, False) for name in exact.FAMILIES), ("llama", True)])
 def test_every_supported_family(family, head_fp32):
     """Biases, scaled logits, untied heads, a head dimension from the config, embeddings with unused rows."""
     changes = {"sliding_window": None} if family == "mistral" else {}
@@ -173,11 +160,9 @@ def test_the_sampling_actor_equals_the_scored_actor():
     cfg = make_cfg(objective="jackpot", exact=True, actor="base:actor", obrs_topk=3, **BF16)
     learner = Learner(tiny_model(0, layers=2), tiny_model(1), cfg, Comm())
     engine = HFEngine(tiny_model(1), dtype="bfloat16", exact=True)
-    groups = sample(engine)
-    batch = batching.collate(groups, cfg)
+    batch = batching.collate(sample(engine), cfg)
     stats = learner.score(batch, Needs(exact_z=True, distill="forward"))
     assert torch.equal(stats.actor_logp[batch.exists], batch.logp_inf[batch.exists])
-    assert not torch.equal(stats.logp[batch.exists], batch.logp_inf[batch.exists])
 
 
 def test_recomputed_truncation_equals_the_samplers():
@@ -192,38 +177,17 @@ def test_recomputed_truncation_equals_the_samplers():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lengths", [[3, 7, 5], [30, 32, 31], [32, 32, 32]])
-def test_the_samplers_cache_is_in_order(lengths):
-    """Against lists of a row's keys: left-padded prompts, new tokens, a dropped row, more than one block of keys."""
-    torch.manual_seed(0)
-    P, cache = max(lengths), DynamicCache()
-    cache.update(torch.randn(len(lengths), 2, P, 4), torch.randn(len(lengths), 2, P, 6), 0)
-    layer = cache.layers[0]
-    kept = [[list(x[row, :, P - n :].unbind(1)) for x in (layer.keys, layer.values)] for row, n in enumerate(lengths)]
-    in_order(cache, torch.tensor(lengths))
-    for step in range(5):
-        if step == 2:
-            kept = [kept[2], kept[0]]
-            cache.batch_select_indices(torch.tensor([2, 0]))
-        mask = cache.layers[0].mask()
-        new = torch.randn(len(kept), 2, 1, 4), torch.randn(len(kept), 2, 1, 6)
-        cached = cache.update(*new, 0)
-        assert cached[0].shape[2] == cached[1].shape[2] == mask.shape[1] and mask.shape[1] == exact.room(mask.shape[1])
-        for row, lists in enumerate(kept):
-            for wanted, x, more in zip(lists, cached, new, strict=True):
-                wanted.append(more[row, :, 0])
-                assert torch.equal(x[row][:, mask[row]], torch.stack(wanted, 1))
-
-
-def test_exact_attention_against_plain_attention():
-    """Against softmax(q k / sqrt(D)) v: heads with shared keys, left padding, several blocks."""
-    torch.manual_seed(0)
-    B, heads, shared, Q, K, D = 3, 2, 3, 5, 70, 8
+@pytest.mark.parametrize(("queries", "at_once"), [(1, 128), (4, 8)])
+def test_exact_attention_against_plain_attention(queries, at_once, monkeypatch):
+    """Against softmax(q k / sqrt(D)) v: heads with shared keys, left padding, blocks of one or several queries, as on a
+    GPU."""
+    monkeypatch.setitem(exact.QUERIES, "cpu", queries)
+    monkeypatch.setattr(exact, "AT_ONCE", at_once)
+    B, heads, shared, Q, K, D = 3, 2, 3, 11, 70, 8
     query = torch.randn(B, heads * shared, Q, D, requires_grad=True)
     key, value = (torch.randn(B, heads, K, D, requires_grad=True) for _ in range(2))
-    first = torch.tensor([0, 4, 33])  # first visible key of each row
-    place = torch.arange(K)
-    mask = (place >= first[:, None, None, None]) & (place <= torch.arange(K - Q, K)[:, None])
+    first, place = torch.tensor([0, 4, 33])[:, None, None, None], torch.arange(K)  # first visible key of each row
+    mask = (place >= first) & (place <= torch.arange(K - Q, K)[:, None])
     got, _ = exact.attention(None, query, key, value, exact.Seen.of(mask), 0.3)
     scores = torch.einsum("bhqd,bhkd->bhqk", query, key.repeat_interleave(shared, 1)) * 0.3
     p = scores.masked_fill(~mask, -torch.inf).softmax(-1)
@@ -235,7 +199,7 @@ def test_exact_attention_against_plain_attention():
         assert torch.allclose(x, y, atol=1e-5)
 
 
-ALONE = [(shared, 70, 1, 16) for shared in (1, 2, 3, 4, 5, 7, 8)]  # heads with the same keys, tokens, stride, size
+ALONE = [(shared, 70, 1, 16) for shared in (1, 3, 4, 7)]  # heads with the same keys, tokens, stride, size
 ALONE += [(2, 1100, 37, 32), (1, 700, 23, 128)]
 
 
@@ -243,7 +207,6 @@ ALONE += [(2, 1100, 37, 32), (1, 700, 23, 128)]
 def test_a_single_query_equals_the_same_query_in_a_batch(shared, T, stride, D):
     """Bit for bit: T queries of a row at once against single queries in a different batch, with places after their
     keys. The longest rows have more keys than the kernel processes at a time."""
-    torch.manual_seed(shared)
     B, heads = 5 if T < 100 else 2, 2
     query = torch.randn(B, heads * shared, T, D)
     key, value = torch.randn(B, heads, T, D), torch.randn(B, heads, T, D)
@@ -262,23 +225,9 @@ def test_a_single_query_equals_the_same_query_in_a_batch(shared, T, stride, D):
 
 def test_a_query_without_visible_keys_is_finite():
     """A place in a padded prompt: no token reads it, but NaN times 0 would be NaN."""
-    mask = torch.ones(1, 1, 3, 40, dtype=torch.bool)
+    x, mask = torch.randn(1, 2, 40, 8), torch.ones(1, 1, 3, 40, dtype=torch.bool)
     mask[:, :, 0] = False
-    x = torch.randn(1, 2, 40, 8)
-    got, _ = exact.attention(None, x[:, :, :3], x, x, exact.Seen.of(mask), 0.25)
-    assert got.isfinite().all()
-
-
-def test_blocks_of_several_queries(monkeypatch):
-    """Blocks as on a GPU: the last block is padded, and the position of a query in its block does not matter."""
-    torch.manual_seed(0)
-    query, key, value = torch.randn(2, 6, 11, 16), torch.randn(2, 3, 30, 16), torch.randn(2, 3, 30, 16)
-    seen = exact.Seen.of(torch.ones(11, 30, dtype=torch.bool).tril(19).expand(2, 1, 11, 30))
-    want, _ = exact.attention(None, query, key, value, seen, 0.25)
-    monkeypatch.setitem(exact.QUERIES, "cpu", 4)
-    monkeypatch.setattr(exact, "AT_ONCE", 8)
-    got, _ = exact.attention(None, query, key, value, seen, 0.25)
-    assert torch.allclose(got, want, atol=1e-6)
+    assert exact.attention(None, x[:, :, :3], x, x, exact.Seen.of(mask), 0.25)[0].isfinite().all()
 
 
 ROWS_OF_A_PRODUCT = """
@@ -287,7 +236,7 @@ from model import exact
 
 for threads in (1, 2, 4):
     torch.set_num_threads(threads)
-    for wide, outputs in ((64, 256), (256, 64), (256, 32), (192, 512), (1024, 256)):
+    for wide, outputs in ((64, 256), (256, 32), (192, 512), (1024, 256)):
         x, weight = torch.randn(1, wide), torch.randn(outputs, wide)
         rows = exact.product(x.repeat(150, 1), weight)
         assert torch.equal(rows, rows[:1].expand_as(rows)), (threads, wide, outputs)
@@ -295,10 +244,9 @@ for threads in (1, 2, 4):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("processor", ["AVX512", "AVX2"])
-def test_rows_of_a_product_do_not_depend_on_their_position(processor):
-    """Also on a processor with only AVX2, and with several threads."""
-    env = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": processor}
+def test_rows_of_a_product_do_not_depend_on_their_position():
+    """On a processor with only AVX2, and with several threads."""
+    env = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
     done = subprocess.run([sys.executable, "-c", ROWS_OF_A_PRODUCT], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
 
@@ -316,20 +264,10 @@ def test_norms_of_few_rows_are_padded_on_a_gpu():
     assert seen == [(256, 8), (300, 8), (3, 2, 8)]
 
 
-def test_silu_far_from_zero_has_a_gradient():
-    x = torch.tensor([-200.0, -90.0, -1.0, 0.0, 3.0, 200.0], requires_grad=True)
-    y = exact.SiLU()(x)
-    assert torch.allclose(y, x * torch.sigmoid(x))
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    s = torch.sigmoid(x.detach())
-    assert torch.allclose(grad, s + x.detach() * s * (1 - s))
-
-
 @pytest.mark.parametrize("fmt", ["plain", "w4a16"])
 def test_the_gradient_equals_the_gradient_without_exact(fmt):
     """An update's gradient with and without --exact, with and without gradient checkpointing."""
-    engine, _ = make_pair(**FORMATS[fmt])
-    groups = sample(engine)
+    groups = sample(make_pair(**FORMATS[fmt])[0])
     grads = []
     for flags in ({"exact": False}, {"exact": True}, {"exact": True, "gradient_checkpointing": True}):
         _, learner = make_pair(**FORMATS[fmt], **flags)
@@ -341,26 +279,12 @@ def test_the_gradient_equals_the_gradient_without_exact(fmt):
     assert float(grads[0].norm()) > 1e-3
 
 
-def test_a_changed_weight_is_cast_again():
-    """An engine's layer caches its weight in 16 bits until new weights are loaded."""
-    layer = exact.ExactLinear.from_linear(torch.nn.Linear(16, 8)).requires_grad_(False)
-    x = torch.randn(3, 16)
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        layer(x)
-        layer.weight.copy_(torch.randn(8, 16))
-        want = F.linear(x.bfloat16().float(), layer.weight.bfloat16().float()).bfloat16()
-        assert torch.equal(layer(x), want + layer.bias.bfloat16())
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Requirements and checks
 # ---------------------------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    ({"rollout": "vllm"}, "--rollout=hf"),
-    ({"dtype": "bfloat16"}, "--rollout_dtype=float32 and --dtype=bfloat16"),
     ({"dtype": "float16", "rollout_dtype": "float16"}, "float32 or bfloat16"),
-    ({"rollout_quant": "int8"}, "--learner_quant=aligned"),
     ({"learner_quant": "int8"}, "--learner_quant=int8"),
     ({"rollout_quant": "fp8", "learner_quant": "aligned"}, "not fp8"),
     ({"top_p": 0.9, "keep_sampling_mask": "off"}, "use replay"),
@@ -381,21 +305,19 @@ def test_flags_that_exclude_exact_are_refused(flags, says):
     [("gemma2", {}), ("mistral", {}), ("qwen3_moe", {}), ("phi", {}), ("llama", {"hidden_act": "gelu"})],
 )
 def test_unsupported_models_are_refused(family, changes, tmp_path):
-    folder = standins.save(standins.model(family, **changes), tmp_path)
+    standins.config(family, **changes).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--exact"):
-        exact.check_model(make_cfg(objective="tis", exact=True), folder, None)
+        exact.check_model(make_cfg(objective="tis", exact=True), str(tmp_path), None)
 
 
 def test_a_run_stops_at_a_gap_above_zero(folders, tmp_path):
-    """Two batches of two updates; then one log-probability is changed in its last bit."""
+    """One batch of two updates; then one log-probability is changed in its last bit."""
     (tmp_path / "run").mkdir()
-    size = dict(rollout_batch=16, train_batch=8, group_size=4, steps=8, eval_every=-1, max_tokens=8)
-    paths = dict(model=str(folders / "policy"), out=str(tmp_path / "run"), overwrite=True, objective="tis")
+    size = dict(rollout_batch=16, train_batch=8, group_size=4, steps=8, eval_every=-1, max_tokens=8, objective="tis")
+    paths = dict(model=str(folders / "policy"), out=str(tmp_path / "run"), overwrite=True)
     t = Training(make_cfg(exact=True, **paths, **size), Comm())
-    for _ in range(4):
-        if not t.pending:
-            t.roll_out()
-        assert t.update()["rollout_corr/largest_gap"] == 0
+    t.roll_out()
+    assert [t.update()["rollout_corr/largest_gap"] for _ in range(2)] == [0, 0]
     t.roll_out()
     response = t.pending[0][0].responses[0]
     response.logp_inf[0] = np.nextafter(response.logp_inf[0], np.float32(-1e9))
@@ -406,13 +328,10 @@ def test_a_run_stops_at_a_gap_above_zero(folders, tmp_path):
 
 @pytest.mark.parametrize(("gap", "is_zero"), [(0.0, True), (-np.inf, True), (1e-9, False), (np.nan, False)])
 def test_a_nan_gap_is_not_zero(gap, is_zero):
-    """-inf: a step without a token."""
-    cfg, logged = make_cfg(exact=True, objective="tis"), {"rollout_corr/largest_gap": gap, "staleness/max_updates": 0}
-    if is_zero:
-        exact.check_zero(cfg, logged)
-        return
-    with pytest.raises(UserError, match="--exact: on fresh rollouts"):
-        exact.check_zero(cfg, logged)
+    """-inf: a step without a token. On old rollouts the gap is not compared."""
+    cfg, logged = make_cfg(exact=True, objective="tis"), {"rollout_corr/largest_gap": gap}
+    with contextlib.nullcontext() if is_zero else pytest.raises(UserError, match="--exact: on fresh rollouts"):
+        exact.check_zero(cfg, {**logged, "staleness/max_updates": 0})
     exact.check_zero(cfg, {**logged, "staleness/max_updates": 1})
 
 
@@ -420,21 +339,18 @@ def test_a_nan_gap_is_not_zero(gap, is_zero):
 # Ranks
 # ---------------------------------------------------------------------------------------------------------------------
 
-RANK_CASES = [{**dtype, "parallel": parallel} for dtype, parallel in itertools.product(({}, BF16), ("ddp", "fsdp"))]
-RANK_CASES += [{**BF16, "parallel": "fsdp", **FORMATS["w4a16"]}, {"parallel": "fsdp", **FORMATS["int8"]}]
-RANK_CASES += [{**BF16, "parallel": "ddp", **FORMATS["w4a16"], **DISTRIBUTIONS["kept sets"]}]
-RANK_CASES += [{"parallel": "fsdp", **DISTRIBUTIONS["temperature"]}]
+RANK_CASES = [{"parallel": "ddp"}, {"parallel": "fsdp", **FORMATS["int8"], **DISTRIBUTIONS["temperature"]}]
+RANK_CASES += [{**BF16, "parallel": "fsdp", **FORMATS["w4a16"]}]
+RANK_CASES += [{**BF16, "parallel": "ddp", **DISTRIBUTIONS["kept sets"]}]
 
 
 @pytest.mark.timeout(300)
 def test_two_ranks(tmp_path):
-    """Each rank samples and scores its share, before and after a joint update: 10^4 tokens a case."""
+    """Each rank samples and scores its share, before and after a joint update."""
     out = tmp_path / "gaps.pt"
     torchrun("test_exact.py", out)
-    gaps, tokens = zip(*itertools.chain.from_iterable(torch.load(out)), strict=True)
-    assert len(gaps) == 4 * len(RANK_CASES)
-    assert min(map(sum, zip(*[iter(tokens)] * 4, strict=True))) >= 10**4  # two turns of two ranks
-    assert max(gaps) == 0
+    gaps = torch.load(out)
+    assert len(gaps) == 2 * len(RANK_CASES) and all(pair == [0, 0] for pair in gaps)
 
 
 def main(out: str) -> None:
@@ -443,12 +359,11 @@ def main(out: str) -> None:
         engine, learner = make_pair(comm=comm, **case)
         for turn in range(2):
             distribution = {name: case[name] for name in ("temperature", "top_p", "top_k") if name in case}
-            groups = sample(engine, n=36 + comm.rank, seed=1 + comm.rank, **distribution)
-            results = [None] * comm.size
-            dist.all_gather_object(results, (gap(learner, groups), n_tokens(groups)))
-            gaps.append(results)
-            batch = batching.collate(groups, learner.cfg)
+            groups = sample(engine, n=12 + comm.rank, seed=1 + comm.rank, **distribution)
+            gaps.append([None] * comm.size)
+            dist.all_gather_object(gaps[-1], gap(learner, groups))
             if turn == 0:
+                batch = batching.collate(groups, learner.cfg)
                 learner.update(batch, objectives.prepare(batch, comm, learner.cfg, {}, None))
                 engine.load(learner.published("policy", engine.packed))
     if comm.rank == 0:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, make_groups
-from standins import COMMON, FAMILIES, model, save, tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from standins import COMMON, FAMILIES, config, model, save, tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.integrations import sdpa_attention
 
 import batching
@@ -26,6 +26,8 @@ from sampling import Sampling
 from sync import WeightCheck
 
 IDS = len(tokenizer())
+PROMPTS = [np.arange(5, 10, dtype=np.int32), np.arange(20, 32, dtype=np.int32)]
+TWO_ROWS = np.arange(40).reshape(2, 20)
 
 
 def learner_of(policy, actor=None, vocabulary=IDS, **changes) -> Learner:
@@ -33,12 +35,20 @@ def learner_of(policy, actor=None, vocabulary=IDS, **changes) -> Learner:
     return Learner(policy, actor, make_cfg(**{"objective": "tis", **named, **changes}), Comm(), vocabulary)
 
 
-def logp_of_model(lm, group, response):
-    """log p of a response's tokens from the model's logits over existing ids."""
-    ids = torch.from_numpy(np.concatenate([group.prompt_ids, response.tokens])).long()
-    P = len(group.prompt_ids)
-    logits = lm(input_ids=ids[None]).logits[0, P - 1 : -1, :IDS]
-    return logits.log_softmax(-1).gather(1, ids[P:, None])[:, 0]
+def scores(lm, ids: np.ndarray):
+    """log p(ids[t] | ids[:t]) for t >= 1 from the model's logits over existing ids: (R, L) -> (R, L - 1)."""
+    ids = torch.from_numpy(ids).long()
+    logp = lm(input_ids=ids).logits[:, :-1, :IDS].log_softmax(-1)
+    return logp.gather(2, ids[:, 1:, None])[..., 0]
+
+
+def scores_of(lm, prompt, r):
+    """The same of a response's tokens: (L,)."""
+    return scores(lm, np.concatenate([prompt, r.tokens])[None])[0, len(prompt) - 1 :]
+
+
+def each_response(groups) -> list:
+    return [(group, response) for group in groups for response in group.responses]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,48 +62,23 @@ def test_the_learner_scores_like_the_model(family):
         logp.sum().backward()
     got = {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
     lm.zero_grad()
-    responses = [(g, r) for g in groups for r in g.responses]
     total = 0.0
-    for row, (g, r) in enumerate(responses):
-        want = logp_of_model(lm, g, r)
+    for row, (g, r) in enumerate(each_response(groups)):
+        want = scores_of(lm, g.prompt_ids, r)
         assert torch.allclose(logp[row, : len(r.tokens)], want, atol=1e-5)
         total = total + want.sum()
     total.backward()
     for name, p in lm.named_parameters():
         if p.grad is not None:
             assert torch.allclose(got[name], p.grad, atol=1e-4 * float(p.grad.abs().max())), name
-    learner.check_heads(np.arange(40).reshape(2, 20))
-
-
-@pytest.mark.parametrize("head_fp32", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_torch_engine_samples_from_the_model(family, head_fp32):
-    """Recorded log-probabilities equal the model's log-softmax, with prompts of two lengths and a cache."""
-    lm = model(family)
-    engine = HFEngine(lm, head_fp32=head_fp32)
-    prompts = [np.arange(5, 10, dtype=np.int32), np.arange(20, 32, dtype=np.int32)]
-    groups = engine.generate(prompts, [[1, 2], [3, 4]], Sampling(max_tokens=12), 0, [])
-    for prompt, group in zip(prompts, groups, strict=True):
-        for r in group:
-            ids = np.concatenate([prompt, r.tokens])[None]
-            want = engine.logprobs(ids.astype(np.int64))[0, len(prompt) - 1 :]
-            assert np.allclose(r.logp_inf, want, atol=1e-4)
+    learner.check_heads(TWO_ROWS)
 
 
 MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
+GROUPS = dict(n_group=1, topk_group=1, first_k_dense_replace=0, n_shared_experts=1)
 # attention or a mixer with direct parameters, called with names only; or a router with a saved buffer
 OWN_PARAMETERS = {
-    "glm4_moe": dict(
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=0,
-        moe_intermediate_size=32,
-        n_shared_experts=1,
-        num_key_value_heads=2,
-        head_dim=16,
-    ),
+    "glm4_moe": dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16, **GROUPS),
     "falcon_h1": MAMBA,
     "diffllama": dict(num_key_value_heads=2),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32),
@@ -102,18 +87,38 @@ OWN_PARAMETERS = {
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OWN_PARAMETERS])
 def test_published_tensors_give_the_models_log_probabilities(family, tmp_path):
-    lm, ids = model(family, **OWN_PARAMETERS.get(family, {})), np.arange(40).reshape(2, 20)
+    """In the check of syncs and in the plain engine, which also samples from them, with a cache and padded prompts."""
+    lm = model(family, **OWN_PARAMETERS.get(family, {}))
     folder = save(lm, tmp_path)
     for name, buffer in lm.named_buffers():
         if name in lm.state_dict():  # a value after training, different from the folder's
             buffer.copy_(torch.linspace(-0.5, 0.5, buffer.numel()))
-    streamed = StreamedModel(lm.config).logprobs(lm.state_dict().items(), ids)
-    engine = HFEngine(folder)
-    engine.load(lm.state_dict().items())
-    assert np.allclose(engine.logprobs(ids), streamed, atol=1e-4)
-    logp = lm(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1)[:, :-1]
-    want = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0]
-    assert np.allclose(streamed, want.detach().numpy(), atol=1e-4)
+    want = scores(lm, TWO_ROWS).detach().numpy()
+    assert np.allclose(StreamedModel(lm.config).logprobs(lm.state_dict().items(), TWO_ROWS), want, atol=1e-4)
+    for head_fp32 in (False, True) if family in FAMILIES else (False,):
+        engine = HFEngine(folder, head_fp32=head_fp32)
+        engine.load(lm.state_dict().items())
+        assert np.allclose(engine.logprobs(TWO_ROWS), want, atol=1e-4)
+        groups = engine.generate(PROMPTS, [[1, 2], [3, 4]], Sampling(max_tokens=12), 0, [])
+        for prompt, group in zip(PROMPTS, groups, strict=True):
+            for r in group if family in FAMILIES else ():
+                assert np.allclose(r.logp_inf, scores_of(lm, prompt, r).detach().numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f != "qwen3_moe"]
+)  # qwen3_moe: in a separate process, test_moe.py
+def test_vllm_loads_the_weights_of_each_family(family, tmp_path, vllm_engines):
+    """All published tensors, tied heads included; the learner still works in the engine's process, although vLLM uses
+    transformers' class for a few families."""
+    engine = vllm_engines(folder=save(model(family), tmp_path), memory_gib=0.02)
+    new = model(family, seed=1)
+    learner = learner_of(new)
+    engine.load(learner.named_tensors("policy"))
+    want = scores(new, TWO_ROWS).detach().numpy()
+    assert np.allclose(engine.logprobs(TWO_ROWS), want, atol=1e-4)
+    assert np.allclose(learner.logprobs("policy", TWO_ROWS), want, atol=1e-4)
+    assert isinstance(model(family, seed=2), type(new))  # a new model can still be made
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,15 +128,13 @@ def test_published_tensors_give_the_models_log_probabilities(family, tmp_path):
 
 def test_a_family_with_unknown_operations_on_logits_is_refused(tmp_path):
     """Falcon-H1 multiplies logits by a factor; the same model with factor 1 is accepted."""
-    ids = np.arange(40).reshape(2, 20)
+    sentence = "models of the family falcon_h1 apply an operation to their logits"
     other = model("falcon_h1", lm_head_multiplier=0.5, **MAMBA)
     for policy, actor, flag in ((other, None, "--model"), (model("qwen3"), other, "--actor")):
-        with pytest.raises(
-            UserError, match=f"{flag}: models of the family falcon_h1 apply an operation to their logits"
-        ):
-            learner_of(policy, actor).check_heads(ids)
-    learner_of(model("falcon_h1", lm_head_multiplier=1.0, **MAMBA)).check_heads(ids)
-    with pytest.raises(UserError, match="--model: models of the family falcon_h1 apply an operation to their logits"):
+        with pytest.raises(UserError, match=f"{flag}: {sentence}"):
+            learner_of(policy, actor).check_heads(TWO_ROWS)
+    learner_of(model("falcon_h1", lm_head_multiplier=1.0, **MAMBA)).check_heads(TWO_ROWS)
+    with pytest.raises(UserError, match=f"--model: {sentence}"):
         train.train(make_cfg(objective="tis", **folder_and_task(other, tmp_path)))
     assert not (tmp_path / "run" / "config.json").exists()
 
@@ -142,6 +145,56 @@ def folder_and_task(lm, tmp_path) -> dict:
     (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = save(lm, tmp_path / "policy")
     return dict(model=folder, task=str(tmp_path / "task.jsonl"), out=str(tmp_path / "run"), steps=1, max_tokens=6)
+
+
+def test_a_cap_of_attention_scores_is_applied(tmp_path):
+    """Gemma 2 caps attention scores. torch's default attention would ignore the cap in models from a folder."""
+    lm, ids = model("gemma2", attn_logit_softcapping=0.5, query_pre_attn_scalar=1), np.arange(12)[None] * 7 % IDS
+    folder = save(lm, tmp_path)
+    lm.set_attn_implementation("eager")
+    capped = scores(lm, ids)
+    lm.set_attn_implementation("sdpa")
+    assert (scores(lm, ids) - capped).abs().max() > 0.01
+    for one in (checkpoint.load_model(folder), learner_of(memory.unread(folder)).models.policy):
+        assert torch.allclose(scores(one, ids), capped, atol=1e-5)
+    published = StreamedModel(checkpoint.read_config(folder)).logprobs(lm.state_dict().items(), ids)
+    for got in (published, HFEngine(folder).logprobs(ids)):
+        assert np.allclose(got, capped.detach().numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family, changes, rollout, sentence",
+    [
+        ("mixtral", {"num_local_experts": 4}, "vllm", "family mixtral: vLLM and this repository use different names"),
+        ("mixtral", {"num_local_experts": 4}, "hf", ""),
+        ("qwen3_moe", {}, "vllm", ""),
+        ("gpt2", {}, "hf", "family gpt2: its layers are not found"),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "hf", "its weights are already quantized"),
+    ],
+)
+def test_unsupported_models_are_refused(family, changes, rollout, sentence, tmp_path):
+    """The check reads only config.json."""
+    config(family, **changes).save_pretrained(tmp_path)
+    cfg = replace(make_cfg(), rollout=rollout)
+    if not sentence:
+        return run.check_models(cfg, str(tmp_path), None)
+    with pytest.raises(UserError, match=sentence):
+        run.check_models(cfg, str(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    "kind, tokens, refused", [("longrope", 65, True), ("longrope", 64, False), ("dynamic", 9, True)]
+)
+def test_angles_that_depend_on_a_batch_are_refused(kind, tokens, refused, tmp_path):
+    """Both engines would rotate keys by different angles than the learner."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    config("llama", rope_parameters=rope).save_pretrained(tmp_path)
+    if not refused:
+        return checkpoint.check_angles(str(tmp_path), tokens)
+    with pytest.raises(UserError, match=f"rotary angles of the kind {kind}: with {tokens} tokens of prompt"):
+        checkpoint.check_angles(str(tmp_path), tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,164 +211,55 @@ def padded(family: str, rows: int, seed: int = 0):
     return lm
 
 
-def test_a_cap_of_attention_scores_is_applied(tmp_path):
-    """Gemma 2 caps attention scores. torch's default attention would ignore the cap in models from a folder."""
-    lm = model("gemma2", attn_logit_softcapping=0.5, query_pre_attn_scalar=1)
-    folder = save(lm, tmp_path)
-    ids = torch.arange(12)[None] * 7 % IDS
-    lm.set_attn_implementation("eager")
-    capped = lm(input_ids=ids).logits.log_softmax(-1)
-    lm.set_attn_implementation("sdpa")
-    assert (lm(input_ids=ids).logits.log_softmax(-1) - capped).abs().max() > 0.01
-    loaded, learner = checkpoint.load_model(folder), learner_of(memory.unread(folder))
-    for one in (loaded, learner.models.policy):
-        assert torch.allclose(one(input_ids=ids).logits.log_softmax(-1), capped, atol=1e-5)
-    want = capped[0, :-1].gather(1, ids[0, 1:, None])[:, 0].detach().numpy()
-    published = StreamedModel(checkpoint.read_config(folder)).logprobs(lm.state_dict().items(), ids.numpy())
-    assert np.allclose(published[0], want, atol=1e-5)
-    assert np.allclose(HFEngine(folder).logprobs(ids.numpy())[0], want, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "family, changes, rollout, sentence",
-    [
-        ("mixtral", {"num_local_experts": 4}, "vllm", "family mixtral: vLLM and this repository use different names"),
-        ("mixtral", {"num_local_experts": 4}, "hf", ""),
-        ("qwen3_moe", FAMILIES["qwen3_moe"], "vllm", ""),
-        ("gpt2", {}, "hf", "family gpt2: its layers are not found"),
-        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "hf", "its weights are already quantized"),
-    ],
-)
-def test_unsupported_models_are_refused(family, changes, rollout, sentence, tmp_path):
-    """The check reads only config.json."""
-    AutoConfig.for_model(family, vocab_size=IDS, **{**COMMON, **changes}).save_pretrained(tmp_path)
-    cfg = replace(make_cfg(), rollout=rollout)
-    if not sentence:
-        return run.check_models(cfg, str(tmp_path), None)
-    with pytest.raises(UserError, match=sentence):
-        run.check_models(cfg, str(tmp_path), None)
-
-
-@pytest.mark.parametrize(
-    "kind, tokens, refused", [("longrope", 65, True), ("longrope", 64, False), ("dynamic", 9, True)]
-)
-def test_angles_that_depend_on_a_batch_are_refused(kind, tokens, refused, tmp_path):
-    """Both engines would rotate keys by different angles than the learner."""
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
-    config = AutoConfig.for_model("llama", vocab_size=IDS, **COMMON, rope_parameters=rope)
-    config.save_pretrained(tmp_path)
-    if not refused:
-        return checkpoint.check_angles(str(tmp_path), tokens)
-    with pytest.raises(
-        UserError, match=f"rotary angles of the kind {kind}: with {tokens} tokens of prompt and response"
-    ):
-        checkpoint.check_angles(str(tmp_path), tokens)
-
-
 def test_padding_of_two_sizes_is_never_scored():
     """Policy and actor of one tokenizer with different padding: both score only existing ids."""
     policy, actor, groups = padded("qwen2", IDS + 30), padded("gemma2", IDS + 7, 1), make_groups(2, vocab=IDS)
     learner = learner_of(policy, actor, objective="jackpot")
-    learner.check_heads(np.arange(40).reshape(2, 20))
-    batch = batching.collate(groups, learner.cfg)
-    needs = Needs(entropy=True, exact_z=True, support=True, tail=True, topk=5, distill="forward")
-    stats = learner.score(batch, needs)
-    responses = [(g, r) for g in groups for r in g.responses]
-    for row, (g, r) in enumerate(responses):
-        L, P = len(r.tokens), len(g.prompt_ids)
-        ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens])).long()[None]
+    learner.check_heads(TWO_ROWS)
+    stats = learner.score(batching.collate(groups, learner.cfg), Needs(exact_z=True, topk=5))
+    for row, (g, r) in enumerate(each_response(groups)):
+        L, P, ids = len(r.tokens), len(g.prompt_ids), np.concatenate([g.prompt_ids, r.tokens])
         with torch.no_grad():
-            logp, logq = (m(input_ids=ids).logits[0, P - 1 : -1, :IDS].log_softmax(-1) for m in (policy, actor))
-        at = ids[0, P:, None]
-        p, q = logp.exp(), logq.exp()
-        assert torch.allclose(stats.logp[row, :L], logp.gather(1, at)[:, 0], atol=1e-5)
-        assert torch.allclose(stats.actor_logp[row, :L], logq.gather(1, at)[:, 0], atol=1e-5)
-        assert torch.allclose(stats.entropy[row, :L], -(p * logp).sum(-1), atol=1e-5)
-        assert torch.allclose(stats.kl[row, :L], (p * (logp - logq)).sum(-1), atol=1e-4)
+            p, q = (
+                m(torch.from_numpy(ids)[None].long()).logits[0, P - 1 : -1, :IDS].softmax(-1) for m in (policy, actor)
+            )
+            assert torch.allclose(stats.logp[row, :L], scores_of(policy, g.prompt_ids, r), atol=1e-5)
+            assert torch.allclose(stats.actor_logp[row, :L], scores_of(actor, g.prompt_ids, r), atol=1e-5)
         assert torch.allclose(stats.z[row, :L], torch.minimum(p, q).sum(-1), atol=1e-5)
         assert int(stats.top_ids[row, :L].max()) < IDS
 
 
-def check_padded_engine(engine, folder: str, other) -> None:
-    """The engine never samples or scores a padding row, with its first weights and with published weights."""
+@pytest.mark.parametrize("kind", ["hf", "hf, head in float32", "vllm"])
+def test_engines_ignore_padding_rows(kind, tmp_path, vllm_engines):
+    """They never sample or score a padding row, with their first weights and with published weights."""
+    folder, other = save(padded("qwen2", IDS + 30), tmp_path), padded("qwen2", IDS + 30, 1)
+    if kind == "vllm":
+        engine = vllm_engines(folder=folder, vocabulary=IDS)
+    else:
+        engine = HFEngine(folder, head_fp32=kind != "hf", vocabulary=IDS)
     check = WeightCheck(checkpoint.read_config(folder), np.arange(8 * 30).reshape(8, 30), vocabulary=IDS)
-    prompts = [np.arange(5, 10, dtype=np.int32), np.arange(20, 32, dtype=np.int32)]
     for lm in (padded("qwen2", IDS + 30), other):
         tensors = {**lm.state_dict(), "lm_head.weight": lm.get_output_embeddings().weight.detach()}
         check.load(engine, 0, tensors.items())  # SyncError unless engine and check agree
-        for prompt, group in zip(
-            prompts, engine.generate(prompts, [[1, 2]] * 2, Sampling(max_tokens=20), 5, []), strict=True
-        ):
-            for r in group:
-                assert max(r.tokens.max(), r.topk_ids.max()) < IDS
-                ids = torch.from_numpy(np.concatenate([prompt, r.tokens])).long()[None]
-                with torch.no_grad():
-                    want = lm(input_ids=ids).logits[0, len(prompt) - 1 : -1, :IDS].log_softmax(-1)
-                assert np.allclose(r.logp_inf, want.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy(), atol=1e-4)
-    with torch.no_grad():
-        assert int(lm(input_ids=ids).logits[0].argmax(-1).max()) >= IDS  # the unpadded model would sample a padding row
-
-
-@pytest.mark.parametrize("head_fp32", [False, True])
-def test_the_torch_engine_ignores_padding_rows(tmp_path, head_fp32):
-    folder = save(padded("qwen2", IDS + 30), tmp_path)
-    check_padded_engine(HFEngine(folder, head_fp32=head_fp32, vocabulary=IDS), folder, padded("qwen2", IDS + 30, 1))
-
-
-@pytest.mark.parametrize(
-    "family", [f for f in FAMILIES if f != "qwen3_moe"]
-)  # qwen3_moe: in a separate process, test_moe.py
-def test_vllm_loads_the_weights_of_each_family(family, tmp_path, vllm_engines):
-    """All published tensors, tied heads included; the learner still works in the engine's process, although vLLM uses
-    transformers' class for a few families."""
-    engine = vllm_engines(folder=save(model(family), tmp_path), memory_gib=0.02)
-    new = model(family, seed=1)
-    learner, ids = learner_of(new), np.arange(40).reshape(2, 20)
-    engine.load(learner.named_tensors("policy"))
-    with torch.no_grad():
-        logp = new(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1)[:, :-1]
-    want = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0].numpy()
-    assert np.allclose(engine.logprobs(ids), want, atol=1e-4)
-    assert np.allclose(learner.logprobs("policy", ids), want, atol=1e-4)
-    assert isinstance(model(family, seed=2), type(new))  # a new model can still be made
-
-
-def test_vllm_ignores_padding_rows(tmp_path, vllm_engines):
-    folder = save(padded("qwen2", IDS + 30), tmp_path)
-    check_padded_engine(vllm_engines(folder=folder, vocabulary=IDS), folder, padded("qwen2", IDS + 30, 1))
+        groups = engine.generate(PROMPTS, [[1, 2]] * 2, Sampling(max_tokens=20), 5, [])
+        for prompt, r in ((prompt, r) for prompt, group in zip(PROMPTS, groups, strict=True) for r in group):
+            assert max(r.tokens.max(), r.topk_ids.max()) < IDS
+            assert np.allclose(r.logp_inf, scores_of(lm, prompt, r).detach().numpy(), atol=1e-4)
+    assert int(other(torch.from_numpy(TWO_ROWS)).logits.argmax(-1).max()) >= IDS  # it would sample a padding row
 
 
 def test_vllm_keeps_an_untied_head_under_a_tied_config(tmp_path, vllm_engines):
     """vLLM would tie head and embedding, and skip the published head."""
     lm = model("qwen2", tie_word_embeddings=False)
     folder = Path(save(lm, tmp_path))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    ids, engine = np.arange(40).reshape(2, 20), vllm_engines(folder=str(folder))
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**saved, "tie_word_embeddings": True}))
+    engine = vllm_engines(folder=str(folder))
     for scale in (1.0, 0.5):
         with torch.no_grad():
             lm.lm_head.weight.mul_(scale)
         engine.load(lm.state_dict().items())
-        logp = lm(input_ids=torch.from_numpy(ids)).logits.log_softmax(-1)[:, :-1]
-        want = logp.gather(2, torch.from_numpy(ids)[:, 1:, None])[:, :, 0].detach().numpy()
-        assert np.allclose(engine.logprobs(ids), want, atol=1e-3)
-
-
-def test_a_run_with_qwens_padding(tmp_path):
-    """One tokenizer, 152,064 rows in the policy and 151,936 in the actor: saved models keep these sizes."""
-    sizes, small = {"policy": 152_064, "actor": 151_936}, dict(hidden_size=16, num_hidden_layers=1)
-    flags = folder_and_task(model("qwen2", 0, sizes["policy"], **small), tmp_path)
-    actor = save(model("qwen2", 1, sizes["actor"], **small), tmp_path / "actor")
-    cfg = make_cfg(objective="jackpot", actor=actor, obrs_topk=5, lr_schedule="constant", **flags)
-    train.train(cfg)
-    last = run.read_metrics(cfg.out)[-1]
-    assert last["step"] == 0 and last["stepped"] == 1 and np.isfinite(last["loss"])
-    assert 0 < last["entropy"] <= np.log(IDS)
-    for name, rows in sizes.items():
-        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoints" / "step_000001" / name)
-        assert len(saved.get_output_embeddings().weight) == rows
+        assert np.allclose(engine.logprobs(TWO_ROWS), scores(lm, TWO_ROWS).detach().numpy(), atol=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,41 +278,27 @@ def test_an_id_of_the_hub(tmp_path, hub):
     """Offline: a cached model is found, a different one is refused in one sentence."""
     fetched = hub("some/one")
     save(model("qwen3"), fetched)
-    folder = folder_of("some/one", tmp_path)
-    assert Path(folder) == fetched
-    assert checkpoint.load_model(folder).config.model_type == "qwen3"
+    assert Path(folder_of("some/one", tmp_path)) == fetched
     with pytest.raises(UserError, match="--model=some/other: no such folder here, and the hub cannot provide it"):
         folder_of("some/other", tmp_path)
 
 
 def test_only_the_text_model_of_a_vision_model_is_trained(tmp_path):
+    """A family without a separate text model is refused: Qwen2.5-VL's has no causal class in transformers."""
     text = {**COMMON, **FAMILIES["gemma3_text"], "vocab_size": IDS, "model_type": "gemma3_text"}
     eyes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16)
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "gemma3", text_config=text, vision_config={**eyes, "patch_size": 8}, mm_tokens_per_image=4
-    )
-    whole = AutoModelForImageTextToText.from_config(config).eval()
+    both = dict(text_config=text, vision_config={**eyes, "patch_size": 8}, mm_tokens_per_image=4)
+    whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma3", **both)).eval()
     folder = folder_of(save(whole, tmp_path / "whole"), tmp_path)
-    ids = torch.arange(20)[None]
     lm = checkpoint.load_model(folder)
     assert lm.config.model_type == "gemma3_text"
-    with torch.no_grad():
-        assert torch.allclose(lm(input_ids=ids).logits, whole(input_ids=ids).logits, atol=1e-5)
+    assert torch.allclose(scores(lm, TWO_ROWS), scores(whole, TWO_ROWS), atol=1e-5)
     assert folder_of(str(tmp_path / "whole"), tmp_path) == folder  # extracted once
     assert folder_of(folder, tmp_path) == folder
-    learner_of(lm).check_heads(ids.repeat(2, 1).numpy())
-
-
-def test_a_composite_family_without_a_text_model_is_refused(tmp_path):
-    """Qwen2.5-VL's text model has no causal model class in transformers."""
-    folder = tmp_path / "sees"
-    config = AutoConfig.for_model("qwen2_5_vl", text_config={**COMMON, "vocab_size": IDS})
-    config.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    AutoConfig.for_model("qwen2_5_vl", text_config={**COMMON, "vocab_size": IDS}).save_pretrained(tmp_path / "sees")
+    tokenizer().save_pretrained(tmp_path / "sees")
     with pytest.raises(UserError, match="its text model cannot be read .*; give a text-only model: .* qwen2_5_vl"):
-        folder_of(str(folder), tmp_path)
-    assert not (tmp_path / "base").exists()
+        folder_of(str(tmp_path / "sees"), tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -376,38 +306,34 @@ def test_a_composite_family_without_a_text_model_is_refused(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def results_with_a_mask(family: str) -> dict:
+def results_with_a_mask() -> dict:
     """Logits after a cached, padded prompt, and gradients by parameter."""
-    lm = model(family, 0, num_attention_heads=4, num_key_value_heads=2)
+    lm = model("llama", 0, num_attention_heads=4, num_key_value_heads=2)
     ids = torch.arange(24).reshape(2, 12) * 7 % 200
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :3] = 0
-    logits = lm(input_ids=ids, attention_mask=mask).logits
-    (logits * torch.linspace(-1, 1, logits.shape[-1])).sum().backward()
-    with torch.no_grad():
-        cache = lm(input_ids=ids, attention_mask=mask, use_cache=True).past_key_values
-        more = torch.cat([mask, mask[:, -1:]], 1)
-        after = lm(input_ids=ids[:, :1], attention_mask=more, past_key_values=cache).logits
-    return {"logits": logits.detach(), "after": after, **{name: p.grad for name, p in lm.named_parameters()}}
+    out = lm(input_ids=ids, attention_mask=mask, use_cache=True)
+    (out.logits * torch.linspace(-1, 1, IDS)).sum().backward()
+    more = torch.cat([mask, mask[:, -1:]], 1)
+    after = lm(input_ids=ids[:, :1], attention_mask=more, past_key_values=out.past_key_values).logits
+    return {"logits": out.logits, "after": after, **{name: p.grad for name, p in lm.named_parameters()}}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_keys_and_values_read_in_groups_give_the_same_bits(family, monkeypatch):
+def test_keys_and_values_read_in_groups_give_the_same_bits(monkeypatch):
     with attention.grouped(False):
-        copied = results_with_a_mask(family)
+        copied = results_with_a_mask()
 
     def repeat(*args):
         raise AssertionError("keys and values are copied")
 
     monkeypatch.setattr(sdpa_attention, "repeat_kv", repeat)
-    read = results_with_a_mask(family)
+    read = results_with_a_mask()
     assert copied.keys() == read.keys() and all(torch.equal(copied[name], read[name]) for name in copied)
 
 
 def test_on_a_gpu_masks_ask_for_copies():
+    """In float32 always: the kernel without a score matrix does not support groups."""
     key = torch.empty(1, 2, 3, 8, device="meta")
     half = key.bfloat16()
     assert not attention.reads_groups(torch.ones(1), half, half) and attention.reads_groups(None, half, half)
-    assert not attention.reads_groups(
-        None, key, key
-    )  # float32: the kernel without a score matrix does not support groups
+    assert not attention.reads_groups(None, key, key)

@@ -1,14 +1,12 @@
 """Non-finite log-probabilities, cut responses, counts over ranks: each affects only its response."""
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
-import torchrun
 from conftest import make_cfg, make_groups, tiny_model
 from test_train import flags, train_here  # noqa: F401  a fixture
 
@@ -18,7 +16,6 @@ import objectives
 from learner import Comm
 from machinery.checkpoint import load_model, read_tokenizer
 from machinery.flags import UserError
-from machinery.run import read_metrics
 from model.engines import HFEngine
 from rollout import Response
 from sampling import Sampling
@@ -26,11 +23,6 @@ from source import set_aside_if_poisoned
 from tasks import EvalSet
 
 INF, NAN = math.inf, math.nan
-
-
-def response(logp, topk=((-1.0, -2.0),) * 3) -> Response:
-    ids = np.zeros((3, 2), np.int32)
-    return Response(np.arange(3, dtype=np.int32), np.ones(3, bool), np.float32(logp), ids, np.float32(topk), "stop")
 
 
 @pytest.mark.parametrize(
@@ -48,62 +40,58 @@ def response(logp, topk=((-1.0, -2.0),) * 3) -> Response:
     ],
 )
 def test_invalid_log_probabilities_poison_a_response(logp, topk, poisoned):
-    r = response(logp, topk)
+    ids = np.zeros((3, 2), np.int32)
+    r = Response(np.arange(3, dtype=np.int32), np.ones(3, bool), np.float32(logp), ids, np.float32(topk), "stop")
     assert set_aside_if_poisoned(r) is poisoned
     assert r.loss_mask.tolist() == [not poisoned] * 3
     assert np.isfinite(r.logp_inf).all() and not np.isnan(r.topk_logp).any()
 
 
-@pytest.mark.parametrize("value", [NAN, -INF, INF, 0.5])
-@pytest.mark.parametrize("objective", ["jackpot", "seq_mis"])
-def test_one_poisoned_token_costs_one_response(
-    solvers,
-    tmp_path,
-    train_here,  # noqa: F811
-    monkeypatch,
-    capsys,
-    objective,
-    value,  # noqa: F811
-):
-    """The first update equals an update without this response, and the user gets a warning."""
+def spoil_rollouts(monkeypatch, spoil) -> None:
+    """spoil(groups) after each call of the plain engine's `generate`, except the calls of the weight check."""
     generate = HFEngine.generate
-    poison = [True]
 
     def wrapped(self, *args, **more):
         groups = generate(self, *args, **more)
-        if len(groups[0]) == 1:  # a call of the weight check
-            return groups
-        r = groups[0][1]
-        if poison[0] == "masked":
-            r.loss_mask = np.zeros_like(r.loss_mask)
-        elif poison[0]:
-            r.logp_inf[0] = value
-        poison[0] = False
+        if len(groups[0]) > 1:
+            spoil(groups)
         return groups
 
     monkeypatch.setattr(HFEngine, "generate", wrapped)
-    common = dict(objective=objective, steps=2, eval_every=-1, actor="none", save_every=0)
-    _, rows = train_here(flags(solvers, tmp_path / "poisoned", **common))
-    assert "update 1: the engine gave a log-probability that is non-finite" in capsys.readouterr().err
-    assert (rows[1]["poisoned"], rows[-1]["skipped_steps"]) == (1, 0)
-    poison[0] = "masked"
-    _, masked = train_here(flags(solvers, tmp_path / "masked", **common))
-    same = ("loss", "grad_norm", "rollout_corr/kl", "reward")
-    assert [rows[1][name] for name in same] == [masked[1][name] for name in same]
-    assert rows[1]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("objective, value", [("jackpot", NAN), ("seq_mis", INF)])
+def test_one_poisoned_token_costs_one_response(solvers, tmp_path, train_here, monkeypatch, capsys, objective, value):  # noqa: F811
+    """The first update equals an update without this response, and the user gets a warning."""
+    rows = {}
+    for how in ("poisoned", "masked"):
+
+        def spoil(groups, how=how):
+            if how == "masked":
+                groups[0][1].loss_mask[:] = False
+            else:
+                groups[0][1].logp_inf[0] = value
+
+        with monkeypatch.context() as patch:
+            spoil_rollouts(patch, spoil)
+            argv = flags(
+                solvers, tmp_path / how, objective=objective, steps=1, eval_every=-1, actor="none", save_every=0
+            )
+            (rows[how],) = [row for row in train_here(argv)[1] if row["step"] == 0]
+        warned = "update 1: the engine gave a log-probability that is non-finite" in capsys.readouterr().err
+        assert warned == (how == "poisoned")
+    assert (rows["poisoned"]["poisoned"], rows["poisoned"]["skipped_steps"]) == (1, 0)
+    for name in ("loss", "grad_norm", "rollout_corr/kl", "reward"):
+        assert rows["poisoned"][name] == rows["masked"][name]
+    assert rows["poisoned"]["grad_norm"] > 0
 
 
 def test_an_engine_without_finite_values_ends_the_run(solvers, tmp_path, train_here, monkeypatch):  # noqa: F811
-    generate = HFEngine.generate
+    def spoil(groups):
+        for r in chain.from_iterable(groups):
+            r.logp_inf[-1] = NAN
 
-    def wrapped(self, *args, **more):
-        groups = generate(self, *args, **more)
-        for group in groups:
-            for r in group:
-                r.logp_inf[-1] = NAN
-        return groups
-
-    monkeypatch.setattr(HFEngine, "generate", wrapped)
+    spoil_rollouts(monkeypatch, spoil)
     with pytest.raises(UserError, match="of the first 32 responses 32 have log-probabilities from the engine that are"):
         train_here(flags(solvers, tmp_path / "run", objective="tis", actor="none", eval_every=-1))
 
@@ -138,36 +126,10 @@ def test_cut_responses_are_excluded_from_loss_and_denominator():
     assert torch.equal(part.adv, whole.adv) and torch.equal(part.reward, whole.reward)
     stats = objectives.prepare(part, Comm(), masking, {})
     assert (stats.tokens, stats.sequences) == (sum(int(r.loss_mask.sum()) for r in kept), len(kept))
-    for reduction in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
-        cfg = replace(masking, reduction=reduction)
-        ones = part.mask.double()
-        per = {"token-mean": 1.0, "seq-mean-token-mean": 1.0}.get(reduction)
-        want = per or sum(int(r.loss_mask.sum()) for r in kept) / cfg.max_tokens / len(kept)
-        assert float(objectives.reduce(ones, part.mask, stats, cfg)) == pytest.approx(want)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_failures_of_every_rank_are_counted(solvers, tmp_path):
-    """The same groups on one rank and on two: the same number of failures."""
-    rows = [{"problem": f"{i} + 1 :", "answer": str(i + 1), "n": i} for i in range(8)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reward = "def odd(row, text, finish_reason):\n    return len(text) / (row['n'] % 2)\n"
-    (tmp_path / "own.py").write_text(reward.replace("(row['n'] % 2)", "(row['n'] % 2 or row['n'] == 0)"))
-    counts = {}
-    for ranks in (1, 2):
-        out = tmp_path / f"run{ranks}"
-        argv = flags(solvers, out, objective="grpo", actor="none", steps=1, eval_every=-1, save_every=0, arith="")
-        argv = [word for word in argv if not word.startswith(("--task=", "--arith="))]
-        argv += [f"--task={tmp_path}/rows.jsonl", f"--reward={tmp_path}/own.py:odd"]
-        torchrun.torchrun("../train.py", *argv, ranks=ranks)
-        (row,) = [row for row in read_metrics(out) if row["step"] == 0]
-        counts[ranks] = row["grade/failures"]
-        assert row["grade_s"] > 0
-    assert counts[1] == counts[2] > 0
+    of_sums = stats.tokens / masking.max_tokens / len(kept)
+    for reduction, want in (("token-mean", 1), ("seq-mean-token-mean", 1), ("seq-mean-token-sum-norm", of_sums)):
+        loss = objectives.reduce(part.mask.double(), part.mask, stats, replace(masking, reduction=reduction))
+        assert float(loss) == pytest.approx(want)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,19 +151,9 @@ def test_temperature_0_samples_the_most_likely_token():
         assert r.tokens.tolist() == ids[len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        (["--temperature=0.001"], "--temperature=0.001: must be at least 0.01"),
-        (["--task=TASK:temperature=0.001"], "temperature=0.001 must be 0, or at least 0.01"),
-    ],
-)
-def test_bad_temperatures_are_refused(solvers, tmp_path, argv, sentence):
+def test_an_evaluation_may_be_greedy(solvers, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1 :", "answer": "2"}\n')
-    flags = [word.replace("TASK", str(tmp_path / "rows.jsonl")) for word in argv]
-    task = [] if any("--task" in word for word in argv) else [f"--task={tmp_path}/rows.jsonl"]
-    with pytest.raises(UserError, match=sentence):
-        evaluation.main([f"--model={solvers}/policy", "--rollout=hf", "--max_tokens=8", *task, *flags])
-    task = [f"--task={tmp_path}/rows.jsonl"]
-    done = evaluation.main([f"--model={solvers}/policy", "--rollout=hf", "--max_tokens=8", *task, "--temperature=0"])
-    assert (done["problems"], done["samples"], Path(done["model"]).name) == (1, 1, "policy")
+    argv = [f"--model={solvers}/policy", "--rollout=hf", "--max_tokens=8", f"--task={tmp_path}/rows.jsonl"]
+    assert evaluation.main([*argv, "--temperature=0"])["samples"] == 1
+    with pytest.raises(UserError, match="temperature=0.001 must be 0, or at least 0.01"):
+        evaluation.main([*argv[:3], f"{argv[3]}:temperature=0.001"])

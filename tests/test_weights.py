@@ -1,15 +1,12 @@
 """Published weights on disk: written tensor by tensor, once for all ranks, deterministic."""
 
-import gc
 import os
 import threading
 
 import pytest
-import test_hub
 import torch
-from conftest import Held, Stream, Watched, tiny_model
+from conftest import Held, Stream, tiny_model
 from test_door import RUN
-from test_hub import opened_objects, until
 
 import quant
 from learner import Comm
@@ -17,15 +14,10 @@ from machinery.checkpoint import read_tensors
 from machinery.checkpoint.tensors import Layout
 from model.engines import HFEngine
 from quant import format_of
-from remote import account, link, wire
+from remote import wire
 from remote.sampler import SamplerFlags, open_source
 from remote.weights import Store, change_of, manifest_of
 from tasks import arithmetic_tokenizer
-
-
-@pytest.fixture
-def opened(tmp_path):
-    yield from opened_objects(tmp_path)
 
 
 def odd_tensors():
@@ -60,27 +52,10 @@ def test_tensors_are_read_in_order(tmp_path):
 
 def test_reused_memory_is_not_a_tied_tensor(tmp_path):
     """Gathered tensors come one at a time, each in the memory of the previous one."""
-
-    def stream():
-        for i in range(20):
-            yield f"t{i}", torch.full((1000,), float(i))
-
-    layout = Layout(stream())
+    layout = Layout(Stream(n=20, numbers=1000))
     assert layout.alias == {}
-    layout.write(tmp_path / "x", stream())
+    layout.write(tmp_path / "x", Stream(n=20, numbers=1000))
     assert all((x == int(name[1:])).all() for name, x in read_tensors(tmp_path / "x"))
-
-
-def test_weights_are_published_tensor_by_tensor(tmp_path):
-    store = Store(tmp_path, Comm(), False)
-    gc.collect()
-    streams = [Stream(add=v) for v in range(3)]
-    for v, stream in enumerate(streams):
-        path, when = store.publish(v, stream)
-        assert when == path.stat().st_mtime
-    assert [stream.passes for stream in streams] == [2, 1, 1]
-    assert max(stream.most for stream in streams) <= 2
-    assert dict(read_tensors(path))["t3"][0] == 5.0
 
 
 class Rank(Comm):
@@ -100,10 +75,11 @@ class Rank(Comm):
 
 
 def test_one_copy_for_all_ranks(tmp_path):
-    """Both ranks read every tensor equally often; one writes; both have the same file, manifest, delta and time."""
+    """Both ranks read every tensor equally often, one at a time; one writes; both have the same file, manifest, delta
+    and time. Old files are deleted."""
     meet, values = threading.Barrier(2), [None, None]
     published = [[], []]
-    streams = [[Stream(n=3, add=v, dtype=torch.bfloat16) for v in range(4)] for _ in range(2)]
+    streams = [[Stream(n=5, add=v, dtype=torch.bfloat16) for v in range(4)] for _ in range(2)]
 
     def publish(rank):
         store = Store(tmp_path / "versions", Rank(rank, meet, values), True)
@@ -118,13 +94,13 @@ def test_one_copy_for_all_ranks(tmp_path):
     [thread.join(60) for thread in threads]
     assert len(published[0]) == 4 and published[0] == published[1]
     assert [[stream.passes for stream in of_rank] for of_rank in streams] == [[2, 1, 1, 1]] * 2
-    path = published[0][-1][0]
+    assert max(stream.most for of_rank in streams for stream in of_rank) <= 2
+    path, when, *_ = published[0][-1]
+    assert dict(read_tensors(path))["t3"][0] == 6.0 and when == path.stat().st_mtime
     assert manifest_of(path) == wire.manifest(path.name, path.read_bytes())
     assert [change is not None for *_, change in published[0]] == [False, True, True, True]
-    names = sorted(file.name for file in path.parent.iterdir())
-    kept = [f"v00000{v}.safetensors" for v in (1, 2, 3)]
-    assert [name for name in names if name.endswith("safetensors")] == kept
-    assert "v000003.manifest" in names and "v000002.manifest" not in names and not any("new" in n for n in names)
+    kept = {*(f"v00000{v}.safetensors" for v in (1, 2, 3)), "v000003.manifest"}
+    assert kept == {file.name for file in path.parent.iterdir() if file.suffix != ".delta"}
 
 
 def test_a_restarted_learner_keeps_its_file_and_drops_the_delta(tmp_path):
@@ -148,46 +124,8 @@ def test_unannounced_tensors_are_refused(tmp_path):
         layout.write(tmp_path / "x", {"a": torch.ones(4)}.items())
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "w4a16"])
-def test_deltas_of_low_bits_are_exact(name, opened, tmp_path):
-    """Weights of an aligned learner, through hub and link; a restarted sampler fetches a complete copy."""
-    fmt = format_of(name, 32)
-    model = quant.align(tiny_model(0), fmt)
-    s = test_hub.source(tmp_path, with_deltas=True)
-    s.hub = opened.hub()
-    s.hub.open = lambda held: None  # already open
-    (tmp_path / "box").mkdir()
-
-    def box(life):
-        spool = account.Spool(tmp_path / "spool", ["box"], life)
-        return opened.add(link.Link([s.hub.address], ["box"], SamplerFlags(), spool, tmp_path / "box", None))
-
-    def sent_to(end, version):
-        assert until(lambda: end.newest is not None and end.newest.version == version)
-        assert end.newest.path.read_bytes() == s.store.files[-1].read_bytes()
-        sent, s.hub.counts["bytes_out"] = s.hub.counts["bytes_out"], 0
-        return sent
-
-    end = box(1)
-    for version in range(4):
-        with torch.no_grad():
-            for layer in quant.quantized_linears(model).values():
-                layer.weight += 1e-4 * torch.randn_like(layer.weight)
-        s.publish(version, list(quant.for_engine(model.state_dict().items(), model, fmt)))
-        path = s.store.files[-1]
-        if version == 0:
-            assert sent_to(end, 0) == path.stat().st_size
-            continue
-        assert sent_to(end, version) == len(change_of(path)) < path.stat().st_size / 2
-        if version == 2:
-            end.close()
-            end = box(2)
-            assert sent_to(end, 2) == path.stat().st_size
-
-
 FORMS = [  # dtype of the published weights, --rollout_quant of the learner, --rollout_quant of the sampler
     ("float32", "none", "none"),
-    ("bfloat16", "none", "none"),
     ("bfloat16", "none", "int8"),
     ("bfloat16", "none", "w4a16"),
     ("quantized", "int8", "auto"),
@@ -212,22 +150,12 @@ def publish(folder, model, sync="bfloat16", learners="none"):
 
 
 @pytest.mark.parametrize("sync, learners, samplers", FORMS)
-def test_a_sampler_loads_weights_tensor_by_tensor(sync, learners, samplers, tmp_path):
+def test_a_sampler_loads_the_published_weights(sync, learners, samplers, tmp_path):
     """In each published format; the engine has the weights bit for bit, and the weight check passes."""
-    model = tiny_model(0, layers=4)
+    model = tiny_model(0)
     welcome, weights = publish(tmp_path, model, sync, learners)
     source = open_source(welcome, SamplerFlags(rollout="hf", rollout_quant=samplers), tmp_path / "box")
-    load, streams = source.load, []
-
-    def watched_load(version, tensors):
-        streams.append(Watched(tensors))
-        load(version, streams[0])
-
-    source.load = watched_load
     source.load_weights(weights)
-    assert (
-        streams[0].most < len(list(streams[0])) / 2
-    )  # a layer's tensors: the check needs its first norm, which comes last
     assert (source.version, source.published) == (1, 2.0)
     engine = HFEngine(str(tmp_path / "model"), fmt=source.engine.fmt)
     tensors = model.state_dict().items()
@@ -239,7 +167,7 @@ def test_a_sampler_loads_weights_tensor_by_tensor(sync, learners, samplers, tmp_
 
 def test_a_sampler_holds_only_its_engines_model(tmp_path):
     """From the start to checked weights, with activations and the sums of a digest in addition."""
-    model = tiny_model(0, layers=16, hidden=128)
+    model = tiny_model(0, layers=8, hidden=128)
     welcome, weights = publish(tmp_path, model)
     with Held() as held:
         source = open_source(welcome, SamplerFlags(rollout="hf"), tmp_path / "box")

@@ -57,6 +57,13 @@ FAULTS = {
     "a scale left at 1": scale_of_one,
 }
 
+CASES = [  # (name, format); only formats with rounded activations have scales in the engine
+    (name, fmt)
+    for name, fault in FAULTS.items()
+    for fmt in FORMATS
+    if fault is not scale_of_one or fmt in ("int8", "fp8")
+]
+
 
 class Rig:
     """A trainer's weights, an engine with a loader that may have a fault, and the check of weights."""
@@ -132,14 +139,11 @@ def main() -> None:
     if sys.argv[1:]:
         sys.exit(f"error: {' '.join(sys.argv[1:])}: no such flag; this command takes none")
     for size in (1e-3, 1e-6, 1e-8):
-        for name, fault in FAULTS.items():
-            for fmt in FORMATS:
-                if fault is scale_of_one and not quant.format_of(FORMATS[fmt][1] or "w4a16").activations:
-                    continue
-                rig = Rig(fmt)
-                rig.sync()
-                error = rig.first_sync_after(fault, size)
-                print(f"{size:7.0e}  {name:20s} {fmt:9s} {error or 'NOT FOUND'}"[:160], flush=True)
+        for name, fmt in CASES:
+            rig = Rig(fmt)
+            rig.sync()
+            error = rig.first_sync_after(FAULTS[name], size)
+            print(f"{size:7.0e}  {name:20s} {fmt:9s} {error or 'NOT FOUND'}"[:160], flush=True)
     for fmt in FORMATS:
         rig = Rig(fmt, seed=2)
         for _ in range(200):
