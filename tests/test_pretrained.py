@@ -26,14 +26,7 @@ def test_parts_of_packages_are_joined_in_order(tmp_path, monkeypatch):
         pretrained.from_packages("m", source._replace(digest="00000000"))
 
 
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        ([], "name one model: smol135, qwen05, qwen15, gemma270 or FILE.gguf"),
-        (["gpt5"], "gpt5: no such model"),
-        (["missing.gguf"], "missing.gguf: no such file"),
-    ],
-)
+@pytest.mark.parametrize("argv, sentence", [(["gpt5"], "gpt5: no such model"), (["x.gguf"], "x.gguf: no such file")])
 def test_bad_calls(argv, sentence, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "MODELS", tmp_path)
     with pytest.raises(ValueError, match=sentence):

@@ -5,23 +5,23 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_cfg
+from conftest import make_cfg
 
 from learner import Comm
 from machinery import checkpoint, warmstart
 from machinery.run import open_run
 from model.engines import HFEngine
-from rollout import request_seed
+from rollout import Response, request_seed
 from sampling import Sampling
 from source import LocalSource
-from tasks import VOCAB, Answer, Arithmetic, Problem, Table, arithmetic_tokenizer, make_task, read_rows, stop_ids
-from tasks.data import final_answer
-from tasks.gold import grade_gold, perturbed, wrapped
+from tasks import Arithmetic, Problem, Table, arithmetic_tokenizer, grade_all, make_task, read_rows, stop_ids
+from tasks.gold import grade_gold, perturbed
 from tasks.prompts import Style
 from tasks.rewards import Reward
 
@@ -35,34 +35,32 @@ def held_out(problem) -> bool:
     return hashlib.sha256(problem.id.encode()).digest()[0] < 32
 
 
-def test_arithmetic_is_verifiable_deterministic_and_split():
-    task = Arithmetic(seed=3)
-    tokenizer = arithmetic_tokenizer()
-    train = [task.problem("train", i) for i in range(400)]
-    test = [task.problem("test", i) for i in range(200)]
-    assert not {p.id for p in train} & {p.id for p in test}
+@pytest.mark.parametrize("operand, total", [(9, 29), (20, 29), (150, 199)])
+def test_arithmetic_is_verifiable_deterministic_and_split(operand, total):
+    make = partial(Arithmetic, operand=operand, total=total)
+    task, tokenizer = make(seed=3), arithmetic_tokenizer()
+    train = [task.problem("train", i) for i in range(300)]
+    test = [task.problem("test", i) for i in range(100)]
     assert not any(map(held_out, train)) and all(map(held_out, test))
-    assert train == [Arithmetic(seed=3).problem("train", i) for i in range(400)]
-    assert train != [Arithmetic(seed=4).problem("train", i) for i in range(400)]
+    assert train == [make(seed=3).problem("train", i) for i in range(300)]
+    assert train != [make(seed=4).problem("train", i) for i in range(300)]
     for p in train + test:
         words = p.id.split()
-        total = int(words[0])
+        at = int(words[0])
         for sign, b in zip(words[1::2], words[2::2], strict=True):
-            assert 1 <= int(b) <= 9
-            total += int(b) if sign == "+" else -int(b)
-            assert 0 <= total <= 29
+            assert 1 <= int(b) <= operand
+            at += int(b) if sign == "+" else -int(b)
+            assert 0 <= at <= total
+        assert str(at) == p.answer
         assert task.find(p.id) == p
-        assert str(total) == p.answer
         assert 3 <= len(words) // 2 <= 5
         text = task.solution(p)
-        assert task.reward(p, text, True) == 1.0
-        assert task.reward(p, text, False) == 0.0
+        assert (task.reward(p, text, True), task.reward(p, text, False)) == (1.0, 0.0)
         ids = tokenizer.encode(text)
         assert len(ids) + 1 <= task.max_response()
         assert len(tokenizer.encode(p.prompt)) <= task.max_prompt()
         assert tokenizer.unk_token_id not in ids
         assert tokenizer.decode(ids) == text
-    assert len(tokenizer) == VOCAB >= 256 and VOCAB % 32 == 0
 
 
 def test_solutions_with_slips_continue_from_the_wrong_value():
@@ -85,22 +83,26 @@ def test_arithmetic_reward(text, reward):
     assert Arithmetic().reward(Problem("3 + 4", "3 + 4 :", "7"), text, True) == reward
 
 
+def test_only_finished_responses_are_right():
+    ids = np.array(arithmetic_tokenizer().encode("# 7"), np.int32)
+    group = [Response(ids, ids >= 0, ids, ids[:, None], ids[:, None], reason) for reason in ("stop", "length")]
+    grade_all(Arithmetic(), arithmetic_tokenizer(), [Problem("3 + 4", "3 + 4 :", "7")], [group])
+    assert [r.reward for r in group] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize(
     "text, reward",
     [
         ("3 + 4 = 7 # 7", 1),
         ("# 7 ; 3 + 4 = 7", 1 + 6 / 8),
-        ("# 7 ; ;", 1 + 2 / 8),
         ("# 7" + " ;" * 30, 2),
         ("# 8 ; 3 + 4 = 7", 0),
-        ("# 7 # 7", 0),
         ("# 7 ; # 8", 0),
         ("3 + 4 = 7 ; 7", 0),
         ("# 77 ; ;", 0),
-        ("", 0),
     ],
 )
-@pytest.mark.parametrize("finished", [True, False])
 def test_reward_of_long_explanations(text, reward, finished):
     """A right answer, one `#`, and a bonus for the text after it, finished or not."""
     assert Arithmetic(explain=8).reward(Problem("3 + 4", "3 + 4 :", "7"), text, finished) == pytest.approx(reward)
@@ -126,101 +128,11 @@ def test_demonstrations_with_explanations():
     assert max(short) == 1
 
 
-DATA = sorted((ROOT.parent / "shared" / "data").glob("*.jsonl"))  # not part of the repository
-
-
-@pytest.mark.skipif(not DATA, reason="the real files are not here")
-@pytest.mark.parametrize("path", DATA, ids=lambda path: path.stem)
-def test_gold_answers_of_real_files(path, tmp_path):
-    """A hundred rows of each file."""
-    few = tmp_path / path.name
-    few.write_text("".join(path.read_text().splitlines(keepends=True)[:100]))
-    result = grade_gold(str(few), make_cfg())
-    assert result["gold"] == 1.0 and result["changed"] <= 0.01
-
-
-def test_grade_gold_reads_both_layouts(tmp_path, capsys):
-    gsm = tmp_path / "gsm.jsonl"
-    math = tmp_path / "math.jsonl"
-    gsm_rows = [
-        {"question": "2 apples and 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"},
-        {"question": "q", "answer": "#### 1,200"},
-    ]
-    gsm.write_text("".join(json.dumps(row) + "\n" for row in gsm_rows))
-    math.write_text('{"problem": "p", "answer": "\\\\frac{1}{2}"}\n\n{"problem": "p", "answer": "x+1"}\n')
-    for path in (gsm, math):
-        result = grade_gold(str(path), make_cfg())
-        assert result == {"file": str(path), "problems": 2, "gold": 1.0, "changed": 0.0}
-    assert final_answer("a\n#### 1,200") == "1,200"
-    assert perturbed("19") == "29"
-    assert perturbed("0.09") == "0.08"
-    assert perturbed("x") == "x + 1"
-    assert "\\boxed{7}" in wrapped("7")
-
-
-@pytest.mark.parametrize(
-    "text, sentence",
-    [
-        ('{"problem": "p", "answer": "1"}\n{"problem": "p"}\n', "line 2: no `answer`"),
-        ('{"problem": "p", "answer": "1"}\n\n{nope}\n', "line 3: not valid JSON"),
-        ('{"answer": "1"}\n', "line 1: no `problem` or `question`"),
-        ("[1]\n", "line 1: not a JSON object"),
-        ("", "no problems in the file"),
-        ('{"problem": "p", "answer": ""}', "line 1: the `answer` is empty"),
-        ('{"problem": "p", "answer": "2 + 3 = 5 #### "}', "line 1: the `answer` is empty"),
-        ('{"problem": "p", "answer": null}', "line 1: no `answer` that is a text or a number"),
-        ('{"problem": "p", "answer": true}', "line 1: no `answer` that is a text or a number"),
-        ('{"problem": "p", "answer": ["5"]}', "line 1: no `answer` that is a text or a number"),
-        ('{"problem": "p", "answer": NaN}', "line 1: the `answer` is nan, which no response can equal"),
-        ('{"problem": "p", "answer": "NaN"}', "line 1: the `answer` is NaN, which no response can equal"),
-        ('{"problem": "p", "answer": -Infinity}', "line 1: the `answer` is -inf, which"),
-        ('{"problem": "p", "answer": 1e999}', "line 1: the `answer` is inf, which"),
-        ('{"problem": "p", "answer": ' + 5000 * "1" + "}", "line 1: not valid JSON .Exceeds the limit"),
-        ('{"problem": ' + 100_000 * "[" + "}", "line 1: not valid JSON"),
-    ],
-)
-def test_bad_lines_are_named(tmp_path, text, sentence):
-    path = tmp_path / "x.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=sentence):
-        read_rows(str(path))
-    with pytest.raises(ValueError, match="no such file"):
-        read_rows(str(tmp_path / "none.jsonl"))
-    path.write_bytes(b'{"problem": "caf\xe9", "answer": 1}')
-    with pytest.raises(ValueError, match="x.jsonl: not a text file in UTF-8 .byte 16.; convert it"):
-        read_rows(str(path))
-
-
-def test_lines_end_only_at_newlines(tmp_path):
-    """Python splits lines at more characters than JSONL; files from Windows start with a byte order mark."""
-    path = tmp_path / "x.jsonl"
-    path.write_text('\ufeff{"problem": "a\u2028b\x85c", "answer": 1.5}\r\n{"problem": "p", "answer": "0"}\n', "utf-8")
-    rows = [(row["prompt"], row["answer"], row["row"]) for row in read_rows(str(path))]
-    first = ("a\u2028b\x85c", "1.5", {"problem": "a\u2028b\x85c", "answer": "1.5"})
-    assert rows == [first, ("p", "0", {"problem": "p", "answer": "0"})]
-
-
-def test_jsonl_epochs_shuffle_and_prompts_ask_for_a_box(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text("".join(f'{{"problem": "p{i}", "answer": "{i}"}}\n' for i in range(10)))
-    task = table(path)
-    first = [task.problem("train", i).answer for i in range(10)]
-    second = [task.problem("train", 10 + i).answer for i in range(10)]
-    assert sorted(first) == sorted(second) == sorted(map(str, range(10)))
-    assert first != second
-    assert [task.problem("test", i).answer for i in range(10)] == list(map(str, range(10)))
-    p = task.problem("test", 3)
-    assert task.find(p.id) == p
-    assert p.id == "x/3"
-    assert p.prompt.startswith("p3\n")
-    assert "\\boxed{}" in p.prompt
-    answers = [Answer(p, "\\boxed{3}", False), Answer(p, "\\boxed{4}", True)]
-    assert task.rewards(answers) == ([1.0, 0.0], Counter({"answers": 2, "reward/math": 1, "plain": 2, "exact": 1}))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokens that end a response
-# ---------------------------------------------------------------------------------------------------------------------
+def test_grade_gold(tmp_path):
+    path = tmp_path / "math.jsonl"
+    path.write_text('{"problem": "p", "answer": "\\\\frac{1}{2}"}\n\n{"problem": "p", "answer": "x+1"}\n')
+    assert grade_gold(str(path), make_cfg()) == {"file": str(path), "problems": 2, "gold": 1.0, "changed": 0.0}
+    assert [perturbed(x) for x in ("19", "0.09", "x")] == ["29", "0.08", "x + 1"]
 
 
 def with_stop_tokens(folder, to, ends):
@@ -232,21 +144,20 @@ def with_stop_tokens(folder, to, ends):
 
 def test_stop_tokens_of_tokenizer_models_and_flag(folders, tmp_path):
     tokenizer = arithmetic_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["\n\n"]})
     two = with_stop_tokens(folders / "actor", tmp_path / "two", [9, 1, 8])
     one = with_stop_tokens(folders / "actor", tmp_path / "one", 12)
     none = with_stop_tokens(folders / "actor", tmp_path / "none", None)
     assert stop_ids(tokenizer, []) == [1]
     assert stop_ids(tokenizer, [two, one, none, "base:policy"]) == [1, 9, 8, 12]
     assert stop_ids(tokenizer, [one], "#, ;,") == [1, 12, tokenizer.encode("#")[0], tokenizer.encode(";")[0]]
-    for word in ("nosuch", "1 2", "2000"):
+    assert stop_ids(tokenizer, [], "\n\n") == [1, tokenizer.convert_tokens_to_ids("\n\n")]
+    for word in ("1 2", "2000"):
         with pytest.raises(ValueError, match=f"--stop={word}: not one token of the model's vocabulary"):
             stop_ids(tokenizer, [], f";,{word}")
-    for wrong in ([1, "x"], ["7"], [True], 1.5):
+    for wrong in ([1, "x"], [True]):
         with pytest.raises(ValueError, match="generation_config.json: its eos_token_id lists"):
             stop_ids(tokenizer, [with_stop_tokens(folders / "actor", tmp_path / str(wrong), wrong)])
-    (two / "generation_config.json").write_text("{")
-    with pytest.raises(ValueError, match="two/generation_config.json: not valid JSON"):
-        stop_ids(tokenizer, [two])
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no token that ends a response"):
         stop_ids(tokenizer, [none])
@@ -277,9 +188,7 @@ def test_both_engines_stop_at_several_tokens(kind, folders, tmp_path, request):
     second = next(t for t, _ in common if t != 1)
     ends = stop_ids(tokenizer, [with_stop_tokens(folders / "actor", tmp_path / "two", [1, second])])
     group = engine.generate([prompt], seeds, sampling, 0, ends)[0]
-    stopped = [r for r in group if r.finish_reason == "stop"]
-    assert {int(r.tokens[-1]) for r in stopped} >= {second}
-    assert all(int(r.tokens[-1]) in ends for r in stopped)
+    assert {second} <= {int(r.tokens[-1]) for r in group if r.finish_reason == "stop"} <= set(ends)
     assert all(len(r.tokens) == 24 for r in group if r.finish_reason == "length")
     assert not any(set(r.tokens[:-1].tolist()) & set(ends) for r in group)
     for short, long in zip(group, free, strict=True):  # otherwise the responses are equal
@@ -290,29 +199,22 @@ def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
     """A random model never writes a box; metrics are reported once."""
     (tmp_path / "math.jsonl").write_text('{"problem": "p", "answer": "5"}\n{"problem": "p", "answer": "6"}\n')
     task = table(tmp_path / "math.jsonl")
+    task.reward = Reward(max_tokens=12, overlong=6)
     engine, tokenizer = HFEngine(str(folders / "actor")), arithmetic_tokenizer()
     settings = {"group_size": 8, "topk": 0, "model": "actor", "check": None}
     source = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **settings)
-    groups = source.next(2, 0)
-    responses = [r for g in groups for r in g.responses]
+    responses = [r for step in range(2) for g in source.next(2, step) for r in g.responses]
     assert all(r.tokens[-1] < 100 for r in responses if r.finish_reason == "stop")
     assert all((r.tokens[:-1] >= 100).all() for r in responses)
     logged = source.metrics()
-    assert [logged.pop(f"grade/{x}") for x in ("timeouts", "failures", "unboxed", "inexact")] == [0.0, 0.0, 1.0, 0.0]
-    assert list(logged) == ["grade/exact"]
+    assert [logged[f"grade/{x}"] for x in ("timeouts", "failures", "unboxed", "inexact")] == [0.0, 0.0, 1.0, 0.0]
+    penalty = np.mean([max(0, len(r.tokens) - 6) / 6 for r in responses])
+    assert logged["reward/math"] == 0 and logged["reward/overlong"] == pytest.approx(-penalty) and penalty > 0
     assert source.metrics() == {}
     plain = LocalSource(engine, Arithmetic(), tokenizer, Sampling(max_tokens=2), **settings)
     assert plain.stop_ids == [1]
     plain.next(2, 0)
     assert plain.metrics() == {}
-    # parts that are never above 0 are logged too
-    task.reward = Reward(max_tokens=12, overlong=6)
-    penalised = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **settings)
-    lengths = [len(r.tokens) for step in range(2) for g in penalised.next(2, step) for r in g.responses]
-    logged = penalised.metrics()
-    assert logged["reward/math"] == 0
-    assert logged["reward/overlong"] == pytest.approx(-np.mean([max(0, n - 6) / 6 for n in lengths]))
-    assert logged["reward/overlong"] < 0
 
 
 def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
@@ -338,33 +240,26 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
 
 
 def test_the_first_of_two_processes_that_make_a_base_model_wins(tmp_path, monkeypatch):
-    """The second process finds a complete folder, uses it, and deletes its own."""
+    """The second process uses a complete folder, and replaces an incomplete one of a killed process."""
     monkeypatch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path))
     cfg = make_cfg()
     final = tmp_path / f"policy-{warmstart.recipe_key('policy', make_task(cfg), 0.3)}"
 
-    def warm_start(name, task, target, folder):
-        for place, text in ((folder, "second"), (final, "first")):
-            place.mkdir(parents=True)
-            (place / "config.json").write_text(text)
+    def made_meanwhile(name):
+        def warm_start(_, task, target, folder):
+            for place, file in ((final, name), (folder, "config.json")):
+                place.mkdir(parents=True)
+                (place / file).write_text(str(place))
 
-    monkeypatch.setattr(warmstart, "warm_start", warm_start)
-    assert warmstart.base_model("model", "base:policy", cfg) == str(final)
-    assert [path.name for path in tmp_path.iterdir()] == [final.name]
-    assert (final / "config.json").read_text() == "first"
+        return warm_start
 
-    def leave_half_a_folder(name, task, target, folder):
-        """A kill of the first process leaves an incomplete folder."""
+    for name, winner in (("config.json", final), ("model.safetensors", None)):
+        monkeypatch.setattr(warmstart, "warm_start", made_meanwhile(name))
+        assert warmstart.base_model("model", "base:policy", cfg) == str(final)
+        assert [path.name for path in tmp_path.iterdir()] == [final.name]
+        assert [path.name for path in final.iterdir()] == ["config.json"]
+        assert ((final / "config.json").read_text() == str(final)) == (winner == final)
         shutil.rmtree(final)
-        final.mkdir()
-        (final / "model.safetensors").write_text("half")
-        folder.mkdir()
-        (folder / "config.json").write_text("mine")
-
-    monkeypatch.setattr(warmstart, "warm_start", leave_half_a_folder)
-    (final / "config.json").unlink()
-    assert warmstart.base_model("model", "base:policy", cfg) == str(final)
-    assert [(path.name, path.read_text()) for path in final.iterdir()] == [("config.json", "mine")]
 
 
 def test_the_keys_of_the_default_recipes():
@@ -395,6 +290,7 @@ def test_a_lucky_draw_does_not_end_a_warm_start(tmp_path, monkeypatch):
         return next(luck)
 
     monkeypatch.setattr(warmstart, "accuracy", accuracy)
+    monkeypatch.setattr(warmstart, "BATCH", 8)
     assert warmstart.warm_start("actor", Arithmetic(1, 1, 3, 9), 0.4, tmp_path / "actor") == 0.4
     few, many = problems[0], problems[2]
     assert problems == [few, few, many, few, many]
@@ -414,53 +310,8 @@ def test_a_warm_start_ignores_only_padding(monkeypatch):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "flag, sentence",
-    [
-        (dict(arith="min_ops=6"), "--arith: min_ops=6: must be between 1 and max_ops=5"),
-        (dict(arith="explain=-1"), "--arith=explain=-1: explain=-1: must be a whole number"),
-        (dict(arith="total=200"), "--arith: total=200: must be below 200 and no less than operand=9"),
-    ],
-)
-def test_bad_flags(flag, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make_cfg(**flag)
-
-
-def test_explanations_are_for_arith_alone(folders):
-    flags = dict(model=str(folders / "policy"), task="x.jsonl")
-    make_cfg(**flags)
-    with pytest.raises(ValueError, match="--arith=explain=8: settings of --task=arith; leave it out"):
-        make_cfg(**flags, arith="explain=8")
-
-
 def test_a_response_longer_than_the_embedded_models_context():
     cfg = make_cfg(model="base:policy", max_tokens=500)
     warmstart.check(cfg, Arithmetic())  # 12 + 500 tokens: the whole context
     with pytest.raises(ValueError, match="--max_tokens=501: with prompts of up to 12 tokens it exceeds the model's"):
         warmstart.check(replace(cfg, max_tokens=501), Arithmetic())
-
-
-@pytest.mark.parametrize("operand, total", [(9, 9), (20, 29), (150, 199)])
-def test_running_totals_stay_inside(operand, total):
-    task = Arithmetic(min_ops=4, max_ops=9, operand=operand, total=total, seed=3)
-    for index in range(300):
-        words = task.problem("train", index).id.split()
-        at = int(words[0])
-        for sign, b in zip(words[1::2], words[2::2], strict=True):
-            at += int(b) if sign == "+" else -int(b)
-            assert 0 <= at <= total, words
-
-
-def test_think_and_boxed_read_no_answer():
-    """Rows without an answer are valid unless a different part reads it."""
-    from tasks.rewards import parts_of
-
-    assert not Reward(parts_of("think,boxed*0.5")).needs_answer
-    assert Reward(parts_of("think,gsm8k")).needs_answer
-
-
-def test_a_white_space_token_can_end_a_response(tmp_path):
-    tokenizer = arithmetic_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["\n\n"]})
-    assert tokenizer.convert_tokens_to_ids("\n\n") in stop_ids(tokenizer, [], "\n\n")
