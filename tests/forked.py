@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 import transformers
 from conftest import ROOT
-from remote_tools import bench as transport  # noqa: F401  imported before the forks, like other unused modules
 from remote_tools import fuzz  # noqa: F401
 
 import bench  # noqa: F401

@@ -262,7 +262,6 @@ train.py --resume --out=run_spoilt | run_spoilt: all checkpoints are damaged; ..
 mini.py --stps=3 | --stps=3: write --name=value, with a name from the settings in mini.py
 metrics.py out/demo | out/demo: metrics.py explains all names and takes none; python -m machinery.plot RUN draws a run's
 -m bench haed | haed: no such list; write python -m bench gpu
-tests/remote_tools/bench.py wires | wires: no such benchmark; there are wire, samplers; did you mean wire?
 tests/remote_tools/fuzz.py --frames=29 | --frames=29: at least 30
 -m remote | --connect: name the learner's address, tcp://HOST:PORT, or a shared folder
 -m remote --conect=tcp://127.0.0.1:9 | --conect: no such flag; did you mean --connect?

@@ -1,11 +1,10 @@
 """The wire without sockets: manifests, pulls with losses and damage, invalid groups, the account."""
 
 import json
-import os
 import random
+import resource
 import zlib
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -39,65 +38,48 @@ def transfer(pull, data, link, limit=10_000):
     return asks
 
 
-def test_a_clean_transfer():
-    of = wire.manifest("x", BLOB)
-    pull = wire.Pull(of, sink := bytearray(len(BLOB)), wire.Window())
-    asks = transfer(pull, BLOB, lambda first, data: [(first, data)])
-    assert bytes(sink) == BLOB and pull.corrupt == 0 and asks == 2
-    assert of.root == wire.manifest("y", BLOB).root != wire.manifest("x", BLOB[:-1] + b"?").root
+def clean(first, data):
+    return [(first, data)]
 
 
 def test_lost_damaged_doubled_and_shuffled_answers_give_the_same_bytes():
     r = random.Random(1)
 
     def bad_link(first, data):
-        kind = r.random()
-        if kind < 0.2:
-            return []  # lost
-        if kind < 0.4:
-            i = r.randrange(len(data))
-            return [(first, data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])]  # one flipped bit
-        if kind < 0.5:
-            return [(first, data[:-1])]  # cut short
-        if kind < 0.6:
-            return [(first + 1, data), (first, data)]  # under a wrong number, then under the right one
-        return [(first, data), (first, data)]  # twice
+        i = r.randrange(len(data))
+        kinds = {
+            "lost": [],
+            "damaged": [(first, data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])],
+            "cut short": [(first, data[:-1])],
+            "under a wrong number first": [(first + 1, data), (first, data)],
+            "twice": [(first, data), (first, data)],
+        }
+        return kinds[r.choice(list(kinds))]
 
     corrupt = 0
-    for _ in range(10):
+    for _ in range(5):
         pull = wire.Pull(wire.manifest("x", BLOB), sink := bytearray(len(BLOB)), wire.Window(patience=3.0))
         transfer(pull, BLOB, bad_link)
         assert pull.done and bytes(sink) == BLOB
         corrupt += pull.corrupt
     assert corrupt > 0
+    pull = wire.Pull(wire.manifest("x", BLOB), sink := bytearray(len(BLOB)), wire.Window())
+    assert transfer(pull, BLOB, clean) == 2 and bytes(sink) == BLOB and pull.corrupt == 0
 
 
-def test_a_broken_transfer_resumes_from_its_good_leaves():
-    of = wire.manifest("x", BLOB)
-    first = wire.Pull(of, sink := bytearray(len(BLOB)), wire.Window())
-    span = first.ask(0.0)
-    first.put(span[0], wire.leaves(BLOB, *span), 0.01)
-    have = len(of.leaves) - len(first.missing)
-    assert 0 < have < len(of.leaves)
-    sink[0] ^= 1  # a leaf damaged on the disk
-    again = wire.Pull(of, sink, wire.Window(), resume=True)
-    assert sorted(again.missing) == [0] + list(range(have, len(of.leaves)))
-    transfer(again, BLOB, lambda f, d: [(f, d)])
-    assert bytes(sink) == BLOB
-
-
-def test_a_file_as_a_sink_reports_a_full_disk(tmp_path):
-    import resource
-
-    sink, (soft, hard) = wire.FileSink(tmp_path / "part", 4000), resource.getrlimit(resource.RLIMIT_FSIZE)
-    sink[100:200] = b"x" * 100
-    assert sink[0:4000] == b"\0" * 100 + b"x" * 100 + b"\0" * 3800 and sink[3990:5000] == b"\0" * 10
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+def test_a_full_disk_loses_no_leaf(tmp_path):
+    """A leaf that could not be written is still missing, and is asked for again."""
+    sink, (soft, hard) = wire.FileSink(tmp_path / "part", len(BLOB)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    pull = wire.Pull(wire.manifest("a", BLOB), sink, wire.Window())
+    first, count = pull.ask(0.0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * LEAF - 500, hard))
     try:
-        with pytest.raises(OSError, match="part: 500 of 1000 bytes written; is the disk full"):
-            sink[1500:2500] = b"y" * 1000
+        with pytest.raises(OSError, match="part: 1048076 of 1048576 bytes written; is the disk full"):
+            pull.put(first, wire.leaves(BLOB, first, count), 0.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    transfer(pull, BLOB, clean)
+    assert (tmp_path / "part").read_bytes() == BLOB and sink[100:200] == BLOB[100:200]
     sink.close()
 
 
@@ -129,16 +111,17 @@ def test_only_good_leaves_move_a_transfer():
 
 def test_sizes_are_checked_before_allocation():
     of = wire.manifest("x", BLOB)
+    assert of.root == wire.manifest("y", BLOB).root != wire.manifest("x", BLOB[:-1] + b"?").root
     of.check(len(BLOB))
-    for wrong, most in (
-        (of, len(BLOB) - 1),
-        (msgspec.structs.replace(of, nbytes=1 << 60), 1 << 61),
-        (msgspec.structs.replace(of, nbytes=0), 10),
-        (msgspec.structs.replace(of, leaves=of.leaves[1:]), 1 << 40),
-        (msgspec.structs.replace(of, leaves=[b"short"] * len(of.leaves)), 1 << 40),
+    for changes, most in (
+        (dict(), len(BLOB) - 1),
+        (dict(nbytes=1 << 60), 1 << 61),
+        (dict(nbytes=0), 10),
+        (dict(leaves=of.leaves[1:]), 1 << 40),
+        (dict(leaves=[b"short"] * len(of.leaves)), 1 << 40),
     ):
         with pytest.raises(wire.WireError):
-            wrong.check(most)
+            msgspec.structs.replace(of, **changes).check(most)
     for first, count in ((-1, 1), (6, 1), (0, 0), (0, 5)):
         with pytest.raises(wire.WireError, match="of an object of"):
             wire.leaves(BLOB, first, count)
@@ -150,7 +133,7 @@ def flip(data, i):
     return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
 
-def test_messages_survive_and_garbage_does_not():
+def test_messages_survive_and_damaged_messages_do_not():
     for m in (
         wire.Hello("box", 7, "", 3, ["box/7/1"]),
         wire.Welcome("s", {"a": [1, 2.5, None]}, {"config.json": b"x"}),
@@ -159,47 +142,15 @@ def test_messages_survive_and_garbage_does_not():
         wire.Ask("a", 0, 2),
         wire.Leaves("a", 0),
         wire.Gone("a"),
-        wire.Got(["a"]),
-        wire.Got([], "v"),
+        wire.Got(["a"], "v"),
         wire.Want(),
         wire.Held([]),
     ):
         assert wire.decode(wire.encode(m)) == m
     whole = wire.encode(wire.Ask("box/1/2", 3, 4))
-    spoilt = [flip(whole, i) for i in range(8 * len(whole))]
-    for bad in (b"", b"\\x80\\x04K\\x01.", b"{}", whole[:-1], whole + b"x", *spoilt):
+    for bad in (b"", whole[:-1], whole + b"x", *(flip(whole, i) for i in range(8 * len(whole)))):
         with pytest.raises(wire.WireError, match="not a message, or a damaged one"):
             wire.decode(bad)
-    for bad in (
-        wire.encode({"type": "hello"}),
-        wire.encode({"type": "got", "names": [1]}),
-        wire.encode({"type": "ask", "name": 3, "first": 0, "count": 1}),
-        wire.encode({"type": "exec"}),
-    ):
-        with pytest.raises(wire.WireError, match="not a message of this revision"):
-            wire.decode(bad)
-
-
-def test_a_full_disk_loses_no_leaf():
-    """A leaf that could not be written is still missing, and is asked for again."""
-    of, sink = wire.manifest("a", BLOB), bytearray(len(BLOB))
-
-    class Full:
-        full = True
-
-        def __setitem__(self, at, data):
-            if self.full:
-                raise OSError(28, "No space left on device")
-            sink[at] = data
-
-    disk = Full()
-    pull = wire.Pull(of, disk, wire.Window())
-    first, count = pull.ask(0.0)
-    with pytest.raises(OSError):
-        pull.put(first, wire.leaves(BLOB, first, count), 0.0)
-    disk.full = False
-    transfer(pull, BLOB, lambda f, d: [(f, d)])
-    assert sink == BLOB
 
 
 def group(allowed=False, K=4):
@@ -229,21 +180,9 @@ def test_groups_survive_encoding(allowed, K):
     g = group(allowed, K)
     data = groups.encode_group(g)
     back = groups.decode_group(data, limits(g))
-    assert len(data) <= limits(g).nbytes
-    for name in (
-        "uid",
-        "prompt_id",
-        "sampling",
-        "model",
-        "precision",
-        "version",
-        "digest",
-        "t_published",
-        "t_start",
-        "t_end",
-    ):
+    assert len(data) <= limits(g).nbytes and np.array_equal(back.prompt_ids, g.prompt_ids)
+    for name in vars(g).keys() - {"prompt_ids", "responses"}:
         assert getattr(back, name) == getattr(g, name), name
-    assert np.array_equal(back.prompt_ids, g.prompt_ids)
     for a, b in zip(g.responses, back.responses, strict=True):
         for name, x in vars(a).items():
             y = getattr(b, name)
@@ -300,25 +239,22 @@ def test_invalid_groups_are_refused(change, allowed, sentence):
         groups.decode_group(spoil(change, allowed), limits(group(allowed)))
 
 
+NO_NUMBER = "a number of more than 18 digits, or below 0"
+
+
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        (dict(uid=("box", 12, 10**18)), "a number of more than 18 digits, or below 0"),
-        (dict(uid=("box", 12, int("9" * 4000))), "a number of more than 18 digits, or below 0"),
-        (dict(uid=("box", -1, 3)), "a number of more than 18 digits, or below 0"),
-        (dict(version=10**18), "a number of more than 18 digits, or below 0"),
-        (dict(version=-1), "a number of more than 18 digits, or below 0"),
-        (dict(sampling=Sampling(seed=10**20)), "a number of more than 18 digits, or below 0"),
+        (dict(uid=("box", 12, int("9" * 4000))), NO_NUMBER),
+        (dict(uid=("box", -1, 3)), NO_NUMBER),
+        (dict(version=10**18), NO_NUMBER),
+        (dict(sampling=Sampling(seed=10**20)), NO_NUMBER),
         (dict(sampling=Sampling(temperature="hot")), "not a group: Expected `float`, got `str`"),
         (dict(uid=("../box", 12, 3)), "'../box' is not a sampler's name"),
         (dict(prompt_id="x" * 1025), "box/12/3: its prompt_id is"),
-        (dict(prompt_id="1 + 1\n"), "box/12/3: its prompt_id is"),
-        (dict(model="m" * 300), "box/12/3: its model is"),
-        (dict(digest="\x07"), "box/12/3: its digest is"),
-        (dict(precision="f" * 65), "box/12/3: its precision is"),
+        (dict(model="m\n"), "box/12/3: its model is"),
         (dict(t_end=1e300), "an invalid time, 1e.300"),
         (dict(t_start=-1.0), "an invalid time, -1.0"),
-        (dict(t_published=1e13), "an invalid time, 1"),
         (dict(prompt_ids=np.zeros(0, np.int32)), "after a prompt of 0"),
         (dict(prompt_ids=np.array([3, 256], np.int32)), "prompt_ids outside the vocabulary"),
     ],
@@ -331,10 +267,10 @@ def test_invalid_values_in_heads_are_refused(changes, sentence):
 
 def with_head(change):
     """A group with a changed head (JSON)."""
-    arrays, data = load(groups.encode_group(group())), groups.encode_group(group())
+    data = groups.encode_group(group())
     size = int.from_bytes(data[:8], "little")
     head = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["head"])
-    return save(arrays, metadata={"head": change(head)})
+    return save(load(data), metadata={"head": change(head)})
 
 
 @pytest.mark.parametrize(
@@ -344,13 +280,10 @@ def with_head(change):
         lambda head: json.dumps(head).replace('"temperature": 1.0', '"temperature": ' + "[" * 3000 + "]" * 3000),
         lambda head: json.dumps(head).replace('"version": 4', '"version": ' + "9" * 5000),
         lambda head: json.dumps({**head, "version": 4.5}),
-        lambda head: json.dumps({**head, "version": None}),
         lambda head: json.dumps({**head, "uid": ["box", 12]}),
         lambda head: json.dumps({**head, "prompt_id": "\ud800"}),
         lambda head: json.dumps({**head, "sampling": {**head["sampling"], "bias": 1}}),
-        lambda head: json.dumps({**head, "sampling": {"seed": "x"}}),
         lambda head: json.dumps(head).replace('"t_end": 0.0', '"t_end": 1e999'),
-        lambda head: "",
         lambda head: "null",
     ],
 )
@@ -360,43 +293,33 @@ def test_malformed_heads_are_refused(change):
     assert groups.decode_group(with_head(json.dumps), limits(group()))
 
 
-def test_truncated_top_k_tokens_are_valid():
-    """Truncated sampling gives truncated tokens probability 0."""
-    data = spoil(lambda rs: [r.topk_logp[:, 2:].fill(-np.inf) for r in rs])
-    assert groups.decode_group(data, limits(group()))
-
-
 def test_groups_beyond_the_limits_and_garbage_are_refused():
-    g = group()
+    g, truncated = group(), group(allowed=True)
     data = groups.encode_group(g)
-    for changes, sentence in (
-        (dict(max_tokens=1), "lengths"),
-        (dict(max_prompt=1), "lengths"),
-        (dict(max_allowed=3), "the sets of allowed tokens are missing"),
-        (dict(vocab=3), "outside the vocabulary of 3"),
+    for of, changes, sentence in (
+        (g, dict(max_tokens=1), "lengths"),
+        (g, dict(max_prompt=1), "lengths"),
+        (g, dict(max_allowed=3), "the sets of allowed tokens are missing"),
+        (g, dict(vocab=3), "outside the vocabulary of 3"),
+        (truncated, dict(max_allowed=0), "sets of allowed tokens that were not asked for"),
+        (truncated, dict(max_allowed=1), "sets of allowed tokens with wrong sizes"),
     ):
         with pytest.raises(wire.WireError, match=sentence):
-            groups.decode_group(data, limits(g, **changes))
-    truncated = group(allowed=True)
-    with pytest.raises(wire.WireError, match="sets of allowed tokens that were not asked for"):
-        groups.decode_group(groups.encode_group(truncated), limits(truncated, max_allowed=0))
-    with pytest.raises(wire.WireError, match="sets of allowed tokens with wrong sizes"):
-        groups.decode_group(groups.encode_group(truncated), limits(truncated, max_allowed=1))
+            groups.decode_group(groups.encode_group(of), limits(of, **changes))
     for bad in (b"", b"x" * 100, data[:-3], (1 << 60).to_bytes(8, "little") + data[8:], data.replace(b"uid", b"uio")):
         with pytest.raises(wire.WireError, match="not a group"):
             groups.decode_group(bad, limits(g))
+    # truncated sampling gives truncated tokens probability 0
+    assert groups.decode_group(spoil(lambda rs: [r.topk_logp[:, 2:].fill(-np.inf) for r in rs]), limits(g))
 
 
 def test_received_and_account():
-    seen, r = account.Received(), random.Random(0)
-    order = list(range(200)) + [7, 9]
-    r.shuffle(order)
+    seen, order = account.Received(), [*range(200), 7, 9]
+    random.Random(0).shuffle(order)
     for n in order:
         seen.add(n)
         assert n in seen
-    assert seen.upto == 200 and not seen.beyond and len(seen) == 200 and 200 not in seen
-    seen.add(3)  # repeated
-    assert seen.upto == 200 and not seen.beyond
+    assert seen.upto == 200 and not seen.beyond and 200 not in seen
     seen.add(205)
     assert 205 in seen and 204 not in seen and len(seen) == 201
     held = account.Account()
@@ -407,77 +330,31 @@ def test_received_and_account():
     assert all(back.has(name) for name in ("a/1/2", "b.0/5/0"))
     assert not any(back.has(name) for name in ("a/1/1", "b/5/0", "a/2/0"))
     assert account.split("x-y.7/3/4") == (("x-y.7", 3), 4) and account.split(f"{'x' * 64}/0/{'9' * 18}")
-    odd = [
-        "a",
-        "a/b/c",
-        "",
-        "x/y/3/4",
-        "a/01/2",
-        "a/1/2 ",
-        "a/1/2\n",
-        "a/-1/2",
-        "a/1/\u00b2",
-        "a.b/1/2",
-        "a.01/1/2",
-        "../a/1/2",
-    ]
+    odd = ["a", "", "a/b/c", "x/y/3/4", "a/01/2", "a/1/2 ", "a/1/2\n", "a/-1/2", "a/1/\u00b2", "a.b/1/2", "../a/1/2"]
     for bad in (*odd, f"a/1/{10**18}", f"{'x' * 65}/1/2"):
         with pytest.raises(ValueError):
             account.split(bad)
 
 
-def test_digests_of_files_and_atomic_writes(tmp_path):
-    data = b"some group" * 100
-    assert account.verified(account.with_digest(data)) == data
-    assert account.verified(account.with_digest(data)[:-1]) is None and account.verified(b"") is None
-    account.write_atomically(tmp_path / "x", b"1")
-    account.write_atomically(tmp_path / "x", b"22")
-    assert (tmp_path / "x").read_bytes() == b"22" and [p.name for p in tmp_path.iterdir()] == ["x"]
-
-
-def test_odd_files_are_not_read_and_links_not_followed(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_bytes(b"secret")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to(victim)
-    (tmp_path / "dangling").symlink_to("nowhere")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("folder", "link", "dangling", "zero", "pipe"):
-        with pytest.raises(account.OddFileError, match="not a regular file"):
-            account.read_regular(tmp_path / name, 100)
-    with pytest.raises(account.OddFileError, match="not a regular file"):
-        account.read_regular(Path("/dev/zero"), 100)
-    with pytest.raises(FileNotFoundError):
-        account.read_regular(tmp_path / "gone", 100)
-    with open(tmp_path / "huge", "wb") as f:
-        f.truncate(1 << 40)
-    with pytest.raises(account.OddFileError, match="huge: more than 5 bytes"):
-        account.read_regular(tmp_path / "huge", 5)
-    assert account.read_regular(victim, 6) == b"secret"
-    (tmp_path / "x").symlink_to(victim)  # a link instead of the file
-    account.write_atomically(tmp_path / "x", b"1")
-    assert victim.read_bytes() == b"secret" and (tmp_path / "x").read_bytes() == b"1"
-
-
-def test_a_spool_among_odd_files(tmp_path):
-    (tmp_path / "box").mkdir()
-    for name in ("1-\u00b2", "01-2", "1-2-3", f"1-{10**18}", "x-y", "1-3.lost~"):
-        (tmp_path / "box" / name).write_bytes(b"?")
-    (tmp_path / "box" / ".folder").mkdir()
-    (tmp_path / "box" / ".1-9.77").write_bytes(b"cut off")
-    (tmp_path / "box" / "1-4").mkdir()
-    (tmp_path / "box" / "1-5.lost").touch()
-    spool = account.Spool(tmp_path, ["box"], 2)
-    assert list(spool.waiting["box"]) == ["box/1/4"] and spool.lost["box"] == ["box/1/5"]
-    assert not (tmp_path / "box" / ".1-9.77").exists()
-
-
-def test_old_weights_that_cannot_be_deleted_are_ignored(tmp_path):
-    (tmp_path / "v000001.safetensors").mkdir()
-    new = tmp_path / "v000002.safetensors"
-    new.write_bytes(b"x")
-    assert account.retain_weights(new, []) == [new]
+def test_lost_groups_of_a_spool_among_odd_files_are_reported_until_held(tmp_path):
+    spool, box = account.Spool(tmp_path, ["box"], 7), tmp_path / "box"
+    for n in range(3):
+        spool.hand_over("box", f"box/7/{n}", b"group %d" % n)
+    (box / "7-0").write_bytes(b"damaged")
+    (box / "7-1").unlink()
+    assert [spool.read(f"box/7/{n}") for n in range(3)] == [None, None, b"group 2"]
+    for name in ("1-\u00b2", "01-2", "1-2-3", f"1-{10**18}", "x-y", "1-3.lost~", ".1-9.77"):
+        (box / name).touch()
+    for name in (".folder", "v000001.safetensors"):
+        (box / name).mkdir()
+    again = account.Spool(tmp_path, ["box"], 8)  # a new incarnation
+    for one in (spool, again):
+        assert one.lost["box"] == ["box/7/0", "box/7/1"] and list(one.waiting["box"]) == ["box/7/2"]
+    again.forget(["box/7/0", "box/7/2"])
+    assert again.lost["box"] == ["box/7/1"] and [p.name for p in box.glob("7-*")] == ["7-1.lost"]
+    assert not (box / ".1-9.77").exists()
+    new = box / "v000002.safetensors"
+    assert account.retain_weights(new, []) == [new]  # a folder cannot be deleted
 
 
 def test_file_names_of_a_sent_model(tmp_path):
@@ -487,25 +364,17 @@ def test_file_names_of_a_sent_model(tmp_path):
     for name in ("../x.json", "/etc/x.json", "a/b.json", ".x.json", "x.py", "x.json\n", "", "x" * 300 + ".json"):
         with pytest.raises(UserError, match="the learner sent a file called"):
             wire.unpack_setup({name: zlib.compress(b"x")}, tmp_path / "model")
+    assert wire.printable("a\x1b[2Jb\nc\u00e9", 7) == "a?[2Jb?" and wire.printable(17) == "17"
 
 
-def test_ports():
-    for address in ("tcp://*:0", "tcp://*:65535", "tcp://*:*", "ipc:///tmp/x"):
-        wire.check_address("bind", address, 0)
-    wire.check_address("connect", "tcp://10.0.0.1:1", 1)
-    for address in ("tcp://10.0.0.1:0", "tcp://10.0.0.1:*"):
-        with pytest.raises(UserError, match="--connect=tcp://10.0.0.1"):
-            wire.check_address("connect", address, 1)
-    assert address_of_rank("tcp://*:65534", 1, 2) == "tcp://*:65535"
-    assert address_of_rank("tcp://*:0", 3, 4) == "tcp://*:0" and address_of_rank("ipc:///tmp/x", 0, 1) == "ipc:///tmp/x"
+def test_each_rank_has_a_port():
+    for address in ("tcp://*:0", "tcp://*:*", "ipc:///tmp/x"):
+        assert address_of_rank(address, 0, 1) == address
+    assert (
+        address_of_rank("tcp://*:65534", 1, 2) == "tcp://*:65535" and address_of_rank("tcp://*:0", 3, 4) == "tcp://*:0"
+    )
     for rank in range(3):  # all ranks refuse, so the first rank refuses too
         with pytest.raises(UserError, match="rank 2 would listen on port 65536"):
             address_of_rank("tcp://*:65534", rank, 3)
-        with pytest.raises(UserError, match="--samplers=ipc:///tmp/x: 3 ranks need tcp://, where each has a port"):
-            address_of_rank("ipc:///tmp/x", rank, 3)
-    with pytest.raises(UserError, match="a port is a number from 0 to 65535"):
-        address_of_rank("tcp://127.0.0.1:99999", 0, 1)
-
-
-def test_text_of_peers_is_made_printable():
-    assert wire.printable("a\x1b[2Jb\nc\u00e9", 7) == "a?[2Jb?" and wire.printable(17) == "17"
+    with pytest.raises(UserError, match="--samplers=ipc:///tmp/x: 3 ranks need tcp://, where each has a port"):
+        address_of_rank("ipc:///tmp/x", 0, 3)

@@ -1,30 +1,23 @@
-"""Attack both transports and count failures: frames sent, crashes, honest groups lost or doubled, memory.
+"""Attack a learner's hub and count failures: frames sent, crashes, honest groups lost or doubled, memory.
 
     python tests/remote_tools/fuzz.py [--frames=100000] [--seed=0]
 
-Three real learners' ends run in turn: a Hub without keys, a Hub with keys, a FilesHub. At each end an honest sampler's
-link delivers groups, while attackers send
+A hub without keys, then a hub with keys. An honest sampler's link delivers groups, while attackers send
 
-    noise       random bytes, over ZeroMQ and over a bare TCP connection
+    noise       random bytes
     mutants     messages of an honest sampler with changed bytes, and a correct or wrong digest
     nonsense    messages of the correct form with odd values: huge, negative, nested, a different sampler's name
     poison      groups in correct messages, with values that no engine can sample
     crowds      samplers with new names, offers without answers to the hub's requests, messages of many parts
-    junk        files, links, folders and pipes of all kinds in a shared folder
 
-Without keys, no attacker uses the honest sampler's name or writes a valid welcome into the folder, because everyone may
-do both. Exit code 1 after any failure.
+Without keys, no attacker uses the honest sampler's name, because everyone may do so. Exit code 1 after any failure.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import resource
-import shutil
-import socket
-import stat
 import sys
 import tempfile
 import threading
@@ -32,44 +25,38 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import torch
+import msgspec
+import numpy as np
 import zmq
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from remote_tools.poison import HONEST, LIMITS, frame_of, make_group, mutate, nonsense, poison
+from conftest import make_groups
+from test_hub import Raw, opened_objects, started, until
 
 from bench import print_table
-from learner import Comm
 from machinery.flags import need, parse_flags, run_command
 from remote import wire
-from remote.account import Spool, with_digest
-from remote.files import FilesHub
-from remote.files_link import FilesLink
 from remote.groups import encode_group
-from remote.hub import Hub
-from remote.keys import SamplerKeys, make_keys, sampler_keys
-from remote.link import Link
-from remote.sampler import SamplerFlags
-from remote.source import RemoteSource, log_path, open_log
-from remote.weights import Store
-from sampling import Sampling
+from remote.keys import make_keys, sampler_keys
+from rollout import Rollout
 from tasks import Arithmetic
 
 EVERY = 100  # an attacker's frames between two groups of the honest sampler
 MOST_GROWTH = 64.0  # MiB
-WELCOME = wire.Welcome("session", {"world": 1}, {})
+HONEST = "sampler0"
+ODD_NAMES = ["", "..", "../../victim", "a/b", "a.b", "a.0", "x" * 65, "x" * 300, "\x00", "²", "-", "sampler1"]
+ODD_NUMBERS = [-1, 0, 1, 10**9, 10**18 - 1, 10**18, 2**63, 2**64 - 1, 1e39, float("nan"), None, True, "1", [], {}]
 
 
 @dataclass(frozen=True)
 class FuzzFlags:
-    """Attack both transports"""
+    """Attack a learner's hub"""
 
     frames: int = 100_000
-    """Messages and files from attackers, all ends together."""
+    """Messages from attackers, both hubs together."""
     seed: int = 0
     """Of all random draws."""
 
@@ -89,53 +76,133 @@ class Report:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Attackers
+# What attackers send
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Attacker:
-    """A sampler's socket that an attacker uses. Without valid keys the hub receives no message."""
+def make_group(r: random.Random, uid: tuple[str, int, int], published: float = 0.0) -> Rollout:
+    """A group that an engine might sample."""
+    problem, now = Arithmetic().problem("train", r.randrange(1000)), time.time()
+    (group,) = make_groups(1, K=4, seed=r.getrandbits(32))
+    return replace(group, uid=uid, prompt_id=problem.id, t_start=now - 2, t_end=now, t_published=published)
 
-    def __init__(
-        self, r: random.Random, context, address: str, keys: SamplerKeys | None, name: str, in_the_clear: bool
-    ):
+
+def mutate(r: random.Random, data: bytes) -> bytes:
+    """Change, delete, double or insert bytes."""
+    data = bytearray(data)
+    for _ in range(r.choice([1, 1, 2, 8])):
+        at = r.randrange(len(data) + 1)
+        match r.randrange(4):
+            case 0 if data:
+                data[at % len(data)] ^= 1 << r.randrange(8)
+            case 1:
+                del data[at : at + r.choice([1, 4, 64])]
+            case 2:
+                data[at:at] = data[at : at + r.choice([1, 4, 64])]
+            case _:
+                data[at:at] = r.randbytes(r.choice([1, 2, 8]))
+    return bytes(data)
+
+
+def frame_of(body: bytes) -> bytes:
+    """A message's bytes after their correct digest."""
+    return wire.digest(body) + body
+
+
+def poison(r: random.Random, group: Rollout) -> bytes:
+    """A group's bytes with a value that no engine can sample, changed bytes, or deep nesting."""
+    whole = encode_group(group)
+    one = group.responses[0]
+    in_response = {
+        "reward": [1e39, -1e300, float("nan"), float("inf")],
+        "logp_inf": [one.logp_inf * x for x in (-1, np.nan, np.inf, 1e30)],
+        "topk_logp": [one.topk_logp * x for x in (-1, np.nan, -np.inf)],
+        "topk_ids": [one.topk_ids + 500, one.topk_ids - 500, one.topk_ids * 0],
+        "finish_reason": ["", "abort", "stop" * 1000],
+    }
+    in_group = {
+        "prompt_id": ["evil", "", "x" * 5000, "1 + 1 +", "\x00", "9" * 5000],
+        "version": [-1, 10**18, 10**30],
+        "uid": [(*group.uid[:2], n) for n in (-1, 10**18, 10**4000)],
+        "t_end": [-1.0, 1e300],
+        "prompt_ids": [group.prompt_ids[:0]],
+    }
+    name = r.choice([*in_response, *in_group, "bytes", "nested"])
+    if name == "nested":
+        deep = b"[" * 5000 + b"]" * 5000
+        at = whole.index(b'temperature\\":') + len(b'temperature\\":')
+        size = int.from_bytes(whole[:8], "little") + len(deep)
+        return size.to_bytes(8, "little") + whole[8:at] + deep + whole[at:]
+    if name in in_response:
+        setattr(one, name, r.choice(in_response[name]))
+    elif name in in_group:
+        group = replace(group, **{name: r.choice(in_group[name])})
+    try:
+        return encode_group(group) if name != "bytes" else mutate(r, whole)
+    except (ValueError, OverflowError, msgspec.MsgspecError):  # a value that the encoder rejects
+        return mutate(r, whole)
+
+
+def nonsense(r: random.Random, name: str) -> bytes:
+    """A message of the correct form with odd values. name: of the attacker."""
+    odd, large = r.choice(ODD_NUMBERS), r.randrange(10**6)
+    text = r.choice([*ODD_NAMES, f"{name}/1/{large}", f"{name}/{odd}/{odd}", f"{HONEST}/1/{r.randrange(99)}"])
+    of = {"name": text, "nbytes": r.choice([odd, 1, 1 << 20]), "leaves": [r.randbytes(32)] * r.choice([0, 1, 1, 99])}
+    names = [text] * r.choice([0, 1, 100, 70_000 if r.random() < 0.02 else 2])
+    hello = {"sampler": r.choice([name, text]), "incarnation": r.choice([odd, large]), "handed": r.choice([odd, large])}
+    bodies = [
+        {"type": "hello", "session": r.choice(["session", "", text]), "lost": names, **hello},
+        {"type": "offer", "of": of, "version": odd, "published": odd},
+        {"type": "ask", "name": text, "first": odd, "count": odd},
+        {"type": "leaves", "name": text, "first": odd},
+        {"type": "gone", "name": text},
+        {"type": "got", "names": names, "newest": text},
+        {"type": "held", "names": names},
+        {"type": "want"},
+        {"type": "welcome", "session": text, "run": {}, "setup": {text: b"x"}},
+        {"type": text},
+    ]
+    garbage = [
+        b"\x81\xa4type" + b"\x91" * 3000 + b"\xc0",  # nested
+        b"\x81\xa4type\xa5" + b"\xff\xfe\x80\x81\x82",  # invalid UTF-8
+        b"\xdf\xff\xff\xff\xff" + r.randbytes(20),  # a map of four billion entries
+    ]
+    return frame_of(r.choice(garbage) if r.random() < 0.25 else msgspec.msgpack.encode(r.choice(bodies)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attacks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Attacker(Raw):
+    """A sampler's socket that an attacker uses. keys: None, or valid keys."""
+
+    def __init__(self, r: random.Random, address: str, keys, name: str, in_the_clear: bool):
+        super().__init__(address, keys, name)
+        self.socket.setsockopt(zmq.SNDTIMEO, 100)  # an attacker does not wait for a hub
         self.r = r
-        self.name = name
         self.in_the_clear = in_the_clear
-        self.socket = context.socket(zmq.DEALER)
-        if keys is not None:
-            self.socket.curve_publickey = keys.public
-            self.socket.curve_secretkey = keys.secret
-            self.socket.curve_serverkey = keys.learner
-        for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 16), (zmq.RCVHWM, 64)):
-            self.socket.setsockopt(option, value)
-        self.socket.connect(address)
         self.offered: dict[str, bytes] = {}  # poisoned groups
         self.n = 0
-        self.send(wire.encode(self.hello(name)))
-
-    def hello(self, name: str, incarnation: int = 1) -> wire.Hello:
-        return wire.Hello(name, incarnation, "", self.r.randrange(5), [])
-
-    def send(self, *frames: bytes) -> None:
-        """Wait briefly for a slow hub. Without a hub, the message is dropped."""
-        if self.socket.poll(200, zmq.POLLOUT):
-            with contextlib.suppress(zmq.Again):
-                self.socket.send_multipart(frames, zmq.NOBLOCK)
+        self.hello()
 
     def attack(self) -> None:
         self.answer_asks()
         match self.r.randrange(10):
             case 0:
-                self.send(*(self.r.randbytes(self.r.randrange(500)) for _ in range(self.r.choice([1, 1, 2, 3, 50]))))
+                self.say(tuple(self.r.randbytes(self.r.randrange(500)) for _ in range(self.r.choice([1, 1, 2, 3, 50]))))
             case 1 | 2 | 3:
-                self.send(self.not_honest(self.mutant()))
+                self.say(self.not_honest(self.mutant()))
             case 4 | 5 | 6:
-                self.send(self.not_honest(nonsense(self.r, self.name)), *self.some_leaf())
+                leaf = [self.r.randbytes(100)] if self.r.random() < 0.3 else []
+                self.say((self.not_honest(nonsense(self.r, self.name)), *leaf))
             case 7 | 8:
                 self.offer_poison()
             case _:
-                self.join_a_crowd()
+                name = self.r.choice([f"crowd{self.r.randrange(5000)}", self.name, f"{self.name}.{self.n}"])
+                self.hello(sampler=name, incarnation=self.r.randrange(10**6))
+                self.hello()  # and back
 
     def not_honest(self, frame: bytes) -> bytes:
         """The frame, without hellos in the honest sampler's name, which are legitimate without keys."""
@@ -144,211 +211,35 @@ class Attacker:
                 return wire.encode(wire.Want())
         return frame
 
-    def some_leaf(self) -> list[bytes]:
-        return [self.r.randbytes(100)] if self.r.random() < 0.3 else []
-
     def mutant(self) -> bytes:
         group = f"{self.name}/1/{self.n}"
-        message = self.r.choice(
-            [
-                self.hello(self.r.choice([self.name, HONEST])),
-                wire.Offer(wire.manifest(group, b"x"), deltas=[wire.Step("", wire.manifest(group, b"y"))]),
-                wire.Ask("v000000.safetensors", 0, 1),
-                wire.Leaves(group, 0),
-                wire.Gone(group),
-                wire.Got([group], "v000000.safetensors"),
-                wire.Held([group]),
-            ]
-        )
-        frame = wire.encode(message)
+        messages = [
+            wire.Hello(self.r.choice([self.name, HONEST]), 1, "", self.r.randrange(5)),
+            wire.Offer(wire.manifest(group, b"x"), deltas=[wire.Step("", wire.manifest(group, b"y"))]),
+            wire.Ask("v000000.safetensors", 0, 1),
+            wire.Leaves(group, 0),
+            wire.Gone(group),
+            wire.Got([group], "v000000.safetensors"),
+            wire.Held([group]),
+        ]
+        frame = wire.encode(self.r.choice(messages))
         return frame_of(mutate(self.r, frame[8:])) if self.r.random() < 0.7 else mutate(self.r, frame)
 
     def offer_poison(self) -> None:
         """Offer a group; `answer_asks` sends it."""
         self.n += 1
-        uid = (self.name, 1, self.n)
-        data = poison(self.r, make_group(self.r, uid, 0, 0.0)) or b"?"
         name = f"{self.name}/1/{self.n}"
+        data = poison(self.r, make_group(self.r, (self.name, 1, self.n))) or b"?"
         if len(self.offered) < 64 and self.r.random() < 0.7:
             self.offered[name] = data  # other groups are never sent
-        self.send(wire.encode(wire.Offer(wire.manifest(name, data))))
+        self.say(wire.Offer(wire.manifest(name, data)))
 
     def answer_asks(self) -> None:
-        with contextlib.suppress(zmq.Again, wire.WireError):
-            for _ in range(20):
-                message = wire.decode(self.socket.recv_multipart(zmq.NOBLOCK)[0])
-                if isinstance(message, wire.Ask) and message.name in self.offered:
-                    data = self.offered.pop(message.name)
-                    self.send(wire.encode(wire.Leaves(message.name, message.first)), data)
-                elif isinstance(message, wire.Gone) and not message.name:
-                    self.send(wire.encode(self.hello(self.name)))
-
-    def join_a_crowd(self) -> None:
-        name = self.r.choice([f"crowd{self.r.randrange(5000)}", self.name, f"{self.name}.{self.r.randrange(99)}"])
-        self.send(wire.encode(self.hello(name, self.r.randrange(10**6))))
-        self.send(wire.encode(self.hello(self.name)))  # and back
-
-
-class BareAttacker:
-    """A TCP connection without ZeroMQ: random bytes, sometimes after ZeroMQ's greeting."""
-
-    def __init__(self, r: random.Random, address: str):
-        self.r = r
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self.at = (host, int(port))
-
-    def attack(self) -> None:
-        greeting = self.r.choice([b"", b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)])
-        with contextlib.suppress(OSError), socket.create_connection(self.at, timeout=2) as connection:
-            connection.sendall(greeting + self.r.randbytes(2000))
-
-
-class Vandal:
-    """An attacker with write access to the shared folder, who does not change the honest sampler's files."""
-
-    def __init__(self, r: random.Random, folder: Path, victim: Path):
-        self.r = r
-        self.folder = folder
-        self.victim = victim
-        self.left: list[Path] = []
-
-    def attack(self) -> None:
-        name = self.r.choice(
-            ["evil", "evil2", "a..b", "a b", "²", ".evil", "x" * 65, "evil.0", f"e{self.r.randrange(50)}"]
-        )
-        kind = self.r.choice(["rollouts", "rollouts", "rollouts", "samplers", "held", "got", "models", "."])
-        path = self.folder / kind / name
-        if kind == "rollouts" and self.r.random() < 0.9:
-            file = self.r.choice(
-                [f"1-{self.r.randrange(200)}", "1-²", "01-2", "1-2-3", f"1-{10**20}", "1-2.lost", "9-9"]
-            )
-            path = path / file
-        if kind == ".":
-            path = self.folder / self.r.choice(["welcome", "junk"])
-        with contextlib.suppress(OSError, ValueError):
-            self.clear(path)
-            path.parent.mkdir(exist_ok=True)
-            self.put(path, name)
-            self.left.append(path)
-        if len(self.left) > 300:
-            with contextlib.suppress(OSError):
-                self.clear(self.left.pop(0))
-
-    def clear(self, path: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR(path.lstat().st_mode):
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-
-    def put(self, path: Path, name: str) -> None:
-        stream = path.parent.name
-        group = make_group(self.r, (stream, 1, self.r.randrange(200)), 0, 0.0)
-        match self.r.randrange(7 if path.name == "welcome" else 9):  # anyone can pose as learner without keys
-            case 0:
-                path.write_bytes(self.r.randbytes(self.r.randrange(3000)))
-            case 1:
-                path.mkdir()
-            case 2:
-                path.symlink_to(self.r.choice([self.victim, "/dev/zero", "nowhere", self.folder]))
-            case 3:
-                os.mkfifo(path)
-            case 4:
-                with open(path, "wb") as f:
-                    f.truncate(self.r.choice([0, 10, 1 << 30]))
-            case 5:
-                path.write_bytes(with_digest(poison(self.r, group)))
-            case 6:
-                path.write_bytes(with_digest(mutate(self.r, encode_group(group))))
-            case 7:
-                handed = self.r.choice([3, 100, 10**12, 10**17])
-                path.write_bytes(wire.encode(wire.Hello(name, self.r.randrange(9), "", handed, [])))
-            case _:
-                path.write_bytes(nonsense(self.r, name))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A learner's end, an honest sampler, and the fate of its groups
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Consumer(threading.Thread):
-    """A training loop: takes groups and sometimes saves."""
-
-    def __init__(self, source: RemoteSource):
-        super().__init__(daemon=True, name="consumer")
-        self.source = source
-        self.trained: Counter = Counter()
-        self.stop: list[str] = []
-        self.broken = ""
-
-    def run(self) -> None:
-        try:
-            while not self.stop and not self.source.error:
-                for group in self.source.next(1, 0, self.stop):
-                    self.trained[group.uid] += 1
-                if sum(self.trained.values()) % 8 == 0:
-                    self.source.state_dict()
-                    self.source.saved()
-        except Exception as e:
-            self.broken = repr(e)
-
-
-class Scene:
-    """A learner's end with an honest sampler. attackers: act in random order."""
-
-    def __init__(self, root: Path, hub: Hub | FilesHub, make_link):
-        self.hub = hub
-        cfg = SimpleNamespace(sync_every=1, max_staleness=None, window_seconds=1e9, give_up=300.0)
-        cfg.dynamic_sampling, cfg.out = 0, str(root)
-        store = Store(root / "versions", Comm(), False)
-        self.source = RemoteSource(hub, cfg, LIMITS, Sampling(), store, Comm(), hub.log, Arithmetic())
-        self.source.publish(0, {"w": torch.ones(3)}.items())
-        self.spool, self.link = make_link()
-        self.consumer = Consumer(self.source)
-        self.consumer.start()
-        self.handed = 0
-
-    def hand_over(self, r: random.Random) -> None:
-        uid = (HONEST, 1, self.handed)
-        group = make_group(r, uid, 0, self.source.published[0])
-        self.spool.hand_over(HONEST, f"{HONEST}/1/{self.handed}", encode_group(group))
-        self.handed += 1
-
-    def crashes(self) -> int:
-        """Dead threads, and exceptions that a last handler caught."""
-        gone = [self.consumer.broken, self.source.error, self.hub.broken, self.link.error, not self.link.is_alive()]
-        return sum(map(bool, gone)) + self.hub.counts["faults"]
-
-    def run(self, r: random.Random, attackers: list, frames: int, weights: list[int]) -> Report:
-        begin = 0.0
-        for i in range(frames):
-            if i % EVERY == 0:
-                self.hand_over(r)
-            if i == frames // 10:
-                begin = resident_mib()
-            r.choices(attackers, weights)[0].attack()
-        growth = resident_mib() - begin
-        end = time.monotonic() + 60
-        while len(self.honest()) < self.handed and time.monotonic() < end and not self.consumer.broken:
-            time.sleep(0.05)
-        growth = max(growth, resident_mib() - begin)
-        crashes = self.crashes()
-        for line in log_path(self.source.cfg.out, 0).read_text(errors="replace").splitlines():
-            if " a fault in " in line:
-                print(line, file=sys.stderr)
-        times = self.honest()
-        doubled = sum(n > 1 for n in times.values())
-        return Report(frames, crashes, self.handed, self.handed - len(times), doubled, growth)
-
-    def honest(self) -> dict:
-        return {uid: n for uid, n in list(self.consumer.trained.items()) if uid[0] == HONEST}
-
-    def close(self) -> None:
-        self.consumer.stop.append("over")
-        self.consumer.join(timeout=20)
-        self.link.close()
-        self.source.close()
+        while (message := self.hear((wire.Ask, wire.Gone), within=0.002)) is not None:
+            if isinstance(message, wire.Gone):
+                self.hello()
+            elif message.name in self.offered:
+                self.say((wire.Leaves(message.name, message.first), self.offered.pop(message.name)))
 
 
 def resident_mib() -> float:
@@ -356,66 +247,74 @@ def resident_mib() -> float:
         return int(f.read().split()[1]) * resource.getpagesize() / 2**20
 
 
-def attack_sockets(root: Path, r: random.Random, frames: int, keys: bool) -> Report:
-    """A Hub, without keys, or with keys of which one attacker has valid keys."""
+def attack(root: Path, r: random.Random, frames: int, keys: bool) -> Report:
+    """Attack the hub of a learner that trains and sometimes saves. keys: one attacker has valid keys of its own, the
+    stranger has none."""
     root.mkdir()
-    honest = theirs = None
-    learner = "none"
+    pairs, learner = [None, None], "none"
     if keys:
         make_keys(str(root / "keys"), 2)
-        learner = str(root / "keys" / "learner")
-        honest, theirs = (sampler_keys(str(root / "keys" / f"sampler{i}")) for i in range(2))
-    hub = Hub("tcp://127.0.0.1:*", learner, WELCOME, LIMITS, open_log(root, 0))
+        pairs, learner = (
+            [sampler_keys(str(root / "keys" / f"sampler{i}")) for i in range(2)],
+            str(root / "keys/learner"),
+        )
+    with contextlib.contextmanager(opened_objects)(root) as opened:
+        source = started(root, give_up=300.0)
+        source.task = Arithmetic()
+        hub = source.hub = opened.hub(learner)
+        link = opened.link(hub, root, HONEST, pairs[0], patience=1.0, give_up=120.0)
+        names = ["sampler1-evil", "sampler1", HONEST] if keys else ["evil", "evil-2", "evil_3"]
+        attackers = [opened.add(Attacker(r, hub.address, pairs[1], name, not keys)) for name in names] * 20
+        attackers.append(opened.add(Attacker(r, hub.address, None, "stranger", not keys)))
+        trained: Counter = Counter()  # uid -> times
+        stop: list[str] = []
+        broken: list[Exception] = []
 
-    def make_link():
-        (root / "store").mkdir()
-        spool = Spool(root / "spool", [HONEST], 1)
-        flags = SamplerFlags(patience=1.0, give_up=120.0)
-        return spool, Link([hub.address], [HONEST], flags, spool, root / "store", honest)
+        def train() -> None:
+            try:
+                while not stop and not source.error:
+                    for group in source.next(1, 0, stop):
+                        trained[group.uid] += 1
+                    if sum(trained.values()) % 8 == 0:
+                        source.state_dict()
+                        source.saved()
+            except Exception as e:
+                broken.append(e)
 
-    scene = Scene(root, hub, make_link)
-    context = zmq.Context()
-    names = ["sampler1-evil", "sampler1", HONEST] if keys else ["evil", "evil-2", "evil_3"]
-    attackers = [Attacker(r, context, hub.address, theirs, name, not keys) for name in names]
-    stranger = Attacker(r, context, hub.address, None, "stranger", not keys)
-    bare = BareAttacker(r, hub.address)
-    try:
-        return scene.run(r, [*attackers, stranger, bare], frames, [30, 30, 30, 2, 1])
-    finally:
-        context.destroy(linger=0)
-        scene.close()
+        def honest() -> list[int]:
+            """How often each honest group was trained on."""
+            return [n for uid, n in list(trained.items()) if uid[0] == HONEST]
 
-
-def attack_folder(root: Path, r: random.Random, frames: int) -> Report:
-    """A FilesHub. A file outside the folder must not change."""
-    shared, victim = root / "shared", root / "victim"
-    shared.mkdir(parents=True)
-    victim.write_bytes(b"of another program")
-    hub = FilesHub(str(shared), WELCOME, LIMITS, open_log(root, 0))
-
-    def make_link():
-        spool = Spool(shared / "rollouts", [HONEST], 1)
-        return spool, FilesLink(str(shared), [HONEST], SamplerFlags(give_up=120.0), spool)
-
-    scene = Scene(root, hub, make_link)
-    try:
-        report = scene.run(r, [Vandal(r, shared, victim)], frames, [1])
-    finally:
-        scene.close()
-    return replace(report, crashes=report.crashes + (victim.read_bytes() != b"of another program"))
+        learner_thread = threading.Thread(target=train, daemon=True)
+        learner_thread.start()
+        begin, handed = 0.0, 0
+        for i in range(frames):
+            if i % EVERY == 0:
+                group = make_group(r, (HONEST, 1, handed), source.published[0])
+                link.spool.hand_over(HONEST, f"{HONEST}/1/{handed}", encode_group(group))
+                handed += 1
+            if i == frames // 10:
+                begin = resident_mib()
+            r.choice(attackers).attack()
+        growth = resident_mib() - begin
+        until(lambda: len(honest()) >= handed or broken, within=60)
+        growth = max(growth, resident_mib() - begin)
+        crashes = sum(map(bool, (broken, source.error, hub.broken, link.error, not link.is_alive())))
+        stop.append("over")
+        learner_thread.join(timeout=20)
+        times = honest()
+        doubled = sum(n > 1 for n in times)
+        return Report(frames, crashes + hub.counts["faults"], handed, handed - len(times), doubled, growth)
 
 
 def fuzz(frames: int, seed: int) -> dict[str, Report]:
-    """A report for each attacked end."""
+    """A report without keys and a report with keys."""
     need(frames >= 30, f"--frames={frames}: at least 30")
     r = random.Random(seed)
-    part = frames // 3
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
         return {
-            "zmq, in the clear": attack_sockets(root / "clear", r, part, keys=False),
-            "zmq, with keys": attack_sockets(root / "keys", r, part, keys=True),
-            "a shared folder": attack_folder(root / "files", r, frames - 2 * part),
+            "in the clear": attack(Path(folder) / "clear", r, frames // 2, keys=False),
+            "with keys": attack(Path(folder) / "keys", r, frames - frames // 2, keys=True),
         }
 
 
