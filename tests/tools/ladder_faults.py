@@ -14,10 +14,10 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (2, 1)]
@@ -63,15 +63,9 @@ def old_head(engine) -> None:
     spoil_load(engine, lambda name, x: None if name == "lm_head.weight" else x)
 
 
-def old_layer(engine) -> None:
-    spoil_load(engine, lambda name, x: None if ".layers.1." in name else x)
-
-
 def lost_scale(engine) -> None:
-    def change(name, x):
-        return torch.ones_like(x) if name.endswith("layers.0.mlp.up_proj.weight_scale") else x
-
-    spoil_load(engine, change)
+    lost = "layers.0.mlp.up_proj.weight_scale"
+    spoil_load(engine, lambda name, x: torch.ones_like(x) if name.endswith(lost) else x)
 
 
 def old_prefix(engine) -> None:
@@ -80,11 +74,10 @@ def old_prefix(engine) -> None:
     Prompts are read one by one, so that no prompts share blocks."""
     old, forward = copy.deepcopy(engine), engine._forward
 
-    def cached(ids, attention_mask=None, position_ids=None, past_key_values=None):
-        arguments = {"attention_mask": attention_mask, "position_ids": position_ids}
+    def cached(ids, position_ids=None, past_key_values=None, **more):
         n = (ids.shape[1] - 1) // BLOCK * BLOCK
         if past_key_values is not None or n == 0:
-            return forward(ids, past_key_values=past_key_values, **arguments)
+            return forward(ids, position_ids=position_ids, past_key_values=past_key_values, **more)
         _, cache = old._forward(ids[:, :n], position_ids=position_ids[:, :n])
         return forward(ids[:, n:], position_ids=position_ids[:, n:], past_key_values=cache)
 
@@ -92,17 +85,11 @@ def old_prefix(engine) -> None:
     engine._batches = lambda prompts, groups, _: (([p], [g]) for p, g in zip(prompts, groups, strict=True))
 
 
-def fewer_rows(engine) -> None:
-    engine.vocabulary = 96
-
-
 def other_rope(engine) -> None:
     """The engine's model has a different base than the config."""
     config = copy.deepcopy(engine.model.config)
     config.rope_parameters = {**config.rope_parameters, "rope_theta": 1e6}
-    model = type(engine.model)(config)
-    model.load_state_dict(engine.model.state_dict())
-    engine.model = model.eval()
+    engine.model.model.rotary_emb = type(engine.model.model.rotary_emb)(config)
 
 
 def swap_sets(groups):
@@ -130,6 +117,10 @@ def saturated(engine) -> None:
         module.register_forward_hook(store)
 
 
+def no_template(prompts):
+    return [p[1:-1] for p in prompts]
+
+
 def forgetful(engine) -> None:
     for module in engine.model.modules():
         if hasattr(module, "attention_dropout"):
@@ -150,21 +141,17 @@ class Planted:
 
 PLANTED = [
     Planted("stale head", old_head),
-    Planted("stale layer", old_layer),
+    Planted("stale layer", lambda engine: spoil_load(engine, lambda name, x: None if ".layers.1." in name else x)),
     Planted("wrong temperature", lambda engine: spoil_generate(engine, temperature=1.0), ("--temperature=0.8",)),
     Planted("raw log-probabilities", lambda engine: setattr(engine, "raw", True), ("--temperature=0.8",)),
     Planted("prefix cache of old weights", old_prefix),
     Planted("a scale at 1", lost_scale, ("--rollout_quant=int8",)),
-    Planted("truncated head", fewer_rows),
+    Planted("truncated head", lambda engine: setattr(engine, "vocabulary", 96)),
     Planted("wrong rope base", other_rope),
     Planted("swapped kept sets", lambda engine: spoil_generate(engine, swap_sets), ("--top_k=12", "--top_p=0.95")),
     Planted("float16 overflow", saturated, kind="loud"),
     Planted("a dropout left on", forgetful),
-    Planted(
-        "another chat template",
-        lambda engine: spoil_generate(engine, prompts=lambda prompts: [p[1:-1] for p in prompts]),
-        kind="chat",
-    ),
+    Planted("another chat template", lambda engine: spoil_generate(engine, prompts=no_template), kind="chat"),
 ]
 
 
@@ -211,15 +198,12 @@ def named(planted: Planted, models: dict[str, str], out: Path, *sizes: str) -> l
         planted.plant(engine)
         return engine
 
-    probe.make_engine = faulty
     flags = [f"--model={models[planted.kind]}", f"--out={out / 'm.json'}", "--rollout=hf", "--dtype=float32"]
     flags += ["--rollout_dtype=float32", *planted.flags, *sizes, "--explain"]
     if planted.kind == "new":
         flags.append(f"--synced_from={models['old']}")
-    try:
+    with mock.patch.object(probe, "make_engine", faulty):
         return probe_command.main(flags)["ladder"]["suspects"]
-    finally:
-        probe.make_engine = make
 
 
 def main() -> None:
@@ -227,21 +211,17 @@ def main() -> None:
     from machinery import settings, warmstart
     from tasks import arithmetic_tokenizer
 
-    right, record = 0, []
-    chosen = [planted for planted in PLANTED if planted.name in (sys.argv[1:] or [p.name for p in PLANTED])]
+    record = []
+    chosen = [planted for planted in PLANTED if planted.name in sys.argv[1:] or not sys.argv[1:]]
     with tempfile.TemporaryDirectory() as scratch:
         policy = warmstart.base_model("model", "base:policy", settings.resolve(config.Config(), 1))
         models = make_models(policy, Path(scratch), arithmetic_tokenizer())
         for planted in chosen:
-            start = time.perf_counter()
             suspects = named(planted, models, Path(scratch), "--problems=16", "--max_tokens=32")
-            seconds = time.perf_counter() - start
-            first = suspects[0]["fault"] if suspects else "nothing"
-            right += first == planted.name
             kept = [dict(fault=x["fault"], where=x["where"], explained=round(x["explained"], 4)) for x in suspects[:3]]
             record.append({"planted": planted.name, "suspects": kept})
-            listed = ", ".join(f"{x['fault']} {x['where']} {100 * x['explained']:.1f} %" for x in suspects[:3])
-            print(f"PLANTED {planted.name:28s} {first == planted.name!s:6s} {seconds:5.0f} s   {listed}", flush=True)
+            print("PLANTED", planted.name, kept, flush=True)
+    right = sum([x["fault"] for x in row["suspects"][:1]] == [row["planted"]] for row in record)
     print(f"PLANTED {right} of {len(chosen)} named first")
     if chosen == PLANTED:
         sweep.store("ladder", {**sweep.load("ladder"), "faults": record})
