@@ -80,8 +80,9 @@ def token_kl(support_logp, support_logp_ref):
     on = support_logp.isfinite()
     p, p_ref = support_logp.exp(), support_logp_ref.exp() * on
     terms = torch.where(on, p * (support_logp - support_logp_ref), 0.0)
-    rest, rest_ref = (1 - p.sum(-1)).clamp_min(1e-8), (1 - p_ref.sum(-1)).clamp_min(1e-8)
-    return (terms.sum(-1) + rest * (rest.log() - rest_ref.log())).clamp_min(0.0)
+    outside = (1 - p.sum(-1)).clamp_min(1e-8)
+    outside_ref = (1 - p_ref.sum(-1)).clamp_min(1e-8)
+    return (terms.sum(-1) + outside * (outside.log() - outside_ref.log())).clamp_min(0.0)
 
 
 def seq_sum(x, mask):

@@ -281,6 +281,8 @@ def tiny(log_r, mask=None, adv=(1.0, -1.0), new=None, ref=None) -> tuple[TokenSt
         mask=mask,
         adv=torch.tensor(adv, dtype=f64)[:, None],
         mask_uniforms=torch.full_like(log_r, 0.5),
+        support_logp=(ref - log_r)[..., None],
+        support_logp_ref=ref[..., None],
         z_ref=torch.full_like(log_r, 0.9),
     )
     return TokenStats(new.clone().requires_grad_()), batch

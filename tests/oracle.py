@@ -282,6 +282,7 @@ def rejections(r: Response, advantage: float, cfg, most: float) -> list[float]:
         "seq_max_k3": [max(k3)] * n,
         "seq_max": [max(math.exp(clamp(x, c)) for x in logs)] * n,
         "seq_min": [min(math.exp(clamp(x, c)) for x in logs)] * n,
+        "seq_max_kl": [largest_kl(r, cfg)] * n if "seq_max_kl" in cfg.reject else [],
     }
     keep = [1.0] * n
     if cfg.reject == "none" or (cfg.reject_of == "negative" and advantage >= 0):
@@ -292,6 +293,17 @@ def rejections(r: Response, advantage: float, cfg, most: float) -> list[float]:
         high = most if name == "token_m2" else high
         keep = [k * inside(x, low, high) for k, x in zip(keep, statistics[name], strict=True)]
     return keep
+
+
+def largest_kl(r: Response, cfg) -> float:
+    """TRM: the largest KL(inf || policy) of a response's tokens, over the support and the rest as one token."""
+    kls = []
+    for token in r.on:
+        p, policy = support(token, cfg), getattr(token, cfg.correction_target)
+        rest = 1 - sum(p.values()), 1 - sum(policy[x] for x in p)
+        pairs = [(p[x], policy[x]) for x in p] + [rest] * (rest[0] > 1e-9)
+        kls.append(sum(a * math.log(a / b) for a, b in pairs))
+    return max(kls)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,9 +344,10 @@ def largest(distribution: list[float], k: int) -> list[int]:
 
 
 def support(token: Token, cfg) -> dict[int, float]:
-    """S -> p_inf there: the engine's top-K and the sampled token; two models, target new: also the policy's top-K."""
+    """S -> p_inf there: the engine's top-K and the sampled token; OBRS with an actor and target new: also the policy's
+    top-K."""
     p = {x: token.inf[x] for x in [*largest(token.inf, cfg.obrs_topk), token.id]}
-    if cfg.actor != "none" and cfg.obrs_target == "new":
+    if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.actor != "none" and cfg.obrs_target == "new":
         p = {x: token.actor_ref[x] for x in largest(token.ref, cfg.obrs_topk)} | p
     return p
 
@@ -428,6 +441,10 @@ def surrogate(r: Response, responses: list[Response], A: float, cfg):
         elif cfg.surrogate.startswith("dppo"):
             open_ = 1.0 if may_move(logp, logp - x, A, low, high, cfg.surrogate) else 0.0
             pairs.append((open_ * ratio * A, open_ * d * A))
+        elif cfg.surrogate == "drpo":
+            q, delta = math.exp(logp - x), high
+            value = ratio * A - abs(A) * q * (ratio - 1) ** 2 / (2 * delta)
+            pairs.append((value, d * (A - abs(A) * q * (ratio - 1) / delta)))
         elif cfg.surrogate == "sapo":
             tau = 1.0 if A > 0 else 1.05
             gate = 1 / (1 + math.exp(min(700.0, -tau * (ratio - 1))))
@@ -526,7 +543,7 @@ def entropy(p: list[float]) -> float:
 def actors_part(result: Result, responses: list[Response], adv, share, distill_lambda: float, cfg) -> list[float]:
     """The terms of -J_PPO(actor), weight F(p_actor,ref / p_inf), and of lambda_distill KL; derivatives into result."""
     terms = []
-    unlike_ppo = ("gspo", "tbpo", "gmpo", "dppo_tv", "dppo_kl")
+    unlike_ppo = ("gspo", "tbpo", "gmpo", "dppo_tv", "dppo_kl", "drpo")
     low, high = (0.2, 0.28) if cfg.surrogate in unlike_ppo else (cfg.clip_low, cfg.clip_high)
     for i, r in enumerate(responses):
         weighed = correct("tis", r, "actor_ref", Bounds(cap=2.0), cfg.log_ratio_clamp, adv[i])

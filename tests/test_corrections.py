@@ -114,6 +114,26 @@ def test_spare_by_hand():
     assert keep.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]]
 
 
+def test_the_kl_of_trm_is_over_a_coarser_vocabulary():
+    p = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=f64)
+    q = torch.tensor([0.3, 0.3, 0.1, 0.05, 0.25], dtype=f64)
+    support = torch.tensor([[[1, 0, 1, 2]]])  # column 0: the sampled token, again in column 2
+    logp = p.log()[support].masked_fill(torch.tensor([False, False, True, False]), -math.inf)
+    coarse = sum(a * math.log(a / b) for a, b in [(0.5, 0.3), (0.2, 0.3), (0.15, 0.1), (0.15, 0.3)])
+    assert corrections.token_kl(logp, q.log()[support]).item() == pytest.approx(coarse)
+    whole = corrections.token_kl(p.log()[None, None], q.log()[None, None]).item()
+    assert whole == pytest.approx(float((p * (p / q).log()).sum())) and coarse < whole
+    # the largest of a response's tokens decides; a masked token does not count
+    new, b = tiny(LOG_R, mask=[[True, True, True], [True, True, False]])
+    kls = torch.tensor([[0.01, 0.2, 0.02], [0.03, 0.05, 9.0]], dtype=f64)
+    of_bernoulli = [[0.5, 0.5 + math.sqrt(-0.25 * math.expm1(-2 * x))] for x in kls.flatten().tolist()]
+    b = replace(b, support_logp=torch.full((2, 3, 1), LN(0.5), dtype=f64))
+    b = replace(b, support_logp_ref=torch.tensor(of_bernoulli, dtype=f64)[:, 1].log().reshape(2, 3, 1))
+    for high, keep in ((0.21, [1, 1]), (0.19, [0, 1]), (0.04, [0, 0])):
+        _, kept = corrected(new, b, objective="trm", rs_high=high)
+        assert kept[:, 0].tolist() == keep
+
+
 def test_m2po_by_hand():
     """Squares 0.01, 0.04, 0.09, 0.16: their means are 0.01, 0.025, 0.0467, 0.075; the smallest always stays."""
     squares = torch.tensor([0.16, 0.01, 0.09, 0.04])

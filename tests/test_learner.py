@@ -387,6 +387,19 @@ def test_step_clips_each_model_and_follows_the_schedule():
     assert stepped_with["actor"] == pytest.approx((2e-2 / 4, 1e-3), rel=1e-2)
 
 
+def test_the_rate_falls_with_the_effective_sample_size():
+    cfg = make_cfg(lr_from_ess=True, lr=1e-2, warmup_steps=0, actor="base:actor", actor_lr=2e-2, obrs_topk=3)
+    groups = make_groups(longest=2)
+    learner = make_learner(cfg)
+    write_ref(learner, groups)
+    batch = batching.collate(groups, cfg)
+    logged = one_update(learner, batch)
+    R = (batch.log_r.double() * batch.mask).sum(1).exp()
+    ess = float(R.sum() ** 2 / (R**2).sum() / len(R))
+    assert 0.15 < ess < 0.95
+    assert (logged["lr"], logged["actor/lr"]) == pytest.approx((1e-2 * ess**0.5, 2e-2), rel=1e-5)
+
+
 def test_schedules():
     cfg = make_cfg(**STEP_FLAGS)
     linear = replace(cfg, lr_schedule="linear")

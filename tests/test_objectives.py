@@ -43,6 +43,7 @@ def sapo_by_hand(tau, r):
 
 NONE = [[False] * 3, [False] * 3]
 BY_TOKEN, BY_RESPONSE = [[2, 0.5, 1], [2] * 3], [[1] * 3, [2] * 3]
+DRPO = math.exp(-3) / 2 / 0.04
 SAPO = [[sapo_by_hand(1, 2), sapo_by_hand(1, 0.5), sapo_by_hand(1, 1)], [-sapo_by_hand(1.05, 2)] * 3]
 
 
@@ -76,6 +77,11 @@ SAPO = [[sapo_by_hand(1, 2), sapo_by_hand(1, 0.5), sapo_by_hand(1, 1)], [-sapo_b
             BY_TOKEN,
         ),
         ("dppo_kl", {}, [[2, 0.5, 1], [-2, -2, -2]], NONE, BY_TOKEN),
+        # p_base = e^-3; the penalty is |A| p_base (s - 1)^2 / (2 high), and p moves by e^-3 and -e^-3 / 2
+        (
+            *("drpo", {"clip_high": 0.04}, [[2 - DRPO, 0.5 - DRPO / 4, 1], [-2 - DRPO] * 3]),
+            *([[True, False, False], [False] * 3], BY_TOKEN),
+        ),
     ],
 )
 def test_surrogates_by_hand(surrogate, flags, want, clipped, ratio):
@@ -83,6 +89,18 @@ def test_surrogates_by_hand(surrogate, flags, want, clipped, ratio):
     assert torch.allclose(value, torch.tensor(want, dtype=f64))
     assert got.tolist() == clipped
     assert r is None if ratio is None else torch.allclose(r, torch.tensor(ratio, dtype=f64))
+
+
+def test_drpos_gradient_turns_at_its_bound():
+    base = torch.tensor([[0.2, 0.5, 0.05, 0.4, 0.9]], dtype=f64).log()
+    p_new = torch.tensor([[0.3, 0.35, 0.15, 0.62, 0.9]], dtype=f64)
+    adv = torch.tensor([[1.5, -2.0, 0.5, 1.0, -1.0]], dtype=f64)
+    logp = p_new.log().requires_grad_()
+    value, outside, _ = objectives.drpo(logp, base, adv, high=0.1)
+    (slope,) = torch.autograd.grad(value.sum(), logp)
+    assert torch.allclose(slope, p_new / base.exp() * (adv - adv.abs() * (p_new - base.exp()) / 0.1))
+    assert slope[0, 0].abs() < 1e-12 and slope[0, 3] < 0  # at the bound, and beyond it
+    assert outside[0, 1] and outside[0, 3] and not outside[0, 4]
 
 
 def test_an_infinite_upper_edge_leaves_the_lower_edge_and_the_dual_clip():
