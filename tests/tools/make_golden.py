@@ -88,6 +88,10 @@ CASES = {
     "gmpo": dict(surrogate="gmpo", clip_low=0.4, clip_high=0.4, reduction=SEQ),
     "dppo_tv": DPPO_TV,
     "dppo_kl": dict(surrogate="dppo_kl", ratio_base="inf", clip_low=0.05, clip_high=0.05),
+    "drpo": dict(
+        surrogate="drpo", ratio_base="inf", clip_low=12.5, clip_high=12.5, reduction="seq-mean-token-sum-norm"
+    ),
+    "trm": dict(reject="seq_max_kl", rs_high=0.1),
     "prime_rl": DPPO_TV | dict(cppo_beta=0.002, cppo_kl="k2"),
     "vespo": ON_NEW | dict(correction="vespo"),
     "opsm": dict(correction_target="new", reject="geo", reject_of="negative", rs_low=math.exp(-1e-4)),
