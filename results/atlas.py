@@ -190,7 +190,7 @@ def draw(data: dict) -> None:
     axes[1].set_xscale("log")
     axes[1].set_xlabel("tokens of a response", fontsize=8)
     axes[1].set_title("ESS of response weights", fontsize=9)
-    axes[1].legend(fontsize=7)
+    axes[1].legend(fontsize=7, ncol=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     draw_depths(axes[2], data.get("depth", {}))
     for ax in axes:
         ax.grid(alpha=0.3)
