@@ -94,7 +94,6 @@ FILES = {
     "no_answer.jsonl": GOOD + '{"problem": "1 + 1"}\n',
     "fine.parquet": "PAR1, it says",
     "own.py": "x = 1\n",
-    "other_keys.jsonl": '{"prompt": "1 + 1", "solution": "2"}\n',
     "surrogate.jsonl": '{"problem": "\\ud800", "answer": "1"}\n',
     "brackets.jsonl": "[" * 100_000,
     "long.jsonl": GOOD + '{"problem": "' + "1 + " * 500 + '", "answer": "1"}\n',
@@ -102,9 +101,7 @@ FILES = {
     "packed.jsonl.gz": b"\x1f\x8b\x08\x00\x00",
     # configurations
     "cut.toml": "steps = ",
-    "bom.toml": "\ufeffstps = 3",
     "true_steps.toml": "steps = true",
-    "list_lr.toml": "lr = [1e-3, 1e-4]",
     "unreadable.toml": unreadable("lr = 1"),
     # model folders
     "no_config": {"model.safetensors": "x"},

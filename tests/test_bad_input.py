@@ -115,9 +115,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
 --config=/no/such.toml | --config=/no/such.toml: no such file; name a TOML file of flags, such as configs/demo.toml
 --config=cut.toml | --config=cut.toml: not valid TOML (Invalid value (at end of document)); fix that line
---config=bom.toml | bom.toml: stps: no such flag; did you mean --steps?
 --config=true_steps.toml | true_steps.toml: steps = True is not of type int
---config=list_lr.toml | list_lr.toml: lr = [0.001, 0.0001] is not of type float
 --config=unreadable.toml | unreadable.toml: Permission denied; ... name a different path, or get permission
 --config=/proc/self/mem | /proc/self/mem: Input/output error; check the disk, or name a path on a different disk
         """,
@@ -129,7 +127,6 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=empty.jsonl | empty.jsonl: no problems in the file; a row needs `problem` ... and `answer`
 --task=cut.jsonl | cut.jsonl, line 2: not valid JSON (Unterminated ... fix or remove that line, one object a line
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
---task=other_keys.jsonl | other_keys.jsonl, line 1: no `answer` that is a text ... name the column with --columns
 --task=surrogate.jsonl | surrogate.jsonl, line 1: a lone surrogate, ... fix or remove that line
 --task=brackets.jsonl | brackets.jsonl, line 1: not valid JSON ... fix or remove that line, one object a line
 --task=long.jsonl | --max_tokens=8: the longest prompt has 1012 ... shorten the response, or drop long prompts

@@ -239,6 +239,7 @@ def test_messages_and_instructions_are_not_changed(tokenizer):
     assert prompt_of(tokenizer, CHAT[1:], system_prompt="Think.") == chat.format("1+1?")
     assert CHAT == [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
     assert prompt_of(tokenizer, "Put x in \\boxed{}.", chat_template="off") == "<mark>Put x in \\boxed{}."
+    assert "####" in Style.of(cfg_of(), "hashes").ask("Put x in \\boxed{}.")  # a different instruction
 
 
 def test_prompts_equal_those_of_transformers(tokenizer):

@@ -443,6 +443,7 @@ def test_the_readmes_examples(tmp_path):
     assert task.rewards([Answer(drawn, text, True) for text in ("it is 14", "15")])[0] == [1.0, 0.0]
 
 
+@pytest.mark.timeout(40)
 def test_a_waiting_function_is_ended_with_its_child_processes(custom, tmp_path, monkeypatch, pool):
     """The function uses no processor time, so the clock ends it and its child; its neighbours are graded."""
     monkeypatch.setattr(grading, "PATIENCE", 4)
@@ -455,16 +456,14 @@ def test_a_waiting_function_is_ended_with_its_child_processes(custom, tmp_path, 
     assert until(lambda: not alive(int(pid)), within=10)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(40)
 def test_a_fork_that_outlives_its_process_does_not_block(custom, tmp_path, monkeypatch, pool):
     """The fork keeps the connection open; it is in a new session, so it does not end with its process."""
     monkeypatch.setattr(grading, "PATIENCE", 4)
-    start = time.monotonic()
     row = {"pids": str(tmp_path / "pids")}
     try:
         answers = [Answer(problem("", **row), text, True) for text in ("a", "hang", "b")]
         assert custom("forks", seconds=0.4).of(answers)[0] == [1.0, 0.0, 1.0]
-        assert time.monotonic() - start < 40
     finally:
         os.kill(int((tmp_path / "pids").read_text()), signal.SIGKILL)
 
