@@ -1,15 +1,12 @@
-"""Group expectation weights: by hand, at their limits, and Theorem 1 on distributions that can be enumerated or
-integrated."""
+"""Group expectations and the KL estimators of CPPO: by hand, at their limits, by enumeration."""
 
 import math
 
 import pytest
 import torch
-from conftest import One, TinyBatch, f64, make_cfg
+from conftest import f64
 
 import corrections
-import objectives
-from model import TokenStats
 
 
 def t(*x):
@@ -64,62 +61,6 @@ def test_weighted_is_biased_and_mean_is_not():
     assert float((chance * mean).sum()) == pytest.approx(expectation, abs=1e-12)
     weighted = torch.stack([group_mean(q[pair].log(), same)[0] for pair in pairs])
     assert abs(float((chance * weighted).sum()) - expectation) > 0.01
-
-
-MOVED = [[0.1, 0.3], [0.0, -0.2], [0.05, 0.0], [0.1, 0.0]]
-
-
-def two_groups(moved):
-    """(policy now, batch) of four responses in two groups, of two tokens and of one.
-
-    moved: log p_new - log p_inf, per token; log p_ref is log p_inf."""
-    inf = torch.tensor([[-1.0, -3.0], [-2.0, -2.0], [-1.0, 0.0], [-4.0, 0.0]], dtype=f64)
-    batch = TinyBatch(
-        logp_ref=inf.clone(),
-        logp_inf=inf,
-        mask=torch.tensor([[True, True], [True, True], [True, False], [True, False]]),
-        adv=t(1.0, -1.0, 0.5, -0.5)[:, None],
-        group=torch.tensor([0, 0, 1, 1]),
-    )
-    return TokenStats((inf + torch.tensor(moved, dtype=f64)).requires_grad_()), batch
-
-
-def rows_from(batch, first):
-    """The batch from row `first`, without its groups."""
-    columns = {name: getattr(batch, name)[first:] for name in ("logp_ref", "logp_inf", "mask", "adv")}
-    return TinyBatch(**columns)
-
-
-def of_groups(f, q):
-    """f of each pair of responses, repeated for both: (4,)."""
-    return torch.stack([f(q[:2]), f(q[:2]), f(q[2:]), f(q[2:])])
-
-
-@pytest.mark.parametrize("c", [0.0, 4.0])
-def test_loss_and_gradient_equal_the_papers(c):
-    cfg = make_cfg(objective="gepo", gepo_defence=c)
-    new, b = two_groups(MOVED)
-    stats = objectives.prepare(b, One, cfg, {})
-    value, logs = objectives.loss(new, b, stats, cfg)
-    total = objectives.reduce(value, b.mask, stats, cfg)
-    total.backward()
-    q = t(math.exp(-2), math.exp(-2), math.exp(-1), math.exp(-4))  # length-normalised, by hand
-    p = t(math.exp(-1.8), math.exp(-2.1), math.exp(-0.95), math.exp(-3.9)).requires_grad_()
-    E = of_groups(lambda x: (x * x).sum() / x.sum(), q)
-    e = of_groups(lambda x: (c * ((x - x.mean()) ** 2).mean()).clamp(0, 0.99), q)
-    w, adv = p / (e * p.detach() + (1 - e) * E), b.adv[:, 0]
-    want = -torch.minimum(w * adv, w.clamp(0.8, 1.2) * adv).mean()
-    assert float(total.detach()) == pytest.approx(float(want.detach()), rel=1e-12)
-    grad = torch.autograd.grad(want, p)[0] * p.detach() / b.mask.sum(1)  # d p / d log p_t = p / T
-    assert torch.allclose(new.logp.grad, grad[:, None] * b.mask, atol=1e-12)
-    assert torch.allclose(logs["weight"][:, 0], w.detach(), atol=1e-12)  # logged as the weight
-    assert float(w.detach()[3]) < 0.3  # the group's mean, not the response's q
-    assert c == 0 or float(e[2]) > 0.1
-    # a micro-batch keeps its groups' numbers
-    for first, rows in ((2, [2, 3]), (3, [3])):  # and half a group
-        part = TokenStats(new.logp.detach()[first:])
-        again, _ = objectives.loss(part, rows_from(b, first), stats.select(rows), cfg)
-        assert torch.allclose(again, value.detach()[first:])
 
 
 def test_expectations_of_the_cppo_kl_estimators():

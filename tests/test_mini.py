@@ -1,6 +1,7 @@
 """mini.py and train.py are one algorithm: the same seed gives the same metrics in every update."""
 
 import ast
+import functools
 import json
 from pathlib import Path
 
@@ -16,11 +17,10 @@ from machinery import run, session, settings
 from machinery.flags import BASE_ACCURACY
 from tasks import Arithmetic, arithmetic_tokenizer
 
-SIZES = {"steps": 20, "rollout_batch": 64, "group_size": 8, "max_tokens": 10, "eval_problems": 64, **TINY_TASK}
+SIZES = {"steps": 12, "rollout_batch": 64, "group_size": 8, "max_tokens": 10, "eval_problems": 64, **TINY_TASK}
 CASES = {
-    # one update for each rollout, as in mini.py: ref is the policy of the same update
-    "one update": {"train_batch": 64, "lr": 1e-3, "actor_lr": 2e-3},
-    "one update in three micro-batches": {"train_batch": 96, "rollout_batch": 96, "lr": 1e-3, "actor_lr": 2e-3},
+    # one update for each rollout, as in mini.py: ref is the policy of the same update; three micro-batches
+    "one update": {"train_batch": 96, "rollout_batch": 96, "lr": 1e-3, "actor_lr": 2e-3},
     # four updates: ref is constant, the policy moves, PPO clips; every bound is reached, prompts need padding
     "four updates": {
         "train_batch": 16,
@@ -91,17 +91,17 @@ def by_mini(solvers, monkeypatch, **case):
     return [before, *rows]
 
 
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_metric_equals_train_pys(case, precision, solvers, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, precision", [(name, "float64") for name in CASES] + [("four updates", "float32")])
+def test_every_metric_equals_train_pys(name, precision, solvers, tmp_path, monkeypatch):
     """In float64 both sides compute in float64, but sample from float32 logits like engines: p_inf is float32."""
+    case = CASES[name]
     if precision == "float64":
         original = transformers.AutoModelForCausalLM.from_pretrained
         double = in_float64(original)
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", double)
         monkeypatch.setattr(run, "unread", double)
     want, got = by_train(solvers, tmp_path / "run", monkeypatch, **case), by_mini(solvers, monkeypatch, **case)
-    assert len(got) == len(want) == 21
+    assert len(got) == len(want) == 13
     rel, absolute = TOLERANCE[precision]
     for step, (mini_row, train_row) in enumerate(zip(got, want, strict=True)):
         for name, value in mini_row.items():
@@ -118,7 +118,7 @@ def test_problems_and_rewards_equal_the_tasks(monkeypatch):
     monkeypatch.setattr(mini, "TASK_TOTAL", 29)
     task, toy, tokenizer = Arithmetic(), mini.Addition(), arithmetic_tokenizer()
     for split in ("train", "test"):
-        for i in range(100):
+        for i in range(30):
             problem = task.problem(split, i)
             assert toy.problem(split, i) == (problem.id, problem.answer)
             assert toy.encode(problem.id) == tokenizer.encode(problem.prompt)
@@ -132,28 +132,23 @@ def test_problems_and_rewards_equal_the_tasks(monkeypatch):
         assert toy.grade(tokens, problem.answer) == want, text
 
 
-def test_a_fifth_of_the_demonstrations_steps_is_wrong():
+def test_the_demonstrations_are_right_half_of_the_time():
+    """A fifth of three to five steps is wrong."""
     toy = mini.Addition()
-    solved = steps = slips = 0
-    for i in range(300):
-        text, answer = toy.problem("train", i)
-        prompt, solution = toy.demonstration(i)
-        assert prompt == toy.encode(text)
-        solved += toy.grade(solution, answer)
-        words = [toy.words[token] for token in solution]
-        for step in " ".join(words).split(" # ")[0].split(" ; "):
-            left, result = step.split(" = ")
-            steps += 1
-            slips += int(result) != eval(left)
-    assert 0.17 < slips / steps < 0.27
-    assert 0.2 < solved / 300 < 0.6
+    right = [toy.grade(toy.demonstration(i)[1], toy.problem("train", i)[1]) for i in range(300)]
+    assert 0.2 < sum(right) / 300 < 0.6
 
 
 def test_mini_runs_alone(monkeypatch, capsys):
     """A small warm start, training and evaluation of the toy task."""
-    set_up(monkeypatch, steps=2, train_batch=64, base_accuracy=0.0)
+    monkeypatch.setattr(mini, "Qwen3Config", functools.partial(small_config, mini.Qwen3Config))
+    set_up(monkeypatch, steps=1, train_batch=64, base_accuracy=0.0)
     mini.main()
     assert capsys.readouterr().out.count("held-out pass@1") == 2
+
+
+def small_config(config_class, **sizes):
+    return config_class(**{**sizes, "num_hidden_layers": 1, "intermediate_size": 64})
 
 
 def test_real_models_and_a_file(solvers, tmp_path, monkeypatch, capsys):

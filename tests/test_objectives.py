@@ -261,12 +261,6 @@ def test_the_mean_weight_of_a_batch_without_kept_tokens_is_1():
     assert objectives.passes_needed(cfg, {}, 1) == {"ref"}
 
 
-def test_no_pass_for_a_ref_between_sampler_and_policy():
-    cfg = make_cfg(objective="tis", actor="none", ref_from="loglinear")
-    assert objectives.passes_needed(cfg, {}, 4) == set()
-    assert objectives.passes_needed(replace(cfg, ref_from="pass"), {}, 4) == {"ref"}
-
-
 def test_kappa_of_target_new_comes_from_the_last_update():
     cfg = make_cfg(objective="jackpot", obrs_target="new")
     controllers = {"kappa": None}
@@ -275,6 +269,7 @@ def test_kappa_of_target_new_comes_from_the_last_update():
     assert controllers["kappa"] == pytest.approx(1.125)
     assert objectives.passes_needed(cfg, controllers, 1) == set()
     assert objectives.passes_needed(cfg, controllers, 4) == {"ref"}
+    assert objectives.passes_needed(make_cfg(objective="tis", ref_from="loglinear"), {}, 4) == set()
     # with an actor the support needs the policy's top-K each time
     assert objectives.passes_needed(replace(cfg, actor="base:actor"), controllers, 1) == {"ref"}
     assert objectives.passes_needed(replace(cfg, kappa="exact"), controllers, 1) == {"ref", "fresh"}

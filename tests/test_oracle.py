@@ -338,6 +338,7 @@ def one_rank(cfg, case, key, batch, stats):
     total = 0.0
     for rows in batching.micro_batches(batch, case["micro_tokens"], False)[0]:
         micro = batch.select(rows)
+        assert len(rows) == 1 or micro.ids.numel() <= case["micro_tokens"]
         T = micro.tokens.shape[1]
         new = TokenStats(**{name: x[rows][:, :T] for name, x in (results | leaves).items()})
         value, _ = objectives.joint_loss(new, micro, stats.select(rows), cfg)
@@ -636,43 +637,6 @@ def test_gradients_in_logits_of_the_learners_update(case):
     assert all(not table.any() for table in tables)  # no gradient elsewhere
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Properties of the fixture
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def ratios(wild: bool, over: str, under: str) -> tuple[list, list, list]:
-    """(r of every token, R and exp(mean log r) of every response with a token)."""
-    logs = [[oracle.log_ratio(token, over, under) for token in r.on] for r in FIXTURE[wild] if r.on]
-    return (
-        [float(np.exp(x)) for row in logs for x in row],
-        [float(np.exp(sum(row))) for row in logs],
-        [float(np.exp(oracle.mean(row))) for row in logs],
-    )
-
-
-@pytest.mark.parametrize(
-    "over, under, by_token, by_sum, by_mean",
-    [
-        # caps, floors, bounds and the tight clamp of corrections and rejections
-        (
-            *("ref", "inf", [0.45, 0.5, 0.6, 0.7, 1.2, 1.6, 2.0, 2.46]),
-            *([0.4, 0.41, 0.7, 1.2, 2.0, 2.46, 4.0], [0.7, 0.85, 0.9, 1.1, 1.15, 1.2]),
-        ),
-        ("new", "inf", [0.41, 0.7, 0.8, 0.85, 1.2, 1.22, 1.28, 2.0, 2.46], [], [0.8, 0.85, 1.22, 1.28]),
-        ("new", "ref", [0.41, 0.8, 0.85, 1.22, 1.28, 1.3, 2.46], [], [0.85, 0.9996, 1.0004, 1.22]),
-        ("ref", "new", [1.1, 1.3, 3.0], [], []),  # c2
-        ("actor_ref", "inf", [0.5, 1.2, 2.0], [4.0, 1.2], [0.9, 1.1, 1.2]),
-        ("actor", "actor_ref", [0.41, 0.8, 0.85, 1.22, 1.28, 2.46], [], []),
-    ],
-)
-def test_the_fixture_has_ratios_on_both_sides_of_every_edge(over, under, by_token, by_sum, by_mean):
-    values = ratios(False, over, under)
-    for xs, edges in zip(values, (by_token, by_sum, by_mean), strict=True):
-        for edge in edges:
-            assert min(xs) < edge < max(xs), (edge, sorted(xs))
-
-
 def test_the_fixture_has_the_difficult_cases():
     """Empty and partly masked responses, tokens outside the top-K, both signs of A, ratios beyond the clamp."""
     responses = FIXTURE[False]
@@ -684,28 +648,5 @@ def test_the_fixture_has_the_difficult_cases():
     for kind in batching.ADVANTAGES:
         adv = oracle.advantages(responses, make_cfg(advantage=kind))
         assert {np.sign(a) for a, r in zip(adv, responses, strict=True) if r.on} == {-1, 0, 1}
-    far = ratios(True, "ref", "inf")[0]
-    assert min(far) < np.exp(-20) and max(far) > np.exp(20)
-
-
-@pytest.mark.parametrize("lam", AXES["obrs_lambda"])
-@pytest.mark.parametrize("two", [False, True])
-@pytest.mark.parametrize("target", ["ref", "new"])
-def test_the_fixtures_brackets_bind_on_every_side(lam, two, target):
-    """kappa Z_low is below, inside and above the bracket; both bounds of the room bind; draws and weights vary."""
-    actor = "base:actor" if two else "none"
-    cfg = make_cfg(objective="jackpot", obrs_topk=K, obrs_target=target, obrs_z="bracket", obrs_lambda=lam, actor=actor)
-    tokens = [token for r in FIXTURE[False] for token in r.on]
-    unbound = [oracle.z_of(t, replace(cfg, obrs_accept_rate=0.8), lam, 1e9) for t in tokens]  # without the tail
-    high = [oracle.z_of(t, cfg, lam, 1e9) for t in tokens]
-    low = [oracle.z_low_of(t, target, lam, cfg) for t in tokens]
-    binds = [a < b for a, b in zip(high, unbound, strict=True)]
-    assert 0 < sum(binds) < len(binds)
-    between = [1.4 * x < y for x, y in zip(low, high, strict=True)]
-    assert 0 < sum(between) < len(between)
-    accepted = [t.u < oracle.acceptance(t, target, lam, 20.0) for t in tokens]
-    assert 0 < sum(accepted) < len(accepted)
-    weights = [
-        oracle.obrs(t, replace(cfg, obrs_mode="reweight", obrs_c1=1e9, obrs_c2=1e9), lam, 1.0)[0] for t in tokens
-    ]
-    assert min(weights) < 0.9 < 2.0 < max(weights)
+    far = [oracle.log_ratio(token, "ref", "inf") for r in FIXTURE[True] for token in r.on]
+    assert min(far) < -20 and max(far) > 20

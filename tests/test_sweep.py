@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 
 import pytest
 from conftest import ROOT, TINY_TASK
@@ -32,12 +31,6 @@ def test_pages_are_listed_and_files_are_small():
     assert not gpu.known(ROOT / "results")  # otherwise the page has its rows
 
 
-def test_the_checkout_is_small():
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
-    assert sum(path.stat().st_size for path in files) < 8_000_000
-
-
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_row_resolves_and_has_its_numbers(name, folders):
     data = sweep.load(name)
@@ -56,18 +49,12 @@ def test_every_row_resolves_and_has_its_numbers(name, folders):
             assert 2 <= len(data["rows"][panel.group][label]["curves"][panel.key]["mean"]) <= sweep.POINTS
 
 
-def test_the_gpu_demo_resolves(folders):
-    """The folder is a stand-in for the real model."""
-    cfg = parse([f"--config={ROOT}/configs/demo_gpu.toml", f"--model={folders / 'policy'}"])
-    assert (cfg.objective, cfg.rollout, cfg.steps, cfg.dtype) == ("tis", "vllm", 40, "bfloat16")
-
-
-def test_the_real_pair_resolves(folders):
-    """With each of its three commands; the folders are stand-ins for the real models."""
-    pair = ["--config=configs/real_pair.toml", f"--model={folders / 'policy'}"]
-    for more in ([], ["--objective=tis"], ["--objective=grpo", "--actor=none"]):
-        cfg = parse([*pair, f"--actor={folders / 'actor'}", *more])
-        assert (cfg.rollout_batch, cfg.steps, cfg.rollout_dtype) == (256, 40, "bfloat16")
+@pytest.mark.parametrize("name", ["demo_gpu", "real_pair"])
+def test_a_configuration_of_real_models_resolves(name, folders):
+    """The folders are stand-ins for the real models."""
+    actor = [f"--actor={folders / 'actor'}"] if name == "real_pair" else []
+    cfg = parse([f"--config=configs/{name}.toml", f"--model={folders / 'policy'}", *actor])
+    assert (cfg.steps, cfg.rollout_dtype) == (40, "bfloat16")
 
 
 def test_summaries_by_hand():
@@ -100,20 +87,21 @@ def test_summaries_by_hand():
 
 @pytest.fixture()
 def tiny(solvers):
-    """A row of jackpot's study, and a row of praxis's, on tiny models for four updates."""
+    """A row of jackpot's study on tiny models, for four updates, evaluated with its sampling as praxis's rows are."""
     small = dict(model=solvers / "policy", actor=solvers / "actor", steps=4, rollout_batch=16, train_batch=16)
     small |= dict(group_size=4, max_tokens=10, eval_problems=16, eval_every=2, save_every=2, obrs_topk=5, **TINY_TASK)
     small |= dict(lr=1e-3, actor_lr=3e-4, dtype="float32", task="arith")
     original = STUDIES["jackpot"].groups["distilled, 150 updates"]["Jackpot"]
+    row = original._replace(flags={**original.flags, **small}, seeds=(0, 1))
     panel = rows.Panel("reward", "reward", "g", ("Jackpot",))
-    return STUDIES["jackpot"]._replace(
-        groups={"g": {"Jackpot": original._replace(flags={**original.flags, **small}, seeds=(0, 1))}}, panels=(panel,)
-    )
+    return STUDIES["jackpot"]._replace(groups={"g": {"Jackpot": row}}, panels=(panel,), own_sampling=True)
 
 
 @pytest.mark.slow
 def test_a_row_of_a_study_runs_resumes_and_is_summarised(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "PROBLEMS", 16)
     summary = sweep.run(tiny, tmp_path / "runs")["g"]["Jackpot"]
+    assert 0 <= summary["own"][0] <= 100 and summary["own_reward"][0] == pytest.approx(summary["own"][0], abs=0.01)
     folder = sweep.folder_of(tmp_path / "runs", "g", "Jackpot", 0)
     metrics = read_metrics(folder)
     assert [r["step"] for r in metrics] == [-1, 0, 1, 2, 3]
@@ -135,20 +123,9 @@ def test_a_row_of_a_study_runs_resumes_and_is_summarised(tiny, tmp_path, monkeyp
     assert (tmp_path / "tiny.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
-def test_the_last_checkpoint_is_evaluated_with_its_sampling(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "PROBLEMS", 16)
-    study = tiny._replace(own_sampling=True)
-    row = study.groups["g"]["Jackpot"]
-    study = study._replace(groups={"g": {"Jackpot": row._replace(seeds=(0,))}})
-    summary = sweep.run(study, tmp_path / "runs")["g"]["Jackpot"]
-    assert 0 <= summary["own"][0] <= 100 and summary["own_reward"][0] == pytest.approx(summary["own"][0], abs=0.01)
-
-
-def test_a_failed_run_is_named_with_its_error(tmp_path):
-    study = STUDIES["jackpot"]._replace(groups={"g": {"bad": rows.Row(dict(objectiv="jackpot"))}})
-    with pytest.raises(SystemExit, match="(?s)objectiv=jackpot.*--objectiv: no such flag; did you mean --objective?"):
-        sweep.run(study, tmp_path)
+def test_a_failed_command_is_named_with_its_error():
+    with pytest.raises(SystemExit, match="(?s)error: -c .* ended with 1:.*no such flag"):
+        sweep.call(["-c", "import sys; sys.exit('no such flag')"], "1")
 
 
 def test_worth_of_a_record():

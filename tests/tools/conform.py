@@ -12,8 +12,8 @@
 
 No framework is a dependency, and no test needs one. A row is a named correction: the largest difference of weights,
 masks, loss and gradient from the golden values of any batch, relative to the largest golden value. 0 is below 1e-6,
-because some functions compute in float32. - is a value that the function does not return. verl's metrics are compared
-with this repository's metrics of the same names. results/conformance.md is the table.
+because some functions compute in float32. - is a value that the function does not return. results/conformance.md is the
+table. The metrics of verl in results/conformance.json are from an earlier program.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (2, 1)]
 
 import torch
-from conftest import One, make_cfg
-from test_golden import flags_of, logged, tensors
 
-import objectives
 from results import conformance, sweep
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -149,7 +146,7 @@ def verl_preset(preset, core_algos, own_denominator: bool = False):
 
     def run(case: Case) -> dict:
         over = case.new.detach() if preset.bypass_mode else case.ref
-        proto, mask, statistics = compute_rollout_correction_and_rejection_mask(over, case.inf, case.mask, **settings)
+        proto, mask, _ = compute_rollout_correction_and_rejection_mask(over, case.inf, case.mask, **settings)
         weight = None if proto is None else proto.batch["rollout_is_weights"]
         if preset.bypass_mode:
             config = verl_config(case, rollout_correction={**settings, "loss_type": preset.loss_type})
@@ -163,8 +160,7 @@ def verl_preset(preset, core_algos, own_denominator: bool = False):
             loss, _ = core_algos.compute_policy_loss_vanilla(
                 case.ref, case.new, case.adv, mask, "token-mean", config, weight
             )
-        results = case.results(loss, weight, mask)
-        return results if preset.bypass_mode else {**results, "metrics": statistics}  # ref differs from inf
+        return case.results(loss, weight, mask)
 
     called = (
         core_algos.compute_policy_loss_bypass_mode if preset.bypass_mode else core_algos.compute_policy_loss_vanilla
@@ -420,31 +416,6 @@ def written(cells: list) -> str:
     return "0" if max(numbers) < 1e-6 else f"{max(numbers):.1g}"
 
 
-def our_metrics(case: str, responses: list[dict]) -> dict[str, float]:
-    """This repository's metrics of a case on a batch."""
-    cfg = make_cfg(**flags_of(case), max_tokens=9)
-    new, batch = tensors(responses)
-    stats = objectives.prepare(batch, One, cfg, {})
-    _, logs = objectives.loss(new, batch, stats, cfg)
-    return logged(new, batch, stats, logs, cfg)
-
-
-def apart(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
-    """The relative difference of each metric with the same name."""
-    return {name: abs(x - ours[name]) / max(abs(x), 1e-12) for name, x in theirs.items() if name in ours}
-
-
-def metrics_of(results: dict[tuple[str, str], dict[str, float]]) -> dict[str, list[str]]:
-    """results: (case, batch) -> `apart`. Of each metric: the largest difference, the number of cases, differences."""
-    out = {}
-    for name in sorted({name for row in results.values() for name in row}):
-        cells = {key: row[name] for key, row in results.items() if name in row}
-        differ = sorted({f"`{case}` ({batch})" for (case, batch), x in cells.items() if not x < 1e-5})
-        where = ", ".join(differ) if len(differ) < 5 else f"{len(differ)} of {len(cells)}, {differ[0]} the first"
-        out[name] = [written(list(cells.values())), f"{len({case for case, _ in cells})}", where]
-    return out
-
-
 def place_of(function) -> str:
     """file:line of the function."""
     return f"{Path(inspect.getsourcefile(function)).name}:{inspect.getsourcelines(function)[1]}"
@@ -461,21 +432,16 @@ def main() -> None:
             rows = FRAMEWORKS[name]()
         except ImportError as e:
             sys.exit(f"error: {name} is not installed ({e}); the head of tests/tools/conform.py says how")
-        title, cases, differences = f"{name} {__import__(name).__version__}", {}, {}  # differences: of metrics
+        title, cases = f"{name} {__import__(name).__version__}", {}
         for case, (run, function) in rows.items():
             cells = []
             for batch in lines("batches.jsonl"):
                 want = values[case.split(", ")[0], batch["batch"]]  # the part after a comma is the special setting
-                results = run(Case(batch["responses"]))
-                cells.append(compared(results, want))
-                if "metrics" in results and "," not in case:
-                    non_empty = [r for r in batch["responses"] if "1" in r["mask"]]  # verl's means count all
-                    theirs = run(Case(non_empty))["metrics"]
-                    differences[case, batch["batch"]] = apart(our_metrics(case, non_empty), theirs)
+                cells.append(compared(run(Case(batch["responses"])), want))
             cells_of_case = [written(column) for column in zip(*cells, strict=True)]
             cases[case] = [*cells_of_case, place_of(function)]
         data = {key: x for key, x in sweep.load("conformance").items() if key.split()[0] != name}
-        data[title] = {"cases": cases, "metrics": metrics_of(differences)}
+        data[title] = {**sweep.load("conformance").get(title, {}), "cases": cases}
         sweep.store("conformance", data)
     conformance.write()
 
