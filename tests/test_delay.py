@@ -211,7 +211,7 @@ def test_versions_are_written_and_loaded_tensor_by_tensor(folders, tmp_path):
 def test_state_is_restored_in_the_middle_of_a_run(folders, tmp_path):
     """Also the last checkpoint but one, after a run that continues and dies: the last one may be incomplete."""
     changes = dict(
-        delay="weibull", delay_min=1.0, delay_max=6.0, delay_samplers=2, sampler_rate=1.5, window_seconds=1.5
+        delay="weibull", delay_min=1.0, delay_max=6.0, delay_samplers=2, sampler_rate=1.4, window_seconds=1.5
     )
     whole, part = (delayed(folders, tmp_path / name, **changes) for name in "ab")
     for v in range(4):
