@@ -310,7 +310,7 @@ def test_the_longest_row_and_the_largest_micro_batch_that_fit(monkeypatch):
         assert plan.largest_micro(cfg, made, {}, 37, gpu_gib) == tokens
 
 
-def test_the_command(tmp_path, capsys, unmeasured):
+def test_the_command(tmp_path, capsys):
     """A folder with only config.json is enough. A plan beyond the model's context of 512 tokens is refused."""
     small().save_pretrained(tmp_path)
     argv = [f"--model={tmp_path}", "--actor=none", "--lr=1e-6", "--dtype=bfloat16", "--max_tokens=64", "--task=arith"]

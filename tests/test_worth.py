@@ -319,7 +319,7 @@ def test_samplers_of_different_models(tmp_path, solvers):
     assert of_actor["rows"]["none"]["worth"] < 0.5 * of_actor["rows"]["prefix_tis"]["worth"]
     stale = weigh(tmp_path, solvers, *BRIEF, "--rows=none", f"--stale={solvers / 'actor'}")
     assert stale["about"]["kl"] == pytest.approx(of_actor["about"]["kl"]) and stale["about"]["kl"] > 0.1
-    low = weigh(tmp_path, solvers, *LEAST, "--rows=none", "--rollout_quant=w4a16", "--quant_group=32")
+    low = weigh(tmp_path, solvers, *BRIEF, "--rows=none", "--rollout_quant=w4a16", "--quant_group=32")
     assert 1e-4 < low["about"]["kl"] < stale["about"]["kl"]
 
 
