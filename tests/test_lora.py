@@ -8,6 +8,7 @@ import pytest
 import standins
 import torch
 from conftest import f64, make_cfg, make_groups, tiny_model
+from safetensors.torch import load_file
 from test_train import flags, train_here, without_eval
 from transformers import AutoModelForCausalLM
 
@@ -196,6 +197,8 @@ def test_a_resumed_run_is_the_same_run(whole, folders, tmp_path, train_here):
 def test_a_checkpoint_holds_adapters_for_peft_and_the_merged_model(whole, folders, tmp_path):
     """Three ways to merge adapters: in the checkpoint, by the command, and by peft."""
     adapter = step(whole, 4) / "policy_adapter"
+    layer = "base_model.model.model.layers.0.mlp.up_proj"
+    assert {f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"} <= load_file(adapter / lora.FILE).keys()
     lora.main([f"--adapter={adapter}", f"--out={tmp_path / 'merged'}"])
     exported, merged_model = (
         checkpoint.load_model(folder).state_dict() for folder in (step(whole, 4) / "policy", tmp_path / "merged")

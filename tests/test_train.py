@@ -460,6 +460,7 @@ def raise_at(monkeypatch, owner, name: str, call: int, error) -> None:
 
 
 FAULTS = {  # place of the fault: (owner, name, call, newest checkpoint afterwards, error)
+    "before an update": (train.objectives, "prepare", 5, 4, ZeroDivisionError("ours")),
     "between two models' steps": (session.Learner, "_optimize", 10, 3, ZeroDivisionError("ours")),
     "while sampling": (HFEngine, "_decode", 7, 4, UserError("bound it")),
     "while logging": (session.Log, "write", 6, 5, ZeroDivisionError("ours")),
@@ -481,6 +482,7 @@ def test_a_fault_saves_a_checkpoint_and_keeps_its_traceback(
     assert checkpoint.newest(out).name == f"step_{newest:06d}"
     assert ("saved: continue with --resume" in printed) == (newest != 3)
     train_here(["--resume", f"--out={out}"])
+    assert ["sync/MiB" in row for row in read_metrics(out)[1:]] == [True, False] * 3  # of the rollout before a fault
     assert timeless(out) == timeless(whole[0])
 
 
@@ -625,7 +627,7 @@ def test_follow_evaluates_every_checkpoint(solvers, tmp_path, train_here, monkey
     folder, and ends after it. A second call finds every evaluation done."""
     out = tmp_path / "run"
     changes = {"objective": "tis", "actor": "none", "steps": 2, "save_every": 1, "lr": 0.02, "model": solvers / "actor"}
-    changes |= {"rollout_quant": "int8", "learner_quant": "aligned", "eval_problems": 32, "eval_every": 1}
+    changes |= {"rollout_quant": "int8", "learner_quant": "aligned", "eval_problems": 64, "eval_every": 1}
     _, rows = train_here(flags(solvers, out, **changes))
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     bare = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines]
