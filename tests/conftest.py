@@ -359,6 +359,8 @@ LONGEST += ["mismatch", "plan", "quant", "sampling", "grading"]
 
 
 def pytest_collection_modifyitems(items):
-    """The slowest files come first, so that several processes end at about the same time."""
+    """With several processes the slowest files come first, so that the processes end at about the same time."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
     order = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))

@@ -99,9 +99,11 @@ def test_published_tensors_give_the_models_log_probabilities(family, tmp_path):
         engine = HFEngine(folder, head_fp32=head_fp32)
         engine.load(lm.state_dict().items())
         assert np.allclose(engine.logprobs(TWO_ROWS), want, atol=1e-4)
+        if family not in FAMILIES:
+            continue
         groups = engine.generate(PROMPTS, [[1, 2], [3, 4]], Sampling(max_tokens=12), 0, [])
         for prompt, group in zip(PROMPTS, groups, strict=True):
-            for r in group if family in FAMILIES else ():
+            for r in group:
                 assert np.allclose(r.logp_inf, scores_of(lm, prompt, r).detach().numpy(), atol=1e-4)
 
 

@@ -122,10 +122,13 @@ def test_the_three_modes_of_scoring(folders):
     """Equal weights: off is biased, the remaining modes give 1.
 
     A slightly different learner: replay's mean stays 1, recompute loses tokens."""
+    modes = ("off", "recompute", "replay")
+    laws = [Sampling.of_policy(make_cfg(top_k=8, keep_sampling_mask=mode)) for mode in modes]
+    assert [law.truncates for law in laws] == [False, True, True]
     groups = sampled(HFEngine(str(folders / "actor")), Sampling(top_p=0.8, top_k=16), n=128)
     off, *_ = scored(groups, "off")
     assert off.mean() < 0.9 and off.max() < 1
-    for way in ("recompute", "replay"):
+    for way in modes[1:]:
         assert (scored(groups, way)[0] - 1).abs().max() < 1e-3
     ratio, cut, *_ = scored(groups, "replay", 0.02)
     error = float(ratio.std() / len(ratio) ** 0.5)

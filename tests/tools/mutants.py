@@ -69,7 +69,7 @@ TESTS = {
         *("-k", "not compiled_layers and not fsdp"),
     ],
     "model/exact.py": ["test_exact.py"],
-    "model/in_order.py": ["test_exact.py", "test_rollout.py", "-k", "single_row or ten_thousand or int8_cache"],
+    "model/in_order.py": ["test_exact.py", "test_rollout.py", "-k", "single_row or recomputed or int8_cache"],
     "model/lora.py": [
         *("test_lora.py", "test_memory.py::test_new_adapters_are_small_and_change_nothing"),
         *("-k", "not vllm"),
@@ -94,9 +94,8 @@ TESTS = {
     "model/engines.py": [
         "test_rollout.py",
         "test_sampling.py",
-        "test_placement.py",
         "-k",
-        "(ragged or batch or sampled_distribution or logprobs_modes or free_memory or ranks) and not vllm",
+        "(ragged or batch or sampled_distribution or logprobs_modes or free_memory) and not vllm",
     ],
     "rollout.py": ["test_rollout.py", "test_sampling.py", "-k", "(uniforms or sampled_distribution) and not vllm"],
     "source.py": [
@@ -104,7 +103,7 @@ TESTS = {
         "test_poison.py",
         "test_placement.py",
         "-k",
-        "spread or ranks or resumes or invalid",
+        "spread or resumes or ranks_sample or ranks_of_one or invalid",
     ],
     "delay.py": ["test_delay.py", "-k", "not killed and not plain_loop"],
     "tasks/__init__.py": [
@@ -490,10 +489,14 @@ MUTANTS = {
         ("return product if isinstance(layer, ExactLinear) else plain_product", "return plain_product"),
         ('if x.device.type == "cpu" or len(rows) >= ROWS["cuda"]:', "if True:"),
         ("z.neg().exp_().add_(1.0)", "z.neg().exp_().add_(1.01)"),
-        ('ROWS = {"cpu": 96', 'ROWS = {"cpu": 64'),
+        ('ROWS = {"cpu": 96', 'ROWS = {"cpu": 64', "an AMD EPYC rounds all rows alike"),
         ("            padded = padded.gather(3, ", "            padded.gather(3, "),
         ("room(K - Q + last)", "room(K - Q + last - size)"),
-        ("(WHOLE if remainder > WHOLE // 2 else remainder + -remainder % KEYS)", "remainder + -remainder % KEYS"),
+        (
+            "(WHOLE if remainder > WHOLE // 2 else remainder + -remainder % KEYS)",
+            "remainder + -remainder % KEYS",
+            "an AMD EPYC adds any number of keys alike",
+        ),
         ("UNSEEN * (~padded)", "0.0 * (~padded)"),
         ("values, mask, scale=scaling)", "values, mask, scale=1.0)"),
         (".unflatten(2, (shared, size)).transpose(1, 2)", ".unflatten(2, (size, shared)).transpose(1, 2)"),
@@ -591,7 +594,6 @@ MUTANTS = {
             'np.stack([uniforms(T, "sample", 0) for seed in all_seeds])',
         ),
         ("mask=mask[prompt_of] if padded else None,", "mask=None,"),
-        ("first = sum(len(group) for _, theirs in before[:offset] for group in theirs)", "first = 0"),
     ],
     "rollout.py": [
         ("prompt_ids=prompt, responses=rows, **about", "prompt_ids=prompts[0], responses=rows, **about"),
