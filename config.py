@@ -285,9 +285,9 @@ class DelayFlags:
     delay: Literal["none", "constant", "lognormal", "weibull", "exponential"] = "none"
     """Distribution of the delay after which a sampler loads the newest weights; none: no delay."""
     delay_min: float = 60.0
-    """Shortest delay, in seconds (virtual seconds in train.py, wall-clock in a remote sampler)."""
+    """Shortest delay, in virtual seconds."""
     delay_max: float = 1800.0
-    """Longest delay, in seconds; constant: the delay."""
+    """Longest delay, in virtual seconds; constant: the delay."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,8 @@ class StalenessFlags:
     """Maximum age of weights in updates: delays are capped, and the learner drops older groups (the
     updates within one batch are not counted); 0: synchronous; default: no bound."""
     window_seconds: float = math.inf
-    """Drop groups that were made more than this long ago by the learner's clock, in seconds."""
+    """Drop groups that were made more than this many seconds ago; remote samplers need synchronized
+    clocks (NTP)."""
     sync_every: int = 1
     """Updates between broadcasts of weights to delayed or remote samplers."""
 

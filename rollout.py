@@ -51,7 +51,7 @@ class Rollout:
     precision: str  # of the sampling engine, e.g. "float32"
     version: int  # of the sampling weights: number of learner updates
     digest: str  # of the sampling weights, as the engine received them
-    t_start: float  # start and end of sampling, in seconds since the epoch by the learner's clock
+    t_start: float  # start and end of sampling, in seconds since the epoch by the sampler's clock
     t_end: float
     responses: list[Response] = field(default_factory=list)
     # Columns of the ref pass (batching.write_ref_columns): name -> one array per response.

@@ -18,6 +18,7 @@ import re
 import stat
 import threading
 from collections import Counter, deque
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +48,6 @@ def is_stream(name: str) -> bool:
 def without_rank(stream: str) -> str:
     """The sampler's name in a stream's name."""
     return stream.partition(".")[0]
-
-
-def rank_of(stream: str) -> int:
-    """The rank of the learner that receives a stream."""
-    return int(stream.partition(".")[2] or 0)
 
 
 def split(name: str) -> tuple[tuple[str, int], int]:
@@ -101,9 +97,6 @@ class Received:
         while self.upto in self.beyond:
             self.beyond.remove(self.upto)
             self.upto += 1
-
-    def __len__(self) -> int:
-        return self.upto + len(self.beyond)
 
 
 class Account(dict):
@@ -162,7 +155,7 @@ class Intake:
     def open(self, held: Account) -> None:
         """Accept samplers. held: the groups that the checkpoint accounts for."""
         self.held_names = held
-        self.got = Account.of(held.state())
+        self.got = deepcopy(held)
         self.is_open = True
 
     def report(self, key: tuple[str, int], handed: int) -> None:

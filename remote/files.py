@@ -5,8 +5,7 @@ section 4.2.
 whole and then renamed into place:
 
     welcome                       the work, and the learner's session
-    clock.0                       the time at rank 0, written every other second
-    models/v000012.safetensors    weights
+    models/v000012.safetensors    weights, written by weights.Store
     models/newest                 the Offer of the newest weights
     rollouts/SAMPLER/INC-N        a group after its SHA-256, deleted by the sampler once it is held
     got/SAMPLER                   the sampler's groups that are fetched
@@ -14,10 +13,9 @@ whole and then renamed into place:
     samplers/SAMPLER              the sampler's last Hello
 
 With several ranks a sampler SAMPLER.R has a stream for each rank R. A running learner touches
-`welcome` regularly. Both ends wait while a disk is full. Names follow account.py's rule, the name
+`welcome` regularly. While a disk is full, groups and messages wait. Names follow account.py's rule, the name
 inside a message must be the name of its file, and only regular files up to a maximum size are read:
-no link, folder, pipe or device. Clocks of other hosts are not trusted (clock.py): a group's arrival
-is the moment when the learner sees it."""
+no link, folder, pipe or device. A group's arrival is the moment when the learner sees it."""
 
 from __future__ import annotations
 
@@ -39,14 +37,13 @@ from remote.account import (
     is_stream,
     name_of_file,
     read_regular,
-    retain_weights,
     sampler_of,
     split,
     verified,
     write_atomically,
 )
 from remote.groups import Limits
-from remote.weights import manifest_of, mapped
+from remote.weights import manifest_of
 
 BEAT = 2.0  # seconds between two signs of life
 PATIENCE = 20.0  # seconds until a missing file counts as lost: remote folder listings lag
@@ -63,11 +60,6 @@ def read_message(path: Path, kind):
         raise wire.WireError(str(e)) from None
     wire.need(isinstance(message, kind), f"{path.name}: a message of a different kind")
     return message
-
-
-def clock_file(rank: int) -> str:
-    """The name of the file with a rank's time."""
-    return f"clock.{rank}"
 
 
 class FilesHub(Intake):
@@ -90,11 +82,7 @@ class FilesHub(Intake):
         self.turns = 0
         self.closed = threading.Event()
         self.beat = 0.0  # time of the learner's last sign of life
-        self.published: list[Path] = []  # weights of this session, in order
         self.unwritten: dict[Path, bytes] = {}  # messages that wait for room on the disk
-        self.unpublished: tuple[Path, wire.Offer] | None = (
-            None  # the newest weights, until they are published
-        )
 
     def open(self, held: Account) -> None:
         super().open(held)
@@ -102,7 +90,6 @@ class FilesHub(Intake):
             self._guarded(stream, (self.folder / "got" / stream).unlink)
         for stream in self._streams("rollouts"):
             self._guarded(stream, self._write_held, stream)
-        self._tell_time()
         if self.rank == 0:
             self._write(self.folder / "welcome", self.welcome)
             threading.Thread(target=self._stay_alive, daemon=True).start()
@@ -110,10 +97,10 @@ class FilesHub(Intake):
     def broadcast(
         self, version: int, path: Path, published: float, change: bytes | None = None
     ) -> None:
-        """Offer these weights, as a whole file, to all samplers; samplers read it in the folder."""
+        """Offer these weights to all samplers, which read them in the folder."""
         if self.rank == 0:
-            self.unpublished = (path, wire.Offer(manifest_of(path), version, published))
-            self._write_waiting()
+            offer = wire.Offer(manifest_of(path), version, published)
+            self._write(self.folder / "models" / "newest", offer)
 
     def held(self, names: list[str]) -> None:
         """Report that a checkpoint accounts for these groups: their samplers may delete them."""
@@ -127,10 +114,7 @@ class FilesHub(Intake):
         out: list[Arrived] = []
         if time.monotonic() - self.beat > BEAT:
             self.beat = time.monotonic()
-            if self.rank == 0:
-                self._write_waiting()
-                self._renew_welcome()
-            self._tell_time()
+            self._write_waiting()
             for stream in self._streams("samplers"):
                 self._guarded(stream, self._read_report, stream)
             self._book_absent(out)
@@ -141,7 +125,6 @@ class FilesHub(Intake):
         self.closed.set()
 
     # -- writing
-    # -------------------------------------------------------------------------------------------------------
 
     def _write(self, path: Path, message: wire.Message) -> None:
         """Write a message, or retry later if the disk is full."""
@@ -149,24 +132,13 @@ class FilesHub(Intake):
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        """Write everything that still waits for room: messages, then the newest weights."""
+        """Write all messages that still wait for room."""
         for path, data in list(self.unwritten.items()):
             try:
                 write_atomically(path, data)
                 del self.unwritten[path]
             except OSError as e:
                 self.log.warning("%s: %s; another try follows", path, e.strerror)
-        if self.unpublished is None:
-            return
-        path, offer = self.unpublished
-        copy = self.folder / "models" / path.name
-        try:
-            write_atomically(copy, mapped(path))
-            write_atomically(self.folder / "models" / "newest", wire.encode(offer))
-            self.published = retain_weights(copy, self.published)
-            self.unpublished = None
-        except OSError as e:
-            self.log.warning("%s: %s; another try follows", copy, e.strerror)
 
     def _write_held(self, stream: str) -> None:
         listed = [name for name in self._names(stream) if self.held_names.has(name)]
@@ -176,29 +148,18 @@ class FilesHub(Intake):
         listed = [name for name in self._names(stream) if self.got.has(name)]
         self._write(self.folder / "got" / stream, wire.Got(listed))
 
-    def _tell_time(self) -> None:
-        self._write(self.folder / clock_file(self.rank), wire.Got([], clock=time.time()))
-
     def _stay_alive(self) -> None:
         """Touch `welcome` while the learner runs, because an update or an evaluation may take
-        long."""
+        long; write the file again if it is missing."""
+        path = self.folder / "welcome"
         while not self.closed.wait(BEAT):
             with contextlib.suppress(OSError):
-                os.utime(self.folder / "welcome", follow_symlinks=False)
-
-    def _renew_welcome(self) -> None:
-        """Write `welcome` again if the file has changed."""
-        try:
-            is_current = read_regular(self.folder / "welcome", wire.MOST) == wire.encode(
-                self.welcome
-            )
-        except (OSError, OddFileError):
-            is_current = False
-        if not is_current:
-            self._write(self.folder / "welcome", self.welcome)
+                if os.path.lexists(path):
+                    os.utime(path, follow_symlinks=False)
+                else:
+                    write_atomically(path, wire.encode(self.welcome))
 
     # -- reading
-    # -------------------------------------------------------------------------------------------------------
 
     def _guarded(self, stream: str, work, *args):
         """Do some work for one stream, so that a fault in its files does not stop the other

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from machinery.flags import UserError
 from remote import wire
-from remote.account import OddFileError, Spool, rank_of, read_regular, write_atomically
-from remote.clock import LearnerClock
-from remote.files import BEAT, clock_file, read_message
+from remote.account import OddFileError, Spool, read_regular, write_atomically
+from remote.files import BEAT, read_message
 
 PRINT_EVERY = 30.0  # seconds between two printed lines about a missing learner
 OFFERS = 64  # most names of lost groups in a hello
@@ -36,8 +35,6 @@ class FilesLink(threading.Thread):
         self.stopping = False
         self.session = ""
         self.got = dict.fromkeys(streams, 0)  # groups fetched by the learner and not held yet
-        self.clocks = {stream: LearnerClock() for stream in streams}
-        self.read: dict[str, float] = {}  # stream -> last stamp of the clock file
         self.touched = 0  # time when the learner last touched `welcome`, by the folder's clock
         self.heard = time.monotonic()  # the own time when this was noticed
         self.beat = 0.0
@@ -47,22 +44,13 @@ class FilesLink(threading.Thread):
         """The number of groups that the learner has not fetched, as in link.Link.behind."""
         return max(0, len(self.spool.waiting[stream]) - self.got[stream])
 
-    def offset(self, stream: str) -> float:
-        """Seconds by which the clock of this stream's learner is ahead of the own clock."""
-        return self.clocks[stream].offset
-
     def close(self) -> None:
         self.stopping = True
         self.join(timeout=5)
 
     def run(self) -> None:
-        before = time.monotonic()
         while not self.stopping and not self.error:
             now = time.monotonic()
-            away = now - before
-            before = now
-            if away > self.flags.patience:  # suspended: this is not the learner's silence
-                self.heard += away
             self._turn_if_there(now)
             if now - self.heard > self.flags.give_up:
                 self.error = (
@@ -73,10 +61,8 @@ class FilesLink(threading.Thread):
 
     def _turn_if_there(self, now: float) -> None:
         """Do one turn. A bad file does not stop the thread or the reading of other files."""
-        # The clocks are read first, so that they are known before there are weights to sample with.
         for work in (
             self._read_welcome,
-            self._read_clocks,
             self._read_fetched,
             self._write_hellos,
             self._read_newest,
@@ -102,14 +88,6 @@ class FilesLink(threading.Thread):
         if welcome.session != self.session:
             self.session = welcome.session
             self.welcome.put(welcome)
-
-    def _read_clocks(self, now: float) -> None:
-        for stream, clock in list(self.clocks.items()):
-            path = self.folder / clock_file(rank_of(stream))
-            stamp = path.lstat().st_mtime
-            if stamp != self.read.get(stream):
-                self.read[stream] = stamp
-                clock.stamped_there(read_message(path, wire.Got).clock, stamp)
 
     def _read_fetched(self, now: float) -> None:
         """Read which groups the learner holds, and which it has fetched."""
@@ -151,12 +129,8 @@ class FilesLink(threading.Thread):
         self.beat = now
         for stream in self.streams:
             handed, lost = self.spool.handed[stream], self.spool.lost[stream][:OFFERS]
-            hello = wire.Hello(
-                stream, self.spool.incarnation, self.session, handed, lost, time.time()
-            )
-            path = self.folder / "samplers" / stream
-            write_atomically(path, wire.encode(hello))
-            self.clocks[stream].stamped_here(hello.sent, path.lstat().st_mtime)
+            hello = wire.Hello(stream, self.spool.incarnation, self.session, handed, lost)
+            write_atomically(self.folder / "samplers" / stream, wire.encode(hello))
 
 
 def wait_for_ranks(folder: Path, flags) -> int:
@@ -165,12 +139,7 @@ def wait_for_ranks(folder: Path, flags) -> int:
     start = printed = time.monotonic()
     while time.monotonic() - start <= flags.give_up:
         with contextlib.suppress(OSError, wire.WireError):
-            ranks = read_message(folder / "welcome", wire.Welcome).run.get("world")
-            wire.need(
-                isinstance(ranks, int) and 1 <= ranks <= 4096,
-                "welcome: not a valid number of ranks",
-            )
-            return ranks
+            return read_message(folder / "welcome", wire.Welcome).run.world
         if time.monotonic() - printed > PRINT_EVERY:
             printed = time.monotonic()
             print(

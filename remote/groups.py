@@ -16,15 +16,15 @@ have sampled, or raises WireError with the reason. An accepted group must not st
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, fields
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from safetensors.numpy import load, save
 
 from remote.account import is_stream
-from remote.wire import WireError, need, printable
+from remote.wire import Number, Seconds, Text, WireError, need, printable
 from rollout import Response, Rollout
 from sampling import Sampling
 
@@ -45,7 +45,6 @@ SHAPES = {  # array -> type, dimensions
 }
 MOST_REWARD = 1e6  # rewards are squared in float32
 LEAST_LOGP = -1e4  # no engine draws a token of probability exp(-10,000)
-MOST_TEXT = {"prompt_id": 1024, "model": 256, "precision": 64, "digest": 256}  # characters
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,7 @@ class Limits:
     topk: int
     max_allowed: int  # tokens of a set of allowed tokens; 0: no sets are recorded
     # layers with experts, experts per token, number of experts; 0: not recorded
-    routed: tuple[int, int, int] = (
-        0,
-        0,
-        0,
-    )
+    routed: tuple[int, int, int] = (0, 0, 0)
     room: int = 256 << 20  # most bytes of groups that a rank holds or has asked for
 
     @property
@@ -77,20 +72,22 @@ class Limits:
 
 
 class GroupHead(msgspec.Struct, frozen=True):
-    """Everything in a group except its arrays."""
+    """Everything in a group except its arrays. Decoding checks the sizes and ranges."""
 
-    uid: tuple[str, int, int]
-    prompt_id: str
+    uid: tuple[Text, Number, Number]
+    prompt_id: Annotated[str, msgspec.Meta(max_length=1024)]
     sampling: dict
-    model: str
-    precision: str
-    version: int
-    digest: str
-    t_published: float
-    t_start: float
-    t_end: float
-    finish: list[str]
-    has_allowed: bool
+    model: Text
+    precision: Text
+    version: Number
+    digest: Text
+    t_published: Seconds
+    t_start: Seconds
+    t_end: Seconds
+    finish: list[Literal["stop", "length"]]  # of each response
+
+
+OF_GROUP = [name for name in GroupHead.__struct_fields__ if name not in ("sampling", "finish")]
 
 
 def name_of(uid) -> str:
@@ -101,20 +98,10 @@ def name_of(uid) -> str:
 def encode_group(group: Rollout) -> bytes:
     """A group as a safetensors file."""
     responses = group.responses
-    has_allowed = responses[0].allowed_ids is not None
     head = GroupHead(
-        uid=tuple(group.uid),
-        prompt_id=group.prompt_id,
+        **{name: getattr(group, name) for name in OF_GROUP},
         sampling=vars(group.sampling),
-        model=group.model,
-        precision=group.precision,
-        version=group.version,
-        digest=group.digest,
-        t_published=group.t_published,
-        t_start=group.t_start,
-        t_end=group.t_end,
         finish=[r.finish_reason for r in responses],
-        has_allowed=has_allowed,
     )
     arrays = {
         "prompt_ids": group.prompt_ids,
@@ -123,7 +110,7 @@ def encode_group(group: Rollout) -> bytes:
     }
     for name in PER_TOKEN:
         arrays[name] = np.concatenate([getattr(r, name) for r in responses])
-    if has_allowed:
+    if responses[0].allowed_ids is not None:
         sizes = [np.diff(r.allowed_offsets) for r in responses]
         arrays["allowed_ids"] = np.concatenate([r.allowed_ids for r in responses])
         arrays["allowed_sizes"] = np.concatenate(sizes).astype(np.int32)
@@ -150,53 +137,34 @@ def decode_group(data, limits: Limits) -> Rollout:
     try:
         check_shapes(head, arrays, limits)
         check_values(arrays, limits)
-        check_allowed(head, arrays, limits)
+        check_allowed(arrays, limits)
     except WireError as e:
         raise WireError(f"group {name_of(head.uid)}: {e}") from None
     return Rollout(
-        uid=head.uid,
-        prompt_id=head.prompt_id,
+        **{name: getattr(head, name) for name in OF_GROUP},
         prompt_ids=arrays["prompt_ids"],
         sampling=sampling,
-        model=head.model,
-        precision=head.precision,
-        version=head.version,
-        digest=head.digest,
-        t_start=head.t_start,
-        t_end=head.t_end,
         responses=split_responses(head, arrays),
-        t_published=head.t_published,
     )
 
 
 def check_head(head: GroupHead) -> None:
-    """Raise WireError unless every name and number outside the arrays is possible."""
-    sampler, incarnation, n = head.uid
-    for number in (incarnation, n, head.version, abs(head.sampling.get("seed", 0))):
-        need(0 <= number < 10**18, "not a group: a number of more than 18 digits, or below 0")
+    """Raise WireError unless every name and setting outside the arrays is possible."""
+    sampler = head.uid[0]
     need(is_stream(sampler), f"not a group: {printable(sampler, 100)!r} is not a sampler's name")
-    for name, most in MOST_TEXT.items():
+    for name in ("prompt_id", "model", "precision", "digest"):
         text = getattr(head, name)
-        need(
-            len(text) <= most and text.isprintable(),
-            f"{name_of(head.uid)}: its {name} is {printable(text, 100)!r}",
-        )
+        need(text.isprintable(), f"{name_of(head.uid)}: its {name} is {printable(text, 100)!r}")
     known = {f.name for f in fields(Sampling)}
-    need(
-        set(head.sampling) <= known,
-        f"{name_of(head.uid)}: sampled with unknown settings",
-    )
-    for t in (head.t_published, head.t_start, head.t_end):
-        need(math.isfinite(t) and 0 <= t < 1e12, f"{name_of(head.uid)}: an invalid time, {t}")
-    need(
-        set(head.finish) <= {"stop", "length"},
-        f"{name_of(head.uid)}: a response with an unknown finish reason",
-    )
+    has_known = set(head.sampling) <= known and abs(head.sampling.get("seed", 0)) < 10**18
+    need(has_known, f"{name_of(head.uid)}: sampled with unknown settings")
 
 
 def check_shapes(head: GroupHead, arrays: dict, limits: Limits) -> None:
     """Raise WireError unless these are the expected arrays, with consistent sizes."""
-    expected = set(SHAPES) if head.has_allowed else set(SHAPES) - set(ALLOWED)
+    expected = set(SHAPES)
+    if not limits.max_allowed:
+        expected -= set(ALLOWED)
     if not limits.routed[0]:
         expected.remove("routed")
     need(set(arrays) == expected, f"arrays {printable(sorted(arrays))}")
@@ -266,14 +234,10 @@ def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
     need((np.diff(np.sort(ids, 1), axis=1) > 0).all(), "a token that occurs twice among the top K")
 
 
-def check_allowed(head: GroupHead, arrays: dict, limits: Limits) -> None:
-    """Raise WireError unless sets of allowed tokens are present exactly if the sampling is
-    truncated, with consistent sizes."""
+def check_allowed(arrays: dict, limits: Limits) -> None:
+    """Raise WireError unless the sets of allowed tokens have consistent sizes and contain the
+    sampled tokens."""
     if limits.max_allowed:
-        need(head.has_allowed, "the sets of allowed tokens are missing")
-    else:
-        need(not head.has_allowed, "sets of allowed tokens that were not asked for")
-    if head.has_allowed:
         sizes = arrays["allowed_sizes"]
         need(
             len(sizes) == len(arrays["tokens"])
@@ -294,7 +258,8 @@ def split_responses(head: GroupHead, arrays: dict) -> list[Response]:
     """The responses in the arrays over all tokens."""
     responses = []
     ends = np.cumsum(arrays["lengths"])
-    if head.has_allowed:  # the start of each token's set; the last entry is the end of all sets
+    if "allowed_ids" in arrays:
+        # the start of each token's set; the last entry is the end of all sets
         offsets = np.concatenate([[0], np.cumsum(arrays["allowed_sizes"], dtype=np.int64)])
     for i, end in enumerate(ends):
         start = end - arrays["lengths"][i]
@@ -303,7 +268,7 @@ def split_responses(head: GroupHead, arrays: dict) -> list[Response]:
             finish_reason=head.finish[i],
             reward=float(arrays["rewards"][i]),
         )
-        if head.has_allowed:
+        if "allowed_ids" in arrays:
             response.allowed_offsets = offsets[start : end + 1] - offsets[start]
             response.allowed_ids = arrays["allowed_ids"][offsets[start] : offsets[end]]
         if "routed" in arrays:

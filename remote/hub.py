@@ -28,9 +28,8 @@ from remote.keys import refusal_of, secure
 from remote.weights import manifest_of, mapped
 
 SILENT = 60.0  # seconds of silence after which a sampler's room is released
-UNANSWERED = (
-    30.0  # seconds without a good leaf after which the room of a requested group is released
-)
+# seconds without a good leaf after which the room of a requested group is released
+UNANSWERED = 30.0
 PULLS = 64  # most groups that are fetched from one sampler at the same time
 OFFERS = 256  # most remembered offers of one sampler; a sampler has 64 open, and repeats them
 
@@ -74,7 +73,6 @@ class Hub(threading.Thread, Intake):
         self.peers: dict[bytes, Peer] = {}
         self.weights: dict[str, Offered] = {}  # in order of publication
         self.chain = Chain()
-        wire.check_address("samplers", bind, 0)
         self.context = zmq.Context()
         self.authenticator = None
         try:
@@ -88,9 +86,7 @@ class Hub(threading.Thread, Intake):
         self.socket = self.context.socket(zmq.ROUTER)
         self.known: dict[str, str] = {}  # public key -> name
         if keys != "none":
-            self.authenticator, self.known = secure(
-                self.context, self.socket, keys, self.log, self.counts
-            )
+            self.authenticator, self.known = secure(self.context, self.socket, keys)
         wire.set_socket_options(self.socket, linger=0)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
         try:
@@ -102,7 +98,6 @@ class Hub(threading.Thread, Intake):
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     # -- called by the training loop
-    # -----------------------------------------------------------------------------------
 
     def broadcast(
         self, version: int, path: Path, published: float, change: bytes | None = None
@@ -122,10 +117,7 @@ class Hub(threading.Thread, Intake):
 
     def drain(self) -> list[Arrived]:
         """The groups that have arrived since the last call, in order of arrival."""
-        with self.lock:
-            out = list(self.arrived)
-            self.arrived.clear()
-        return out
+        return [self.arrived.popleft() for _ in range(len(self.arrived))]
 
     def close(self) -> None:
         self.stopping = True
@@ -139,7 +131,6 @@ class Hub(threading.Thread, Intake):
         self.context.destroy(linger=0)
 
     # -- the thread
-    # ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         try:
@@ -240,7 +231,6 @@ class Hub(threading.Thread, Intake):
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
     # -- one method for each message
-    # -----------------------------------------------------------------------------------
 
     def _handle(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         """Handle a message. WireError: it is not a message, or not allowed now."""
@@ -292,7 +282,7 @@ class Hub(threading.Thread, Intake):
                 self._on_lost(peer, name)
         newest = next(reversed(self.weights), "")
         # the answer shows that the learner is alive
-        self._send(identity, wire.Got([], newest, hello.sent, time.time()))
+        self._send(identity, wire.Got([], newest))
 
     def _refusal(self, hello: wire.Hello, key: str) -> str:
         """Why this sampler is rejected; empty if it is accepted."""
@@ -340,8 +330,7 @@ class Hub(threading.Thread, Intake):
     def _enter(self, arrived: Arrived) -> None:
         """Put a group, or its fate, into the inbox of the training loop."""
         self.got.add(arrived.name)
-        with self.lock:
-            self.arrived.append(arrived)
+        self.arrived.append(arrived)
 
     def _on_offer(self, peer: Peer, of: wire.Manifest) -> None:
         wire.need(

@@ -22,7 +22,6 @@ from zmq.auth.thread import ThreadAuthenticator
 from machinery.flags import UserError, need, parse_flags, run_command
 from remote.account import without_rank
 
-MOST_SAMPLERS = 4096
 USAGE = "python -m remote.keys OUT [--samplers=N]: keys for a learner and its samplers, one folder for each machine"
 
 
@@ -39,9 +38,7 @@ def make_keys(out: str, samplers: int) -> None:
     can read the secret keys.
 
     UserError: OUT is not empty."""
-    need(
-        1 <= samplers <= MOST_SAMPLERS, f"--samplers={samplers}: a number from 1 to {MOST_SAMPLERS}"
-    )
+    need(samplers >= 1, f"--samplers={samplers}: must be at least 1")
     root = Path(out)
     need(not root.exists() or root.is_dir(), f"{out} is a file; name a new folder")
     if root.exists() and any(root.iterdir()):
@@ -61,18 +58,12 @@ def make_keys(out: str, samplers: int) -> None:
 
 
 def machine_keys(folder: str) -> tuple[bytes, bytes]:
-    """(public, secret) in a machine's folder of keys. Raise UserError if there is no secret key, or
-    if other users can read it."""
+    """(public, secret) in a machine's folder of keys. Raise UserError if there is no secret key."""
     files = sorted(Path(folder).glob("*.key_secret"))
     if len(files) != 1:
         raise UserError(
             f"--keys={folder}: {len(files)} secret keys there instead of one; "
             "`python -m remote.keys OUT --samplers=N` makes a folder for each machine"
-        )
-    if files[0].stat().st_mode & 0o077:
-        raise UserError(
-            f"--keys={folder}: {files[0].name} can be read by other users; "
-            "chmod 600 it, or make new keys if a different user may have read it"
         )
     public, secret = read_key_file(files[0])
     need(
@@ -85,10 +76,6 @@ def machine_keys(folder: str) -> tuple[bytes, bytes]:
 def sampler_keys(folder: str) -> SamplerKeys:
     """The keys in a sampler's folder. Raise UserError if it is not one."""
     learner = Path(folder) / "learner.key"
-    need(
-        not (Path(folder) / "samplers").exists(),
-        f"--keys={folder}: the learner's folder; name a sampler's folder, such as sampler0 next to it",
-    )
     if not learner.is_file():
         raise UserError(
             f"--keys={folder}: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler"
@@ -99,31 +86,14 @@ def sampler_keys(folder: str) -> SamplerKeys:
 def read_key_file(path: Path) -> tuple[bytes, bytes | None]:
     """(public, secret or None) in a key file. Raise UserError if it has no keys."""
     try:
-        public, secret = zmq.auth.load_certificate(path)
-        is_valid = len(public) == 40 and (secret is None or len(secret) == 40)
+        return zmq.auth.load_certificate(path)
     except (OSError, ValueError):
-        is_valid = False
-    need(is_valid, f"--keys: {path} is not a file of keys; copy it again, or make new keys")
-    return public, secret
+        raise UserError(
+            f"--keys: {path} is not a file of keys; copy it again, or make new keys"
+        ) from None
 
 
-class KnownKeys:
-    """The callback of ZeroMQ at every handshake: accepts only peers with a known public key."""
-
-    def __init__(self, known: dict[str, str], log, counts):
-        self.known = known
-        self.log = log
-        self.counts = counts
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        text = key.decode("ascii", "replace")
-        if text not in self.known:
-            self.counts["strangers"] += 1
-            self.log.warning("a connection with an unknown public key was refused: %s", text)
-        return text in self.known
-
-
-def secure(context, socket, keys: str, log, counts) -> tuple[ThreadAuthenticator, dict[str, str]]:
+def secure(context, socket, keys: str) -> tuple[ThreadAuthenticator, dict[str, str]]:
     """Encrypt a socket before it is bound, and accept only the samplers that have a public key in
     KEYS/samplers.
 
@@ -139,9 +109,7 @@ def secure(context, socket, keys: str, log, counts) -> tuple[ThreadAuthenticator
         )
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(
-        domain="*", credentials_provider=KnownKeys(known, log, counts)
-    )
+    authenticator.configure_curve(domain="*", location=Path(keys) / "samplers")
     socket.curve_publickey = public
     socket.curve_secretkey = secret
     socket.curve_server = True
@@ -161,7 +129,7 @@ class KeysFlags:
     """Keys for a learner and its samplers"""
 
     samplers: int = 1
-    """Number of samplers, 1 to 4096: OUT/sampler0, OUT/sampler1, ..."""
+    """Number of samplers: OUT/sampler0, OUT/sampler1, ..."""
 
 
 def main(argv: list[str]) -> None:

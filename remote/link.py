@@ -18,8 +18,7 @@ import zmq
 
 from machinery.flags import UserError
 from remote import delta, wire
-from remote.account import Spool, is_of
-from remote.clock import LearnerClock
+from remote.account import Spool, is_of, retain_weights
 from remote.keys import SamplerKeys
 
 BEAT = 2.0  # seconds between two hellos
@@ -70,28 +69,18 @@ class Link(threading.Thread):
         learner holds them only after a checkpoint, and it needs more groups to reach one."""
         return len(self.spool.waiting[stream]) - len(self.lines[stream].got)
 
-    def offset(self, stream: str) -> float:
-        """Seconds by which the clock of this stream's learner is ahead of the own clock."""
-        return self.lines[stream].clock.offset
-
     def close(self) -> None:
         self.stopping = True
         self.join(timeout=5)
 
     def run(self) -> None:
-        before = time.monotonic()
         try:
             while not self.stopping and not self.error:
                 poller = zmq.Poller()
                 for line in self.lines.values():
                     poller.register(line.socket, zmq.POLLIN)
                 poller.poll(10)
-                away = time.monotonic() - before
-                before += away
                 for line in self.lines.values():
-                    if away > self.flags.patience:  # suspended: this is not the learner's silence
-                        line.heard += away
-                        line.tried += away
                     self._turn(line)
         except Exception as e:
             self.error = f"the link failed: {e!r}"
@@ -108,8 +97,8 @@ class Link(threading.Thread):
         if line.silence > self.flags.give_up:
             self.error = (
                 f"no answer from {line.address} for {self.flags.give_up:.0f} s: check that the learner runs, that "
-                "this is its address, and that it knows these keys (--keys). Groups that were handed over stay in "
-                "the spool"
+                "this is its address, that its revision is the same, and that it knows these keys (--keys). Groups "
+                "that were handed over stay in the spool"
             )
 
 
@@ -123,7 +112,6 @@ class Line:
         self.fetcher: Fetcher | None = None  # only on the line that brings weights
         self.socket = None
         self.session = ""  # the learner's session, after its welcome
-        self.clock = LearnerClock()
         self.offered: dict[str, float] = {}  # name -> time of the offer
         self.got: set[str] = set()  # groups that the learner has received completely
         self.sent: tuple[str, bytes] = ("", b"")  # name and bytes of the last group asked for
@@ -179,7 +167,6 @@ class Line:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
 
     # -- the work of a turn
-    # --------------------------------------------------------------------------------------------
 
     def turn(self, now: float) -> None:
         """Receive and send what is due. OSError: no room for the weights."""
@@ -206,9 +193,7 @@ class Line:
     def send_hello(self) -> None:
         spool = self.link.spool
         handed, lost = spool.handed[self.stream], spool.lost[self.stream][:OFFERS]
-        self.send(
-            wire.Hello(self.stream, spool.incarnation, self.session, handed, lost, time.time())
-        )
+        self.send(wire.Hello(self.stream, spool.incarnation, self.session, handed, lost))
 
     def reconnect_if_silent(self, now: float) -> None:
         patience, give_up = self.link.flags.patience, self.link.flags.give_up
@@ -247,7 +232,6 @@ class Line:
                 break
 
     # -- one method for each message
-    # -----------------------------------------------------------------------------------
 
     def handle(self, message: wire.Message, frames: list[zmq.Frame]) -> None:
         self.heard = self.tried = time.monotonic()
@@ -274,8 +258,6 @@ class Line:
                 self.fetcher.on_gone(message.name)
 
     def on_got(self, message: wire.Got) -> None:
-        if message.sent:
-            self.clock.answered(message.sent, message.clock, time.time())
         with self.link.spool.lock:
             waiting = set(self.link.spool.waiting[self.stream])
         for name in waiting.intersection(message.names):
@@ -373,27 +355,17 @@ class Fetcher:
         if offer.of.root == self.root:  # same weights, new version
             path = before.path
         else:
-            part = store / f"{offer.of.root}.part"
-            for other in store.glob("*.part"):
-                if other != part:
-                    other.unlink()
+            part = store / "weights.part"
             if not (yield from self.fetch_deltas(offer, part)):
-                yield from self.fetch_whole(offer, part)
+                with contextlib.closing(wire.FileSink(part, offer.of.nbytes)) as sink:
+                    yield from self.wait_for(wire.Pull(offer.of, sink, self.window))
             path = store / f"v{offer.version:06d}.safetensors"
             os.replace(part, path)
             self.root = offer.of.root
-            for old in store.glob("v*.safetensors"):  # keep these weights and the previous ones
-                if old != path and (before is None or old != before.path):
-                    old.unlink()
+            retain_weights(path, [before.path] if before else [])
         self.link.newest = wire.ReceivedWeights(offer.version, offer.published, path)
         if self.wanted is offer:
             self.wanted = None
-
-    def fetch_whole(self, offer: wire.Offer, part: Path):
-        """Pull the file, or only the leaves that an earlier attempt did not write."""
-        resume = part.is_file() and part.stat().st_size == offer.of.nbytes
-        with contextlib.closing(wire.FileSink(part, offer.of.nbytes, resume)) as sink:
-            yield from self.wait_for(wire.Pull(offer.of, sink, self.window, resume))
 
     def fetch_deltas(self, offer: wire.Offer, part: Path):
         """Rebuild the file from the weights in the store and a chain of deltas. False: there is no

@@ -14,21 +14,18 @@ continues as a new incarnation. Each sampler starts at a different place of the 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import queue
 import re
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import torch
 
 import quant
-from config import Config, DelayFlags, EngineFlags
-from delay import DelayDistribution, check_distribution
+from config import Config, EngineFlags
 from machinery.checkpoint import (
     Published,
     read_config,
@@ -38,6 +35,7 @@ from machinery.checkpoint import (
     write_zeros,
 )
 from machinery.flags import UserError, need, parse_flags, run_command
+from machinery.run import lock_folder
 from machinery.settings import check_engine
 from model.engines import make_engine
 from remote import wire
@@ -46,8 +44,7 @@ from remote.files_link import FilesLink, wait_for_ranks
 from remote.groups import encode_group, name_of
 from remote.keys import SamplerKeys, sampler_keys
 from remote.link import Link
-from rollout import Rollout, request_seed, uniforms
-from sampling import Sampling
+from rollout import Rollout, request_seed
 from source import LocalSource
 from sync import WeightCheck
 from tasks import digest_of, file_of, make_task
@@ -56,7 +53,7 @@ PRINT_EVERY = 10.0  # seconds between two lines on the screen
 
 
 @dataclass(frozen=True)
-class SamplerFlags(EngineFlags, DelayFlags):
+class SamplerFlags(EngineFlags):
     """A sampler for a learner on another machine"""
 
     connect: str = ""
@@ -95,112 +92,89 @@ class SamplerFlags(EngineFlags, DelayFlags):
 def sample(flags: SamplerFlags) -> None:
     """Run until a signal comes. Raise UserError if the learner refuses, or is silent for longer
     than --give_up."""
-    connection = connect(flags, incarnation=int(time.time() * 1000))
+    sampler = connect(flags, incarnation=int(time.time() * 1000))
     try:
-        welcome = first_welcome(connection.link)
-        source = open_source(welcome, flags, connection.folder)
-        RemoteSampler(flags, connection, welcome, source).run()
+        sampler.run()
     finally:
-        connection.link.close()
+        sampler.link.close()
 
 
 class RemoteSampler:
-    """The loop: load the newest weights, sample for the rank with the fewest groups, hand over."""
+    """The loop: load the newest weights, sample for the rank with the fewest groups, hand over.
 
-    def __init__(
-        self,
-        flags: SamplerFlags,
-        connection: Connection,
-        welcome: wire.Welcome,
-        source: SamplerSource,
-    ):
+    spool: of this sampler's streams, one for each rank of the learner. folder: used by this sampler
+    only."""
+
+    def __init__(self, flags: SamplerFlags, link: Link | FilesLink, spool: Spool, folder: Path):
         self.flags = flags
-        self.link = connection.link
-        self.spool = connection.spool
-        self.streams = connection.streams
-        self.welcome = welcome
-        self.source = source
-        self.incarnation = connection.spool.incarnation
-        self.sampled = dict.fromkeys(connection.streams, 0)  # stream -> groups
+        self.link = link
+        self.spool = spool
+        self.folder = folder
+        self.sampled = dict.fromkeys(spool.waiting, 0)  # stream -> groups
+        self.welcome: wire.Welcome | None = None
+        self.source: SamplerSource | None = None  # opened at the first welcome
         self.loaded: wire.ReceivedWeights | None = None
-        self.delays_drawn = 0
-        self.hold_until = 0.0  # time before which no new weights are loaded
-        self.began: float | None = None  # time when the first weights were loaded
         self.printed = time.monotonic()
-        self.busy = 0.0  # seconds spent sampling since `began`
-        self.loading = 0.0  # seconds spent loading weights since `began`
 
     def run(self) -> None:
         """Run the loop until the link has an error; raise it as UserError."""
         while not self.link.error:
-            check_same_run(self.link, self.welcome)
-            if self.began is not None and time.monotonic() - self.printed > PRINT_EVERY:
+            self.read_welcomes()
+            if self.loaded is not None and time.monotonic() - self.printed > PRINT_EVERY:
                 self.print_progress()
-            hungry = [s for s in self.streams if self.link.behind(s) < self.flags.spool_groups]
+            hungry = [s for s in self.sampled if self.link.behind(s) < self.flags.spool_groups]
+            is_ready = self.source is not None and self.link.newest is not None
             # The loop waits only for the first weights, and for a learner that does not keep up.
-            if self.link.newest is None or not hungry or not self.load_newest(self.link.newest):
+            if not is_ready or not hungry or not self.load_newest(self.link.newest):
                 time.sleep(0.02)
                 continue
             # the ranks in turn
             self.sample_for(min(hungry, key=self.sampled.get), self.flags.groups)
         raise UserError(self.link.error)
 
+    def read_welcomes(self) -> None:
+        """Open the source at the first welcome. Raise UserError if the learner has restarted with a
+        different run."""
+        while not self.link.welcome.empty():
+            welcome = self.link.welcome.get()
+            if self.source is None:
+                self.welcome = welcome
+                self.source = open_source(welcome, self.flags, self.folder)
+            need(
+                msgspec.structs.replace(welcome, session=self.welcome.session) == self.welcome,
+                "the learner restarted as a different run: restart this sampler",
+            )
+
     def print_progress(self) -> None:
         self.printed = time.monotonic()
-        awake = self.printed - self.began - self.loading
-        waiting = sum(map(self.link.behind, self.streams))
+        groups, waiting = sum(self.sampled.values()), sum(map(self.link.behind, self.sampled))
         print(
-            f"{sum(self.sampled.values())} groups, version {self.loaded.version}, {waiting} to be fetched, "
-            f"{len(self.spool)} not held, blocked {100 * (1 - self.busy / awake):.2f} % of {awake:.0f} s",
-            flush=True,
+            f"{groups} groups, version {self.loaded.version}, {waiting} to be fetched", flush=True
         )
 
     def load_newest(self, newest: wire.ReceivedWeights) -> bool:
-        """Load these weights if they are not loaded and the delay is over. False: newer weights
-        have replaced the file, and the link will report them."""
-        if newest == self.loaded or time.monotonic() < self.hold_until:
-            return True
-        start = time.monotonic()
-        try:
-            self.source.load_weights(newest)
-        except FileNotFoundError:
-            return False
-        self.loaded = newest
-        self.loading += time.monotonic() - start
-        if self.flags.delay != "none":
-            self.hold_until = time.monotonic() + self.draw_delay()
-        if self.began is None:
-            self.began = time.monotonic()
-            self.loading = 0.0
+        """Load these weights if they are not loaded. False: newer weights have replaced the file,
+        and the link will report them."""
+        if newest != self.loaded:
+            try:
+                self.source.load_weights(newest)
+            except FileNotFoundError:
+                return False
+            self.loaded = newest
         return True
-
-    def draw_delay(self) -> float:
-        """Seconds for which the weights just loaded are used, a pure function of the incarnation
-        and the number of draws."""
-        f = self.flags
-        u = float(uniforms(1, "delay", self.streams[0], self.incarnation, self.delays_drawn)[0])
-        self.delays_drawn += 1
-        return DelayDistribution(f.delay, f.delay_min, f.delay_max).quantile(max(2.0**-53, u))
 
     def sample_for(self, stream: str, n: int) -> None:
         """Sample n groups for one rank and hand them over."""
-        start = time.monotonic()
-        self.source.owner = (stream, self.incarnation)
+        self.source.owner = (stream, self.spool.incarnation)
         first = self.sampled[stream]
         groups = self.source.sample(range(first, first + n))
-        offset = self.link.offset(stream)  # the learner's clock counts the age of a group
-        for group in groups:
-            group.t_start = max(0.0, group.t_start + offset)
-            group.t_end = max(0.0, group.t_end + offset)
-        encoded = [encode_group(group) for group in groups]
-        # All other time belongs to the transport: handing over, waiting, looking.
-        self.busy += time.monotonic() - start
         self.sampled[stream] += n
-        for group, data in zip(groups, encoded, strict=True):
-            self.hand_over(stream, group, data)
+        for group in groups:
+            self.hand_over(stream, group)
 
-    def hand_over(self, stream: str, group: Rollout, data: bytes) -> None:
+    def hand_over(self, stream: str, group: Rollout) -> None:
         """Hand over a group. If the disk is full, the sampler waits and loses nothing."""
+        data = encode_group(group)
         while not self.link.error:
             try:
                 self.spool.hand_over(stream, name_of(group.uid), data)
@@ -210,53 +184,17 @@ class RemoteSampler:
                 time.sleep(1.0)
 
 
-def first_welcome(link: Link | FilesLink) -> wire.Welcome:
-    """Wait for the learner's welcome. Raise the link's error as UserError."""
-    while not link.error:
-        try:
-            return link.welcome.get(timeout=0.05)
-        except queue.Empty:
-            pass
-    raise UserError(link.error)
-
-
-def check_same_run(link: Link | FilesLink, welcome: wire.Welcome) -> None:
-    """Raise UserError if the learner has restarted with a different run."""
-    while not link.welcome.empty():
-        again = link.welcome.get()
-        changed = [
-            k for k in {**welcome.run, **again.run} if welcome.run.get(k) != again.run.get(k)
-        ]
-        if again.setup != welcome.setup:
-            changed.append("model's configuration or tokenizer")
-        if changed:
-            raise UserError(
-                f"the learner restarted and its {', '.join(changed)} changed: restart this sampler"
-            )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The connection: all checks that come before a model is loaded
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Connection(NamedTuple):
-    """streams: this sampler's names, one for each rank of the learner. folder: used by this sampler
-    only."""
-
-    link: Link | FilesLink
-    spool: Spool
-    streams: list[str]
-    folder: Path
-
-
-def connect(flags: SamplerFlags, incarnation: int) -> Connection:
+def connect(flags: SamplerFlags, incarnation: int) -> RemoteSampler:
     """Check the flags, lock the folder, start the link. UserError: a flag is wrong."""
     need(
         flags.connect, "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder"
     )
     name = sampler_name(flags)
-    check_distribution(flags)
     for flag in ("patience", "give_up"):
         need(getattr(flags, flag) > 0, f"--{flag}={getattr(flags, flag)}: must be above 0")
     if flags.groups < 1 or flags.spool_groups < flags.groups:
@@ -276,9 +214,8 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
         streams = streams_of(name, len(addresses))
         folder = sampler_folder(flags, name)
         spool = Spool(folder / "spool", streams, incarnation)
-        return Connection(
-            Link(addresses, streams, flags, spool, folder, keys), spool, streams, folder
-        )
+        link = Link(addresses, streams, flags, spool, folder, keys)
+        return RemoteSampler(flags, link, spool, folder)
     shared = Path(flags.connect)
     need(
         shared.is_dir(),
@@ -287,12 +224,15 @@ def connect(flags: SamplerFlags, incarnation: int) -> Connection:
     folder = sampler_folder(flags, name)
     streams = streams_of(name, wait_for_ranks(shared, flags))
     spool = Spool(shared / "rollouts", streams, incarnation)  # groups here are handed over
-    return Connection(FilesLink(str(shared), streams, flags, spool), spool, streams, folder)
+    return RemoteSampler(flags, FilesLink(str(shared), streams, flags, spool), spool, folder)
 
 
 def streams_of(name: str, ranks: int) -> list[str]:
     """The names of the streams, one for each rank; with one rank, the sampler's name."""
     return [name] if ranks == 1 else [f"{name}.{rank}" for rank in range(ranks)]
+
+
+LOCKS = []  # open until the process ends
 
 
 def sampler_folder(flags: SamplerFlags, name: str) -> Path:
@@ -301,11 +241,16 @@ def sampler_folder(flags: SamplerFlags, name: str) -> Path:
     folder = Path(flags.spool or f"out/samplers/{name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock_folder(folder)
+        lock = lock_folder(folder)
     except OSError as e:
         raise UserError(
             f"--spool={folder}: cannot be written ({e.strerror}); name a different folder"
         ) from None
+    need(
+        lock,
+        f"{folder}: another sampler uses this folder; give this sampler a different --name or --spool",
+    )
+    LOCKS.append(lock)
     return folder
 
 
@@ -314,24 +259,8 @@ def sampler_name(flags: SamplerFlags) -> str:
     name."""
     host = re.sub("[^A-Za-z0-9_-]", "-", os.uname().nodename.partition(".")[0])[:64] or "sampler"
     name = flags.name or (host if flags.keys == "none" else Path(flags.keys).name)
-    if not is_sampler(name):
-        raise UserError(f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _")
+    need(is_sampler(name), f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _")
     return name
-
-
-LOCKS = []  # open until the process ends
-
-
-def lock_folder(folder: Path) -> None:
-    """Lock a folder for this process. Raise UserError if a different sampler uses it."""
-    lock = open(folder / "lock", "w")  # noqa: SIM115 (closing the file would release the lock)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(
-            f"{folder}: another sampler uses this folder; give this sampler a different --name or --spool"
-        ) from None
-    LOCKS.append(lock)
 
 
 def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | None:
@@ -340,9 +269,7 @@ def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | Non
     for address in addresses:
         wire.check_address("connect", address, 1)
     keys = None if flags.keys == "none" else sampler_keys(flags.keys)
-    on_this_host = all(
-        a.startswith(("tcp://127.0.0.1:", "tcp://localhost:", "ipc://")) for a in addresses
-    )
+    on_this_host = all(a.startswith(("tcp://127.0.0.1:", "tcp://localhost:")) for a in addresses)
     if keys is None and not on_this_host:
         raise UserError(
             f"--connect={flags.connect}: a connection over a network needs keys (--keys; `python -m remote.keys OUT "
@@ -354,44 +281,6 @@ def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | Non
 # ---------------------------------------------------------------------------------------------------------------------
 # The engine, the task and the weights, as the learner describes them
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class Description(msgspec.Struct):
-    """The entries of source.describe_run, with their types."""
-
-    config: dict[str, str | int | float | bool | None]
-    model: str
-    topk: int
-    max_allowed: int
-    context: int
-    world: int
-    task_digest: str
-    sampling: dict[str, int | float]
-    probe: list[list[int]]
-    packed: bool
-    stop_ids: list[int]
-
-
-def check_description(run: dict) -> None:
-    """Raise UserError unless this describes a run."""
-    try:
-        msgspec.convert(run, Description)
-        Sampling(**run["sampling"])
-        missing = {
-            "rollout_quant",
-            "quant_group",
-            "seed",
-            "group_size",
-            "task",
-            "max_tokens",
-        } - set(run["config"])
-        wire.need(not missing, f"{', '.join(missing)} missing")
-        wire.need(run["context"] > 0 and min(run["topk"], run["max_allowed"]) >= 0, "sizes below 0")
-    except (msgspec.MsgspecError, TypeError, ValueError) as e:
-        why = wire.printable(e)
-        raise UserError(
-            f"this sampler does not know the learner's kind of run ({why}): use one revision for both"
-        ) from None
 
 
 class SamplerSource(LocalSource):
@@ -434,7 +323,6 @@ class SamplerSource(LocalSource):
 def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> SamplerSource:
     """Engine, task and tokenizer as the learner describes them. UserError: they cannot be made."""
     run, model = welcome.run, folder / "model"
-    check_description(run)
     wire.unpack_setup(welcome.setup, model)
     cfg = configure(run, flags)
     tokenizer = read_tokenizer(model)
@@ -444,8 +332,8 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
     engine = make_engine(
         cfg,
         str(model),
-        run["context"],
-        max(1, run["topk"], run["max_allowed"]),
+        run.context,
+        max(1, run.topk, run.max_allowed),
         "cuda" if torch.cuda.is_available() else "cpu",
         vocabulary,
     )
@@ -456,34 +344,33 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         engine,
         task,
         tokenizer,
-        Sampling(**{**run["sampling"], "seed": cfg.seed}),
+        replace(run.sampling, seed=cfg.seed),
         group_size=cfg.group_size,
-        topk=run["topk"],
-        max_allowed=run["max_allowed"],
-        stop_ids=run["stop_ids"],
-        model=run["model"],
-        check=WeightCheck(read_config(model), run["probe"], fmt, vocabulary)
+        topk=run.topk,
+        max_allowed=run.max_allowed,
+        stop_ids=run.stop_ids,
+        model=run.model,
+        check=WeightCheck(read_config(model), run.probe, fmt, vocabulary)
         if cfg.check_sync
         else None,
         skeleton=skeleton,
-        low_bits=run["packed"],
+        low_bits=run.packed,
         fmt=fmt,
     )
 
 
-def configure(run: dict, flags: SamplerFlags) -> Config:
+def configure(run: wire.Description, flags: SamplerFlags) -> Config:
     """The learner's flags, with this host's engine flags. Raise UserError if they contradict."""
     known = {f.name for f in fields(Config)}
-    cfg = Config(**{k: v for k, v in run["config"].items() if k in known})
+    cfg = Config(**{k: v for k, v in run.config.items() if k in known})
     task = flags.task or (cfg.task if cfg.task.startswith("hf:") else "arith")
     if cfg.task != "arith":
-        check_task(task, cfg.task, run["task_digest"])
-    learner_quant = run["config"]["rollout_quant"]
-    fmt = learner_quant if flags.rollout_quant == "auto" else flags.rollout_quant
-    if run["packed"] and fmt != learner_quant:
-        raise UserError(
-            f"--rollout_quant={fmt}: the learner publishes its weights in {learner_quant}; leave the flag out"
-        )
+        check_task(task, cfg.task, run.task_digest)
+    fmt = cfg.rollout_quant if flags.rollout_quant == "auto" else flags.rollout_quant
+    need(
+        not run.packed or fmt == cfg.rollout_quant,
+        f"--rollout_quant={fmt}: the learner publishes its weights in {cfg.rollout_quant}; leave the flag out",
+    )
     cfg = replace(
         cfg,
         task=task,

@@ -8,7 +8,7 @@ this checkpoint is offered all other groups again. Every group has one fate:
 
     trained      the learner has trained on it
     staleness    sampled by weights that were more than --max_staleness updates old
-    window       made more than --window_seconds ago, by the learner's clock (clock.py)
+    window       made more than --window_seconds ago (hosts synchronize their clocks by NTP)
     no_spread    all of its responses have the same reward (--dynamic_sampling)
     orphan       sampled by weights of a discarded history
     refused      not a group of this run, or has values that no engine can have sampled
@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import logging.handlers
 import secrets
 import sys
 import time
 from collections import Counter, deque
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,6 @@ from machinery.flags import UserError, need
 from model import routing_of
 from remote import wire
 from remote.account import Account, Arrived, split
-from remote.clock import made_at
 from remote.files import FilesHub
 from remote.groups import Limits, decode_group, name_of
 from remote.hub import Hub
@@ -47,8 +46,7 @@ from sampling import Sampling
 from source import has_spread
 
 FATES = ("trained", "staleness", "window", "no_spread", "orphan", "refused", "corrupt", "lost")
-TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "strangers", "faults")
-SUSPENDED = 5.0  # seconds; a longer turn of the waiting loop means that this process was suspended
+TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "faults")
 PRINT_EVERY = 60.0  # seconds between two lines on the screen while the learner waits
 
 # The flags of train.py that a sampler needs: task and prompt flags, and those below.
@@ -87,7 +85,9 @@ def open_remote_source(
     log = open_log(cfg.out, comm.rank)
     if "://" not in cfg.samplers:
         hub = FilesHub(cfg.samplers, welcome, limits, log, comm.rank, comm.size)
+        folder = Path(cfg.samplers) / "models"
     else:
+        folder = Path(cfg.out) / "versions"
         address = address_of_rank(cfg.samplers, comm.rank, comm.size)
         try:
             hub = Hub(address, cfg.keys, welcome, limits, log)
@@ -96,7 +96,7 @@ def open_remote_source(
                 print(f"error: rank {comm.rank}: {e}", file=sys.stderr, flush=True)
             raise
     packed = travels_packed(cfg)
-    store = Store(Path(cfg.out) / "versions", comm, sends_deltas(cfg))
+    store = Store(folder, comm, sends_deltas(cfg))
     return RemoteSource(hub, cfg, limits, Sampling.of(cfg), store, comm, log, run.task, packed)
 
 
@@ -111,22 +111,24 @@ def sends_deltas(cfg: Config) -> bool:
     return "://" in cfg.samplers and (travels_packed(cfg) or cfg.rollout_dtype != "float32")
 
 
-def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int, ranks: int) -> dict:
+def describe_run(
+    cfg: Config, run, model: str, topk: int, max_allowed: int, ranks: int
+) -> wire.Description:
     """Everything that a sampler must know of a run, except the model's files."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
-    return {
-        "config": shared | tasks.prompts.contents(cfg),
-        "model": model,
-        "topk": topk,
-        "max_allowed": max_allowed,
-        "context": run.context,
-        "world": ranks,
-        "task_digest": tasks.digest_of(cfg.task),
-        "sampling": vars(Sampling.of(cfg)),
-        "probe": run.probe_ids().tolist(),
-        "packed": travels_packed(cfg),
-        "stop_ids": run.stop_ids,
-    }
+    return wire.Description(
+        config=shared | tasks.prompts.contents(cfg),
+        model=model,
+        topk=topk,
+        max_allowed=max_allowed,
+        context=run.context,
+        world=ranks,
+        task_digest=tasks.digest_of(cfg.task),
+        sampling=Sampling.of(cfg),
+        probe=run.probe_ids().tolist(),
+        packed=travels_packed(cfg),
+        stop_ids=run.stop_ids,
+    )
 
 
 def address_of_rank(bind: str, rank: int, ranks: int) -> str:
@@ -135,12 +137,8 @@ def address_of_rank(bind: str, rank: int, ranks: int) -> str:
 
     UserError, the same on all ranks: some rank has no address."""
     wire.check_address("samplers", bind, 0)
-    need(
-        bind.startswith("tcp://") or ranks == 1,
-        f"--samplers={bind}: {ranks} ranks need tcp://, where each has a port",
-    )
     port = bind.rpartition(":")[2]
-    if not port.isdigit() or not int(port) or not bind.startswith("tcp://"):
+    if not port.isdigit() or not int(port):
         return bind
     last = int(port) + ranks - 1
     need(
@@ -150,26 +148,11 @@ def address_of_rank(bind: str, rank: int, ranks: int) -> str:
     return f"{bind.removesuffix(port)}{int(port) + rank}"
 
 
-LINES = 20  # most lines of one kind in the log per minute
-LOG_BYTES = 4 << 20  # most bytes of one file of the log; there are three files
+class PrintableFormatter(logging.Formatter):
+    """Formats a line of the log so that it is short and printable."""
 
-
-class FewLines(logging.Filter):
-    """Passes at most LINES lines of a kind per minute, and makes them printable."""
-
-    def __init__(self):
-        super().__init__()
-        self.minute = 0
-        self.count: Counter = Counter()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        minute = int(time.monotonic() // 60)
-        if minute != self.minute:
-            self.minute, self.count = minute, Counter()
-        self.count[record.msg] += 1
-        is_shown = self.count[record.msg] <= LINES
-        record.msg, record.args = wire.printable(record.getMessage(), 500), ()
-        return is_shown
+    def format(self, record: logging.LogRecord) -> str:
+        return wire.printable(super().format(record), 500)
 
 
 def log_path(out: str | Path, rank: int) -> Path:
@@ -181,13 +164,9 @@ def open_log(out: str | Path, rank: int) -> logging.Logger:
     log = logging.getLogger(f"remote.{out}.{rank}")
     if not log.handlers:
         # the first line makes the file, so a refused run has no log
-        path = log_path(out, rank)
-        handler = logging.handlers.RotatingFileHandler(
-            path, maxBytes=LOG_BYTES, backupCount=2, delay=True
-        )
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        handler = logging.FileHandler(log_path(out, rank), delay=True)
+        handler.setFormatter(PrintableFormatter("%(asctime)s %(message)s"))
         log.addHandler(handler)
-        log.addFilter(FewLines())
         log.setLevel(logging.INFO)
         log.propagate = False
     return log
@@ -252,12 +231,11 @@ class RemoteSource:
         return time.time()
 
     # -- weights
-    # -------------------------------------------------------------------------------------------------------
 
     def publish(self, version: int, named_tensors) -> None:
         """Offer new weights to the samplers, every --sync_every updates. Collective."""
         if self.broadcast_at is None:
-            self.hub.open(Account.of(self.taken.state()))
+            self.hub.open(deepcopy(self.taken))
         elif version - self.broadcast_at < self.cfg.sync_every:
             return
         path, self.published[version] = self.store.publish(version, named_tensors)
@@ -265,7 +243,6 @@ class RemoteSource:
         self.hub.broadcast(version, path, self.published[version], change_of(path))
 
     # -- groups
-    # --------------------------------------------------------------------------------------------------------
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups. Waits for them, and prints a line once a minute.
@@ -287,15 +264,11 @@ class RemoteSource:
     def _collect(self, n_groups: int, learner_version: int, stop) -> list[Ready]:
         """Up to n groups to train on: fewer if `stop` fills or `error` is set first."""
         batch: list[Ready] = []
-        before = time.monotonic()
-        last_group = last_print = before
+        last_group = last_print = time.monotonic()
         while len(batch) < n_groups and not stop and not self.error:
             for arrived in self.hub.drain():
                 self.validate(arrived)
             now = time.monotonic()
-            if now - before > SUSPENDED:  # suspended: this is not the samplers' silence
-                last_group += now - before
-            before = now
             so_far = len(batch)
             self._fill(batch, n_groups, learner_version)
             if len(batch) > so_far:
@@ -375,9 +348,7 @@ class RemoteSource:
         name = arrived.name
         group = decode_group(arrived.data, self.limits)
         wire.need(name_of(group.uid) == name, f"{name} holds the group {name_of(group.uid)}")
-        same = dataclasses.replace(group.sampling, seed=0) == dataclasses.replace(
-            self.sampling, seed=0
-        )
+        same = dataclasses.replace(group.sampling, seed=self.sampling.seed) == self.sampling
         wire.need(same, f"{name}: sampled with other settings, {group.sampling}")
         if self.task is not None:
             try:
@@ -412,7 +383,6 @@ class RemoteSource:
         self.hub.report(key, n + 1)
 
     # -- the account
-    # ---------------------------------------------------------------------------------------------------
 
     def account_text(self) -> str:
         """The account so far, as a short text."""
@@ -436,7 +406,7 @@ class RemoteSource:
         return out
 
     def state_dict(self) -> dict:
-        account = Account.of(self.taken.state())
+        account = deepcopy(self.taken)
         for name in self.since:
             account.add(name)
         self.saving = list(self.since)
@@ -465,3 +435,8 @@ class RemoteSource:
 
     def close(self) -> None:
         self.hub.close()
+
+
+def made_at(stamp: float, published: float, arrived: float) -> float:
+    """When a group was made: its stamp by the sampler's clock, clipped to the possible range."""
+    return min(max(stamp, published), arrived)

@@ -8,7 +8,7 @@ name and some bytes. The owner of an object offers it by its manifest, and the r
                a missing or wrong leaf is asked for again
 
 A receiver without room does not ask, so memory is bounded on both ends. An interrupted transfer
-continues from its last good leaf, even after a restart. Nothing is allocated before the manifest's
+continues from its last good leaf. Nothing is allocated before the manifest's
 size is checked, and nothing is unpickled: messages are msgspec structs, groups are safetensors
 (groups.py).
 
@@ -39,6 +39,7 @@ from msgspec import Meta
 
 from machinery import flags
 from machinery.flags import UserError
+from sampling import Sampling
 
 LEAF = 1 << 20  # bytes
 MOST = 16 * LEAF  # most bytes of a frame; ZeroMQ disconnects peers that send more
@@ -186,18 +187,14 @@ class Pull:
     """An object that is being received.
 
     sink: takes slices of the object's bytes, a memoryview or a FileSink. window: of the connection;
-    several pulls may share it. resume: check the bytes in the sink, and ask only for bad leaves."""
+    several pulls may share it."""
 
-    def __init__(self, of: Manifest, sink, window: Window, resume: bool = False):
+    def __init__(self, of: Manifest, sink, window: Window):
         self.of = of
         self.sink = sink
         self.window = window
-        shards = [
-            resume and self._is_good(i, sink[i * LEAF : (i + 1) * LEAF])
-            for i in range(len(of.leaves))
-        ]
         # in reverse order: pop takes the next leaf
-        self.missing = [i for i in reversed(range(len(of.leaves))) if not shards[i]]
+        self.missing = list(reversed(range(len(of.leaves))))
         self.asked: dict[int, int] = {}  # first leaf -> number of leaves
         self.repeated: set[int] = set()  # leaves that were asked for and not answered
         self.corrupt = 0  # number of leaves that arrived and differ from the manifest
@@ -277,12 +274,9 @@ class FileSink:
     It is written by system calls: mapped pages are three times slower, and a full disk would raise
     SIGBUS instead of OSError."""
 
-    def __init__(self, path, nbytes: int, resume: bool = False):
-        self.file = open(path, "r+b" if resume else "w+b", buffering=0)  # noqa: SIM115 (closed by close)
+    def __init__(self, path, nbytes: int):
+        self.file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed by close)
         self.file.truncate(nbytes)
-
-    def __getitem__(self, at: slice) -> bytes:
-        return os.pread(self.file.fileno(), at.stop - at.start, at.start)
 
     def __setitem__(self, at: slice, data) -> None:
         written = os.pwrite(self.file.fileno(), data, at.start)
@@ -311,22 +305,37 @@ class ReceivedWeights(NamedTuple):
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """From a sampler: its name. handed: number of groups handed over by this incarnation; lost:
-    names of groups that it cannot send any more; sent: seconds since the epoch by its clock."""
+    names of groups that it cannot send any more."""
 
     sampler: Text
     incarnation: Number
     session: Text  # the session that the sampler knows, "" at first
     handed: Number = 0
     lost: Texts = []
-    sent: Seconds = 0.0
+
+
+class Description(msgspec.Struct, frozen=True):
+    """Everything that a sampler must know of a run, except the model's files (source.py)."""
+
+    config: dict[str, str | int | float | bool | None]
+    model: str
+    topk: Number
+    max_allowed: Number
+    context: Number
+    world: Annotated[int, Meta(ge=1, le=4096)]  # number of ranks
+    task_digest: str
+    sampling: Sampling
+    probe: list[list[int]]
+    packed: bool
+    stop_ids: list[int]
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """From the learner: the work. setup: configuration and tokenizer files of the model
-    (pack_setup); run: everything else that a sampler must know (made in source.py)."""
+    (pack_setup)."""
 
     session: Text
-    run: dict
+    run: Description
     setup: dict[str, bytes]
 
 
@@ -378,13 +387,10 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
 
 class Got(msgspec.Struct, tag="got", frozen=True):
     """From the learner: these groups have arrived whole and need no new offer in this session. As
-    the answer to a hello: newest is the name of the newest weights, sent the hello's time, and
-    clock the learner's time (clock.py)."""
+    the answer to a hello: newest is the name of the newest weights."""
 
     names: Texts
     newest: Text = ""
-    sent: Seconds = 0.0
-    clock: Seconds = 0.0
 
 
 class Want(msgspec.Struct, tag="want", frozen=True):
@@ -427,13 +433,9 @@ def decode(frame) -> Message:
 def check_address(flag: str, address: str, least: int) -> None:
     """Raise UserError unless this is an address with a TCP port from `least` to 65535; ZeroMQ maps
     99999 to a different port."""
-    known = address.startswith(("tcp://", "ipc://", "inproc://"))
     flags.need(
-        known and address.partition("://")[2],
-        f"--{flag}={address}: not an address; write tcp://HOST:PORT",
+        address.startswith("tcp://"), f"--{flag}={address}: not an address; write tcp://HOST:PORT"
     )
-    if not address.startswith("tcp://"):
-        return
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if least == 0 and port == "*":  # any free port
         return

@@ -134,9 +134,7 @@ FILES = {
     "responses": {"samples.jsonl": json.dumps(RESPONSE) + "\n"},
     # keys
     "keys_learner": keys_of("learner"),
-    "keys_open": keys_of("learner", lambda folder: (folder / "learner.key_secret").chmod(0o644)),
     "keys_cut": keys_of("learner", cut("learner.key_secret", 200)),
-    "keys_sampler_open": keys_of("sampler0", lambda folder: (folder / "sampler0.key_secret").chmod(0o640)),
     "keys_sampler_public": keys_of("sampler0", only_public),
 }
 

@@ -100,7 +100,7 @@ ROWS = [
 --delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
 --delay=weibull --sampler_rate=2 | --sampler_rate=2.0: samplers ... bound their age with --max_staleness or
 --delay=constant --sampler_rate=0.5 --window_seconds=0.9 --step_seconds=1 | --window_seconds=0.9: at ... dropped before
---delay=constant --samplers=x | --delay=constant simulates samplers ... give --delay to each
+--delay=constant --samplers=x | --delay=constant simulates samplers ... leave out one of
 --max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
 --samplers=tcp://*:5555 | --samplers=tcp://*:5555: samplers on other hosts need --keys ... listen on tcp://127.0.0.1:
 --task=fine.jsonl | --model=base:policy knows only --task=arith; give a model's folder for fine.jsonl
@@ -168,8 +168,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 --out=run --overwrite --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a ... add one
 --samplers=tcp://127.0.0.1:99999 | --samplers=tcp://127.0.0.1:99999: a port is a number from 0 to 65535
 --keys=keys_learner --samplers=tcp://203.0.113.1:5555 | --samplers=tcp://203.0.113.1:5555: Cannot ... name a free
---samplers=ipc:///no/such/socket | --samplers=ipc:///no/such/socket: No such file or ... name a free address of this
---samplers=tcp://127.0.0.1:5555 --keys=keys_open | --keys=keys_open: learner.key_secret can be read by other users;
+--samplers=udp://127.0.0.1:5555 --keys=keys_learner | --samplers=udp://127.0.0.1:5555: not an address; write tcp://
 --samplers=tcp://127.0.0.1:5555 --keys=keys_cut | --keys: keys_cut/learner.key_secret is not a file of keys; copy it
         """,
     ),
@@ -233,8 +232,6 @@ run --samples=responses | --samples=responses: prints responses and draws no run
         "-m remote --connect=tcp://127.0.0.1:9 --name=box --rollout=hf",
         r"""
 --keys=/no/such | --keys=/no/such: no learner.key there; ... copy the folder that `python -m remote.keys`
---keys=keys_learner | --keys=keys_learner: the learner's folder; name a sampler's folder, such as sampler0 next to it
---keys=keys_sampler_open | --keys=keys_sampler_open: sampler0.key_secret can be read ... chmod 600 it, or make new
 --keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it again, or make new keys
 --task=/no/such.jsonl | --task=/no/such.jsonl: no such file; copy the learner's file here and name it with --task
 --rollout_quant=int4 | --rollout_quant=int4: not one of auto, none, int8, fp8, w4a16, w3a16, ... did you mean int8?
@@ -249,7 +246,7 @@ train.py --resume --out=run_cut | run_cut/config.json: not valid JSON ... copy i
 train.py --resume --out=run_of_text | run_of_text/config.json: steps = 'many' is not of type int
 train.py --resume --out=run_spoilt | run_spoilt: all checkpoints are damaged; ... start a new run with --overwrite, or
 -m remote.keys | name one new folder: python -m remote.keys keys --samplers=4
--m remote.keys k --samplers=0 | --samplers=0: a number from 1 to 4096
+-m remote.keys k --samplers=0 | --samplers=0: must be at least 1
 -m remote.keys file | file is a file; name a new folder
 -m remote.keys keys_learner | keys_learner is not empty: keys are not overwritten; name a new folder
 -m remote --rollout=hf --name=box --connect=tcp://127.0.0.1:99999 | --connect=tcp://127.0.0.1:99999: a port is a number

@@ -397,8 +397,8 @@ def test_a_run_keeps_its_stop_tokens_to_the_last_checkpoint(folders, solved, tmp
         cfg = settings.parse(argv)
         run = open_run(cfg, Comm())
         described = describe_run(cfg, run, "policy", 0, 0, 1)
-        assert session.open_source(cfg, run, Comm()).stop_ids == described["stop_ids"] == [1, 8, SPARE]
-        assert described["config"]["rollout_dtype"] == cfg.rollout_dtype
+        assert session.open_source(cfg, run, Comm()).stop_ids == described.stop_ids == [1, 8, SPARE]
+        assert described.config["rollout_dtype"] == cfg.rollout_dtype
         train.train(cfg)
     saved = out / "checkpoints" / "step_000002" / "policy" / "generation_config.json"
     assert saved.read_bytes() == (origin / "generation_config.json").read_bytes()
@@ -423,7 +423,7 @@ def test_a_remote_sampler_has_the_learners_stop_tokens_and_reward(folders, tmp_p
     assert "generation_config.json" in setup
     description = describe_run(cfg, run, "policy", 0, 0, 1)
     names = {f.name for kind in (config.TaskFlags, config.PromptFlags) for f in fields(kind)} - texts.keys()
-    assert {name: description["config"].get(name, "-") for name in names} == {x: getattr(cfg, x) for x in names}
+    assert {name: description.config.get(name, "-") for name in names} == {x: getattr(cfg, x) for x in names}
     welcome = wire.Welcome("session", description, setup)
     for name in texts:  # the sampler's host has no such files
         (tmp_path / name).unlink()

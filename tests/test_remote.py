@@ -1,4 +1,4 @@
-"""Remote samplers as real processes: over ZeroMQ and over a folder, killed, stopped; a lossy connection.
+"""Remote samplers as real processes: over ZeroMQ and over a folder, killed; a lossy connection.
 
 After every run the account of groups is complete. A learner has 240 s (test_train.finish); every wait has a limit."""
 
@@ -84,7 +84,8 @@ def assert_account_is_complete(run, spools, ranks=1, most=0.5):
     for rank in range(ranks):
         state = source_state(run, rank)
         account, counts = Account.of(state["account"]), state["counts"]
-        assert sum(map(len, account.values())) == sum(counts.values()) and counts.get("refused", 0) == 0, counts
+        received = sum(seen.upto + len(seen.beyond) for seen in account.values())
+        assert received == sum(counts.values()) and counts.get("refused", 0) == 0, counts
         trained += counts["trained"]
         for key, seen in account.items():
             have.setdefault(key, set()).update(range(seen.upto), seen.beyond)
@@ -119,7 +120,7 @@ def test_over_zmq_with_keys_and_two_samplers_killed_and_started_again(solvers, t
     rows = assert_account_is_complete(tmp_path / "run", spools, most=10)  # two different models
     assert all(r["staleness/max_updates"] <= 3 for r in rows)
     assert "sampler sampler0-a" in (tmp_path / "run" / "remote.log").read_text()
-    assert rows[-1]["remote/received"] > 0 == rows[-1]["remote/strangers"]
+    assert rows[-1]["remote/received"] > 0
 
 
 def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
@@ -158,20 +159,6 @@ def test_a_waiting_learner_stops_at_a_signal_and_gives_up_with_an_error(solvers,
     code, _, err = finish(resumed(tmp_path, "--give_up=2"))
     assert code == 1 and "error: no group to train on for 2 s" in err and "Traceback" not in err
     finishes(resumed(tmp_path, "--give_up=90"), box(address, tmp_path / "box"))
-    assert_account_is_complete(tmp_path / "run", [tmp_path / "box" / "spool"])
-
-
-@pytest.mark.slow
-def test_suspended_for_longer_than_every_timeout(solvers, tmp_path):
-    learner, address = learn(solvers, tmp_path, tcp())
-    sampler = box(address, tmp_path / "box", "--give_up=14")
-    wait_for(tmp_path / "run", 1, learner)
-    # the sampler reports after 3 s and gives up after 14 s
-    for process, seconds in ((sampler, 16), (learner, 12)):
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(seconds)
-        process.send_signal(signal.SIGCONT)
-    finishes(learner, sampler)
     assert_account_is_complete(tmp_path / "run", [tmp_path / "box" / "spool"])
 
 

@@ -3,10 +3,11 @@
 import os
 import threading
 
+import msgspec
 import pytest
 import torch
 from conftest import Held, Stream, tiny_model
-from test_door import RUN
+from test_wire import RUN
 
 import quant
 from learner import Comm
@@ -143,8 +144,8 @@ def publish(folder, model, sync="bfloat16", learners="none"):
     if sync == "bfloat16":
         tensors = {name: x.bfloat16() for name, x in tensors.items()}
     Layout(tensors.items()).write(folder / "v1", tensors.items())
-    run = {**RUN, "config": {**RUN["config"], "rollout_quant": learners}, "packed": sync == "quantized"}
-    run["probe"] = torch.arange(2, 50).reshape(4, 12).tolist()
+    more = dict(packed=sync == "quantized", probe=torch.arange(2, 50).reshape(4, 12).tolist())
+    run = msgspec.structs.replace(RUN, config={**RUN.config, "rollout_quant": learners}, **more)
     welcome = wire.Welcome("session", run, wire.pack_setup(str(folder / "model")))
     return welcome, wire.ReceivedWeights(1, 2.0, folder / "v1")
 

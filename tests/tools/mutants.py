@@ -170,12 +170,11 @@ TESTS = {
         "-k",
         "arrives_once or refuses or bounded or identity or valid_names",
     ],
-    "remote/source.py": ["test_hub.py", "-k", "one_fate or held_after"],
+    "remote/source.py": ["test_hub.py", "-k", "one_fate or held_after or stamps"],
     "remote/weights.py": ["test_weights.py", "-k", "one_copy or restarted"],
-    "remote/link.py": ["test_hub.py", "-k", "starts_again"],
+    "remote/link.py": ["test_hub.py", "-k", "unchanged_weights"],
     "remote/files.py": ["test_door.py", "-k", "welcome"],
     "remote/sampler.py": ["test_weights.py", "-k", "loads_weights or engines_model"],
-    "remote/clock.py": ["test_clock.py"],
     "remote/delta.py": ["test_delta.py"],
     "remote/account.py": ["test_wire.py", "test_hub.py", "-k", "account or spool or arrives_once"],
     "remote/groups.py": ["test_wire.py"],
@@ -832,7 +831,7 @@ MUTANTS = {
     ],
     "remote/keys.py": [
         ('sampler.startswith(f"{owner}-")', "sampler.startswith(owner)"),
-        ("        return text in self.known", "        return True"),
+        ('location=Path(keys) / "samplers"', 'location="*"'),
     ],
     "remote/wire.py": [
         ("need(\n            0 < self.nbytes <= most,", "need(0 < self.nbytes,"),
@@ -865,15 +864,15 @@ MUTANTS = {
         ("        if self.published.get(group.version) != group.t_published:", "        if False:"),
         ("learner_version - group.version > bound:", "learner_version - group.version > bound + 1:"),
         ("made_at(group.t_end, group.t_published, item.when)", "item.when"),
+        ("min(max(stamp, published), arrived)", "max(stamp, published)"),
         ("        self.since = self.since[len(self.saving) :]", "        self.since = []"),
         ("        self.hub.held(self.saving)\n", ""),
     ],
     "remote/files.py": [
-        ("        if not is_current:", "        if False:"),
+        ("                if os.path.lexists(path):", "                if True:"),
     ],
     "remote/link.py": [
         ("        if offer.of.root == self.root:", "        if False:"),
-        ("                if other != part:\n", "                if True:\n"),
     ],
     "remote/sampler.py": [
         ("read_tensors(newest.path)", "list(read_tensors(newest.path))"),
@@ -890,18 +889,13 @@ MUTANTS = {
         ("words[at] += np", "words[at] = np"),
         ("        if change is None or not self.root:", "        if not self.root:"),
     ],
-    "remote/clock.py": [
-        ("clock - (sent + now) / 2))", "clock - sent))"),
-        ("max(self.of_learner) + min(self.of_own)", "min(self.of_learner) + max(self.of_own)"),
-        ("min(max(stamp, published), arrived)", "max(stamp, published)"),
-    ],
     "remote/account.py": [
         ("        return n < self.upto or n in self.beyond", "        return n <= self.upto or n in self.beyond"),
         ("return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None", "return data[32:]"),
-        ("        self.got = Account.of(held.state())", "        self.got = Account()"),
+        ("        self.got = deepcopy(held)", "        self.got = Account()"),
     ],
     "remote/groups.py": [
-        ("        need(math.isfinite(t) and 0 <= t < 1e12,", "        need(True,"),
+        ("    t_end: Seconds", "    t_end: float"),
         ("need((logp[:, 1:] <= logp[:, :-1]).all(),", "need(True,"),
         (
             "inside = x.size == 0 or 0 <= x.min() <= x.max() < limits.vocab",
