@@ -77,7 +77,7 @@ class ObjectiveFlags:
     """Denominator of the surrogate's ratio; group: GEPO's expectation over the group's responses
     (corrections.py)."""
     ref_from: Literal["pass", "loglinear"] = "pass"
-    """p_ref with several updates per batch: pass: a forward pass before the first update;
+    """p_ref. pass: a forward pass before a batch's first update, or the only update's own;
     loglinear: interpolation between p_inf and p_new by age (corrections.py)."""
     advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl"] | None = None
     """Advantage within a group (default grpo)."""
@@ -140,7 +140,7 @@ class ObjectiveFlags:
     kl_estimator: Literal["k2", "k3"] = "k2"
     """Estimator of the KL of --kl_coef (objectives.kl_estimate)."""
     entropy_coef: float = 0.0
-    """Weight of an entropy bonus: nats, of the distribution that the learner scores; 0: off."""
+    """Weight of the entropy (nats) of the distribution that the learner scores; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class ObrsFlags:
     """Z: exact (two models, target ref); bracket, bounded from the top-K; or approx, the paper's
     kappa Z_approx; auto: exact if possible, else bracket."""
     kappa: Literal["auto", "exact"] = "auto"
-    """For --obrs_target=new. auto: kappa of the previous update; exact: kappa of this update, from an
+    """Scale of Z_low for --obrs_target=new. auto: of the last update; exact: of this update, from an
     extra forward pass."""
 
 
@@ -297,7 +297,7 @@ class StalenessFlags:
     delay_samplers: int = 4
     """--delay: number of samplers, each with a separate model version."""
     sampler_rate: float = 1.0
-    """--delay: groups that the samplers make per group that the learner trains on; above 1 groups
+    """--delay: groups that the samplers make per group that the learner trains on; above 1, groups
     queue up."""
     step_seconds: float = 28.125
     """--delay: virtual seconds per update (1800 / 64)."""

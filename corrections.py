@@ -13,8 +13,8 @@ summing.
 
 Each correction is a pure function of tensors and numbers, and a row in CORRECTIONS. To add a
 correction, add a function and a row. Arguments are passed by parameter name: log_r, mask, adv,
-clamp and the like are tensors and numbers of the batch; every other parameter is the flag with
-its name. Defaults of is_cap, rs_low and rs_high are the defaults of the flags. `python
+and the like are the batch's, clamp is --log_ratio_clamp; every other parameter is the flag with
+its name. The flags take the function's defaults of is_cap, rs_low and rs_high. `python
 objectives.py` prints the first paragraph of each docstring. OBRS, Jackpot's correction, is in
 obrs.py."""
 
@@ -213,7 +213,7 @@ def prefix_tis(log_r, mask, is_cap=1.0, is_floor=0.0, clamp=CLAMP):
 
 
 def retrace(log_r, mask, clamp=CLAMP):
-    """weight prod_{s<=t} min(r_s, 1): the traces of Retrace(1), the ratio of token t included."""
+    """weight prod_{s<=t} min(r_s, 1): the traces of Retrace(1), including the ratio of token t."""
     weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)
     return weight, torch.ones_like(weight)
 
@@ -222,8 +222,8 @@ def retrace_seq(log_r, mask, clamp=CLAMP):
     """weight min(R, 1) prod_{s<=t} min(r_s, 1): less than 1 if the token, an earlier token or the
     whole response is less likely under ref than under inf.
 
-    Ours. In results/worth.md, no nonnegative weight that ignores the advantage beats it by two
-    standard errors, of 80 weights compared."""
+    Ours. Of 80 weights in results/worth.md, no nonnegative one that ignores the advantage beats
+    it by two standard errors."""
     weight, keep = retrace(log_r, mask, clamp)
     return weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep
 
@@ -348,7 +348,7 @@ class Correction:
     parameter name (`call`)."""
 
     function: Callable
-    # "token", "sequence": the cap is of r, of R; metrics count ratios beyond it ("": 2 and 4)
+    # "token" or "sequence": cap and bounds are of r or of R; metrics count ratios beyond them
     level: str = ""
     drops: bool = False  # the correction rejects tokens or responses
     counts_drops_as_zero: bool = False  # metrics count a dropped weight as 0
@@ -365,7 +365,7 @@ class Correction:
 
 
 def call(function, cfg: LossFlags, /, **known):
-    """Call `function`; each parameter takes known[name] if present, else the flag cfg.name."""
+    """Call `function`; a parameter takes known[name], else the flag cfg.name, else its default."""
     values = {}
     for name in inspect.signature(function).parameters:
         if name in known:
@@ -484,7 +484,7 @@ def seq_max_kl(mask, support_logp, support_logp_ref):
 
 
 # k2 and k3 estimate KL(inf || ref) and are nonnegative: their default lower bound is 0. Names and
-# defaults are verl's
+# defaults are verl's, except token_m2 (M2PO) and seq_max_kl (TRM)
 REJECTIONS = {
     "token": Rejection(of_token(token_ratio), 0.5, 5.0),
     "sequence": Rejection(seq_ratio, 0.0, 4.0),
@@ -505,7 +505,7 @@ REJECTIONS = {
 
 
 def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
-    """(statistic, lowest, highest) of each statistic in --reject.
+    """(row of REJECTIONS, low, high) of each statistic in --reject.
 
     A single name has the bounds --rs_low and --rs_high. In a list, as in verl, each statistic has
     separate bounds: NAME:LOW:HIGH, or NAME with its default bounds. UserError: a statistic is
@@ -579,7 +579,7 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
 
 
 def batch_rejection(cfg: ObjectiveFlags) -> tuple[Rejection, float] | None:
-    """(statistic, bound of its mean) of the rejection over the whole batch; None without one."""
+    """(row of REJECTIONS, bound of the mean) of the rejection over the batch; None without one."""
     return next(((row, high) for row, _, high in rejections(cfg) if row.of_batch), None)
 
 
@@ -678,7 +678,7 @@ def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
     if not by_response or share >= 0.25:
         return ""
     return (
-        f"--correction={cfg.correction}: the sequence weights have an effective sample size of {share:.2g} of 1 (KL "
+        f"--correction={cfg.correction}: the sequence weights have a relative effective sample size of {share:.2g} (KL "
         f"{logged['rollout_corr/kl']:.2g} a token over {logged['response_length']:.0f} tokens): few responses "
         "determine the update; use token weights (--objective=tis) or OBRS (--objective=jackpot)"
     )
@@ -747,15 +747,15 @@ def check_caps(cfg: ObjectiveFlags) -> None:
     need(cfg.is_cap is None or cfg.is_cap >= 0.01, cap)
     check_has_cap(cfg)
     has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
-    has = "has one" if has_floor else "has none"
+    has = "has a lower bound" if has_floor else "has no lower bound"
     need(
         cfg.is_floor >= 0 and (cfg.is_floor == 0 or (has_floor and cfg.is_floor < cfg.is_cap)),
-        f"--is_floor={cfg.is_floor}: a lower bound of a capped weight, below --is_cap={cfg.is_cap}; "
+        f"--is_floor={cfg.is_floor}: must be at least 0 and below --is_cap={cfg.is_cap}; "
         f"--correction={cfg.correction} {has}",
     )
     need(
         cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
-        f"--is_cap={cfg.is_cap}: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1",
+        f"--is_cap={cfg.is_cap}: tbpo_mismatch clamps to [1/C, C], so C must be above 1",
     )
 
 
@@ -825,8 +825,8 @@ def check_obrs(cfg: Config) -> None:
     need(
         cfg.obrs_z != "exact" or exact_z_known(cfg),
         "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, no "
-        "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, low bits "
-        "aligned, kept sets replayed, --kv_cache_dtype=auto); use bracket",
+        "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
+        "quantization, --keep_sampling_mask=replay, --kv_cache_dtype=auto); use bracket",
     )
     need(
         not (z and new and cfg.loss_denominator == "kept") or cfg.kappa == "exact",

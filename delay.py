@@ -151,7 +151,7 @@ class DelaySource(LocalSource):
                 SimulatedSampler(version, self.delay(i, 0), 1)
                 for i in range(self.cfg.delay_samplers)
             ]
-        # Before old versions are deleted: samplers with delays that ended since the last broadcast
+        # Reload before deleting old versions: samplers whose delays ended since the last broadcast
         # load old versions.
         self.reload(self.now(version))
         needed = self.needed().union(*self.pinned)
@@ -257,7 +257,7 @@ class DelaySource(LocalSource):
     # -- metrics and checkpoints
 
     def metrics(self, summed=Counter) -> dict[str, float]:
-        """LocalSource's metrics, and clock, versions, waiting groups and dropped groups."""
+        """LocalSource's metrics, and waiting time, versions, waiting groups and dropped groups."""
         counts = summed({**self.dropped, "waiting": len(self.tickets)})
         return {
             **super().metrics(summed),

@@ -646,7 +646,7 @@ def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str,
 
 def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
     """The flags with defaults filled in. UserError: a flag of `required` is not set, and the model
-    is not embedded."""
+    is not a toy model."""
     is_custom = cfg.model.strip() and not cfg.model.startswith("base:")
     missing = [
         f"--{flag}={PROPOSED[flag]}"

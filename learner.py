@@ -165,7 +165,7 @@ class Learner:
     def __init__(
         self, policy, actor, cfg: Config, comm: Comm, vocabulary: int | None = None, start=None
     ):
-        """vocabulary: number of valid token ids (model.PolicyAndActor). start: the frozen reference
+        """vocabulary: number of valid token ids (model.PolicyAndActor). start: the frozen starting
         model of --kl_coef, or None."""
         self.cfg = cfg
         self.comm = comm
@@ -669,7 +669,7 @@ def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
     aligned = cfg.learner_quant in ("aligned", cfg.rollout_quant)
     gap = (
         f"on the first rollouts, with the same weights, |p_learner - p_engine| is {found.gap:.3g} on average "
-        f"and rounding explains {limit:.2g}"
+        f"and rounding explains at most {limit:.2g}"
     )
     if not found.gap <= limit:
         if not aligned or cfg.kv_cache_dtype != "auto":

@@ -8,7 +8,7 @@ Read `jackpot` first: it is the whole algorithm (arXiv 2602.06107, Alg. 1). Opti
 rejection sampling (OBRS) keeps a token with probability min(1, p_policy / (lambda p_actor)), and
 reweights the kept ones. PPO updates both models. Distillation keeps the actor close to the policy.
 
-Without --model, two small models learn to add, after supervised steps. --data: JSONL with `problem`
+Without --model, two small models learn to add, after a warm start. --data: JSONL with `problem`
 (or `question`) and `answer`; a response is correct if its last number is the answer's. train.py
 adds vLLM, torchrun and more; both log the same metrics up to rounding (tests/test_mini.py).
 

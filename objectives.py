@@ -135,8 +135,8 @@ def drpo(logp, base, adv, high=12.5, clamp=CLAMP):
     """s A - |A| p_base (s - 1)^2 / (2 high): dppo_tv with a smooth bound. DRPO, arXiv 2606.09821,
     Eq. 8, with --ratio_base=inf.
 
-    Its gradient is s (A - |A| (p_new - p_base) / high) of log p_new: 0 at the bound, and beyond the
-    bound back towards p_base. A probability changes by at most 1, so the paper's 12.5 changes
+    Its gradient in log p_new is s (A - |A| (p_new - p_base) / high): 0 at the bound; beyond the
+    bound it points back to p_base. A probability changes by at most 1, so the paper's 12.5 changes
     weights by at most 8 %."""
     s = token_ratio(logp - base, clamp)
     p = base.exp()
@@ -227,7 +227,7 @@ def kl_estimate(logp, logp_start, estimator: str, clamp=CLAMP):
     """Per-token estimate of KL(p || start), (B, T) nats, with gradient. x = log(p_start / p).
     Schulman.
 
-                            mean of k          gradient of the mean, E[dk]
+                            mean of k          mean of the gradient, E[dk]
         k2 = x^2 / 2        near KL(p||start)  dKL(p || start)
         k3 = e^x - 1 - x    KL(p || start)     dKL(start || p)
 
@@ -286,7 +286,7 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
         no_kappa = controllers.get("kappa") is None
-        # the support also contains the policy's top-K
+        # the ref pass may add the policy's top-K to the support (model.needs_of_ref_pass)
         own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"
         if cfg.obrs_target == "ref" or no_kappa or own_topk:
             passes.add("ref")
@@ -415,7 +415,7 @@ def loss(new, batch, stats: StepStats, cfg: Config):
     """(unreduced loss (B, T) of one model, logs): - keep sg(weight) (surrogate - kl_coef sg(ratio)
     KL) - entropy_coef entropy + cppo_beta KL(new, inf).
 
-    The KL term is multiplied by the same mask, weight and unclipped ratio as the surrogate, so both
+    The KL term has the surrogate's mask, weight and ratio (the ratio without its clip), so both
     weight contexts equally and the KL is an expectation over tokens of p_new. The entropy is a
     property of the whole distribution, not of the sampled token, and has no weight.
 
@@ -603,7 +603,7 @@ def check(cfg: Config) -> None:
     )
     need(
         cfg.tbpo_neg_high > 0,
-        f"--tbpo_neg_high={cfg.tbpo_neg_high}: the band's edges are 1 - clip_low and 1 + this; it must be above 0",
+        f"--tbpo_neg_high={cfg.tbpo_neg_high}: must be above 0; for A < 0 the band ends at 1 + tbpo_neg_high",
     )
     need(
         cfg.cppo_beta >= 0 and cfg.gepo_defence >= 0,
@@ -643,8 +643,8 @@ def check_ratio(cfg: Config) -> None:
     needs_a_pass = cfg.actor != "none" or passes_needed(cfg, {}, 1)
     need(
         cfg.ref_from == "pass" or not needs_a_pass,
-        f"--ref_from={cfg.ref_from}: an actor, OBRS, --normalize_weights, --loss_denominator=kept and a KL in the "
-        "reward need p_ref itself; use pass",
+        f"--ref_from={cfg.ref_from}: an actor, OBRS, --normalize_weights and --loss_denominator=kept "
+        "need p_ref itself; use pass",
     )
     base = f"--ratio_base={cfg.ratio_base}"
     need(
@@ -681,7 +681,10 @@ def catalogue() -> str:
     for name, row in CORRECTIONS.items():
         bounds = "".join(f" --{flag}={value:g}" for flag, value in row.bounds.items())
         lines.append(entry(name, row.function, bounds))
-    lines += ["", "--reject: drops a statistic outside [--rs_low, --rs_high]"]
+    lines += [
+        "",
+        "--reject: drops tokens or responses with a statistic outside [--rs_low, --rs_high]",
+    ]
     lines += [
         f"  {name:17} --rs_low={row.low:g} --rs_high={row.high:g}"
         for name, row in corrections.REJECTIONS.items()

@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
     logp: torch.Tensor  # (B, T)    of the sampled tokens
     support_logp: torch.Tensor | None  # (B, T, S) on the support S
-    # (B, T) sum outside S of min(p_K, p_tgt / lambda), p_K the engine's K-th
+    # (B, T) sum outside S of min(p_K, p_tgt / lambda), p_K the engine's K-th probability
     tail: torch.Tensor | None
     z: torch.Tensor | None  # (B, T)    the exact Z, if both full distributions are known
 
@@ -134,7 +134,7 @@ def token_z(target: Target, support_logp_inf, lam, kappa, how: str) -> Z:
 
     exact    Z over the whole vocabulary (two models, target ref)
     bracket  clip(kappa Z_low, Z_low, Z_high)
-    approx   kappa Z_approx, the paper's sum over top-K(p_inf) and top-K(p_ref). The paper has
+    approx   kappa Z_approx, a sum over top-K(p_inf) and top-K(p_ref). The paper has
              top-K(p_new), the same set before a batch's first update; here the ids are chosen once
              per rollout batch. Not a bound. If the actor is not the sampler, p_inf on top-K(p_ref)
              is unknown and min(p_ref, p_K) is used"""

@@ -4,13 +4,13 @@ A quantized engine samples from a different policy than the learner's. A correct
 adds variance; QaRL (arXiv 2604.07853) removes the difference. The learner keeps high-precision
 master weights W, but its linear layers compute with the engine's low-bit numbers:
 
-    forward     y  = Xq Wq^T   Wq = s_w q_w; int8, fp8: Xq = s_x q_x, the product is taken on q_x, q_w;
+    forward     y  = Xq Wq^T   Wq = s_w q_w; int8, fp8: Xq = s_x q_x, the product uses q_x, q_w;
                                the other formats: Xq = x
     backward    dx = g Wq      straight through the rounding, in high precision;
                 dW = g^T Xq    gradient of the master weights; no gradient through the scales
 
 The engine receives the same q_w and s_w, so each version of the weights is quantized
-once (under FSDP again for each use, with the same result). Embedding, head and
+once (under FSDP once per use, with the same result). Embedding, head and
 the routers of a mixture of experts stay in high precision. Each matrix of each expert is quantized
 separately.
 
@@ -367,7 +367,7 @@ ROUTERS = (
 
 
 def quantized_linears(model) -> dict[str, nn.Linear]:
-    """Linear layers to quantize, by name: all but head, routers and adapters (merged before)."""
+    """Linear layers to quantize, by name: all but head, routers and adapters (merged first)."""
     head = model.get_output_embeddings()
     linears = {
         name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head

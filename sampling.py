@@ -50,12 +50,12 @@ class Sampling:
     @classmethod
     def of(cls, cfg: SamplingFlags) -> Sampling:
         """The settings of the flags."""
-        top_k = max(0, cfg.top_k)  # vLLM writes -1 for all
+        top_k = max(0, cfg.top_k)  # vLLM's -1 also means all
         return cls(cfg.temperature, cfg.top_p, top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
 
     @classmethod
     def of_policy(cls, cfg: SamplingFlags) -> Sampling:
-        """Distribution the learner scores; truncated if --keep_sampling_mask is not off."""
+        """Settings of the learner's distribution; truncated unless --keep_sampling_mask=off."""
         law = cls.of(cfg)
         return (
             replace(law, top_p=1.0, top_k=0, min_p=0.0) if cfg.keep_sampling_mask == "off" else law
@@ -160,7 +160,7 @@ def check(cfg: SamplingFlags) -> None:
     replays = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "replay"
     need(
         not replays or cfg.logprobs_mode == "processed",
-        "--logprobs_mode=raw: raw log-probabilities do not show which tokens were removed, so there are no kept sets "
+        "--logprobs_mode=raw: raw log-probabilities do not show which tokens were removed, so no allowed sets exist "
         "to replay; use processed, or --keep_sampling_mask=off",
     )
 

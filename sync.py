@@ -9,7 +9,7 @@ to the next; the check detects a single changed byte. The checksum of a tensor i
 
     sum over its words w of  w ((K w) >> 29)    modulo 2^64,
 
-with words of 64 bits, or of 32, 16 or 8 if the bytes of a row are no multiple of 8. The checksum
+with words of 64 bits, or of 32, 16 or 8 if a row's bytes are not a multiple of 8. The checksum
 does not depend on the order of the words or on zero words. So fused (q, k and v in one),
 sharded, transposed and padded tensors can be compared without restoring their layout. If a kernel
 repacks its weights, the checksum is taken before repacking (model/in_vllm.py).
@@ -48,7 +48,7 @@ K = 0x1E3779B97F4A7C15  # odd
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # words per step: a CPU's cache, 128 MiB of a GPU
 LIMIT = 5.0  # tolerance, in multiples of the noise floor
 SAMPLED = 8  # tokens sampled after each prompt
-# relative rounding error of the KV cache by format; the default is for fp8
+# relative rounding error of the KV cache by format; other formats (fp8): 2^-4
 CACHE_ERROR = {
     "auto": 0.0,
     "int8": 2.0**-7,
@@ -296,7 +296,7 @@ class WeightCheck:
         if unread:
             print(
                 f"weight sync: the bytes of {len(unread)} tensors, such as {unread[0]}, cannot be read back from "
-                "this engine; their loading was checked once, by the log-probabilities of different weights",
+                "this engine; their loading was checked once, by comparing log-probabilities",
                 file=sys.stderr,
             )
 

@@ -583,7 +583,7 @@ def verdict(x: dict, about: dict) -> list[str]:
     }
     return [
         f"a token takes {tokens[0]:.3g} ms with the sampler and {tokens[1]:.3g} ms with the policy",
-        f"on-policy responses per second: {x['worth'] / ours:.3g} from the sampler, {1 / theirs:.3g} from the policy",
+        f"on-policy equivalents per second: {x['worth'] / ours:.3g} from the sampler, {1 / theirs:.3g} from the policy",
         f"{sentences[pays(x['worth'], x['worth_se'], about['price'])]}, by a factor of {factor:.2f} +- {error:.2f}",
     ]
 
@@ -650,7 +650,7 @@ def table(results: dict) -> str:
         f"sampler: {about['sampler/length']:.1f} tokens, reward {about['sampler/reward']:.3f}, "
         f"KL(inf || ref) {about['kl']:.4f} a token; on-policy: {about['on_policy/length']:.1f} tokens, reward "
         f"{about['on_policy/reward']:.3f}; {about['seconds']:.0f} s",
-        "|g|^2 by halves of the on-policy batches: {:.2f} and {:.2f} of that over all batches".format(
+        "|g|^2 from each half of the on-policy batches: {:.2f} and {:.2f} of the |g|^2 from all".format(
             *about["halves"]
         ),
     ]

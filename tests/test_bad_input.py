@@ -67,7 +67,7 @@ ROWS = [
 --obrs_lambda=1.4 --obrs_accept_rate=0.9 | --obrs_lambda=1.4: --obrs_accept_rate=0.9 ... leave out one of the two flags
 --distill_lambda=200 --distill_kl_target=0.1 | --distill_lambda=200.0: --distill_kl_target starts from it
 --objective=icepop --normalize_weights --loss_denominator=kept | --loss_denominator=kept: --normalize_weights already
---tbpo_neg_high=0 | --tbpo_neg_high=0.0: the band's edges are 1 - clip_low and 1 + this; it must be above 0
+--tbpo_neg_high=0 | --tbpo_neg_high=0.0: must be above 0; for A < 0 the band ends at 1 + tbpo_neg_high
 --give_up=0 | --give_up=0.0: must be above 0
 --lora_rank=4 --learner_quant=int8 | --lora_rank=4: --learner_quant=int8 computes on low-bit ... leave one of the two
 --rollout=vllm --rollout_memory=1e6 | --rollout_memory=1000000.0: ... a number of GiB, ... lower it
@@ -75,7 +75,7 @@ ROWS = [
 --arith=total=500,operand=40 | --arith: total=500: must be below 200 and no less than operand=40
 --lr=1.5 | --lr=1.5: must be at most 1; 1e-6 is usual
 --objective=jackpot --is_cap=3 | --is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1
---objective=tbpo --is_cap=1 | --is_cap=1.0: tbpo_mismatch caps two-sided to [1/C, C], so C must be above 1
+--objective=tbpo --is_cap=1 | --is_cap=1.0: tbpo_mismatch clamps to [1/C, C], so C must be above 1
 --dual_clip=3 --clip=False | --dual_clip=3.0: needs a value above 1 (3 is ... ue and --surrogate=ppo or gspo
 --objective=reinforce --ratio_base=inf | --ratio_base=inf: --surrogate=reinforce has no ratio; use --surrogate=ppo
 --kappa=exact | --kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass
@@ -89,7 +89,7 @@ ROWS = [
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or name the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... --reject=geo:LOW:HIGH, or use --reject=none
 --objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: no statistic ... name a statistic with --reject=token,
---objective=tis --is_floor=2 | --is_floor=2.0: a lower bound of a capped weight, below ... --correction=tis has one
+--objective=tis --is_floor=2 | --is_floor=2.0: must be at least 0 and below ... --correction=tis has a lower bound
 --objective=grpo --reject=token --reject_of=positive | --reject_of=positive: ... all, negative
 --obrs_z=exact --actor=none | --obrs_z=exact: p_inf over the whole vocabulary is known only with an ... use bracket
 --loss_denominator=kept --obrs_target=new | --loss_denominator=kept with ... the update: add --kappa=exact

@@ -403,7 +403,7 @@ def test_a_verdict():
     about |= {"sampler/length": 20, "on_policy/length": 25}
     assert worth.verdict({"worth": 0.8, "worth_se": 0.1}, about) == [
         "a token takes 1 ms with the sampler and 2 ms with the policy",
-        "on-policy responses per second: 40 from the sampler, 20 from the policy",
+        "on-policy equivalents per second: 40 from the sampler, 20 from the policy",
         "this sampler is worth its cost, by a factor of 2.00 +- 0.25",
     ]
     assert [worth.pays(w, 0.1, 0.6) for w in (0.9, 0.75, 0.45, 0.3)] == ["yes", "open", "open", "no"]
