@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from config import Config, ObjectiveFlags, SamplingFlags
-from machinery.flags import UserError
+from config import Config, ObjectiveFlags
+from machinery.flags import need
 from rollout import Response, Rollout, uniforms
 from sampling import Sampling
 
@@ -48,22 +48,19 @@ class Batch:
     p_kth: torch.Tensor
     # (B, S, layers, k) int16: experts of each token that the engine processed, else -1
     routed: torch.Tensor | None = None
-    allowed: list | None = (
-        None  # B pairs (offsets, ids): the tokens that truncated sampling allowed
-    )
+    # B pairs (offsets, ids): the tokens that truncated sampling allowed
+    allowed: list | None = None
     # ref columns: results of the ref pass before the updates on this rollout batch (names of
     # model.TokenStats + "_ref")
     logp_ref: torch.Tensor | None = None  # (B, T)
     support_logp_ref: torch.Tensor | None = None  # (B, T, ...) policy on the support
-    tail_ref: torch.Tensor | None = (
-        None  # (B, T)    sum outside the support of min(p_K, p_ref / lambda)
-    )
+    # (B, T)    sum outside the support of min(p_K, p_ref / lambda)
+    tail_ref: torch.Tensor | None = None
     actor_logp_ref: torch.Tensor | None = None  # (B, T)
     z_ref: torch.Tensor | None = None  # (B, T)    exact Z over the vocabulary (two models)
     kl_ref: torch.Tensor | None = None  # (B, T)    KL(p_ref || p_actor), whole vocabulary
-    kl_after_ref: torch.Tensor | None = (
-        None  # (B, T)    KL(p_ref || distribution of the accepted tokens)
-    )
+    # (B, T)    KL(p_ref || distribution of the accepted tokens)
+    kl_after_ref: torch.Tensor | None = None
     # (B, T)    log-probability under the frozen model that the run started from
     logp_start: torch.Tensor | None = None
 
@@ -78,10 +75,8 @@ class Batch:
     @property
     def exists(self) -> torch.Tensor:
         """(B, T) bool: response tokens, with or without gradient; False on padding."""
-        return (
-            torch.arange(self.tokens.shape[1], device=self.length.device)[None]
-            < self.length[:, None]
-        )
+        place = torch.arange(self.tokens.shape[1], device=self.length.device)
+        return place[None] < self.length[:, None]
 
     def select(self, rows) -> Batch:
         """A batch of these rows, trimmed to the longest row."""
@@ -109,17 +104,8 @@ class Batch:
         }
 
 
-PER_RESPONSE = {
-    "prompt_len",
-    "length",
-    "group",
-    "reward",
-    "cut",
-    "spread",
-    "adv",
-    "sampling",
-    "staleness",
-}
+PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "spread", "adv"}
+PER_RESPONSE |= {"sampling", "staleness"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,11 +142,6 @@ def maxrl(reward):
 ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo, "maxrl": maxrl}
 
 
-def advantage_of(reward, cfg: ObjectiveFlags):
-    """The advantages of `--advantage`."""
-    return ADVANTAGES[cfg.advantage](reward)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Padding
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,14 +150,14 @@ def advantage_of(reward, cfg: ObjectiveFlags):
 def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0.0) -> Batch:
     """Pad whole groups into one batch, with advantages, mask uniforms and the groups' ref columns.
 
-    version, now: the learner's version and clock, to compute staleness. UserError:
-    --keep_sampling_mask=replay, and a group has no recorded allowed sets."""
+    version, now: the learner's version and clock, to compute staleness. UserError: a group has no
+    recorded allowed sets or experts to replay."""
     pairs = [(g, r) for g in groups for r in g.responses]
     responses = [r for _, r in pairs]
     T = max(1, *(len(r.tokens) for r in responses))
     K = responses[0].topk_ids.shape[1]
     rewards = [torch.tensor([r.reward for r in g.responses]) for g in groups]
-    advantages = [advantage_of(reward, cfg) for reward in rewards]
+    advantages = [ADVANTAGES[cfg.advantage](reward) for reward in rewards]
     draws = [
         uniforms(len(r.tokens), "mask", cfg.seed, g.uid, i)
         for g in groups
@@ -187,6 +168,15 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
     ]
     age = [[version - g.version, max(0.0, now - g.t_published)] for g, _ in pairs]
     ids = pad([np.concatenate([g.prompt_ids, r.tokens]) for g, r in pairs], dtype=np.int64)
+    routed = allowed = None
+    if cfg.router_replay:
+        fix = "sample with --rollout=hf, or leave the flag out"
+        need_column(pairs, "routed", "--router_replay", "expert choices", fix)
+        routed = pad([r.routed for r in responses], ids.shape[1], fill=-1, dtype=np.int16)
+    if cfg.keep_sampling_mask == "replay" and any(g.sampling.truncates for g in groups):
+        fix = "record them, or choose recompute or off"
+        need_column(pairs, "allowed_ids", "--keep_sampling_mask=replay", "allowed sets", fix)
+        allowed = [(r.allowed_offsets, r.allowed_ids) for r in responses]
     batch = Batch(
         ids=ids,
         prompt_len=torch.tensor([len(g.prompt_ids) for g, _ in pairs]),
@@ -207,8 +197,8 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
         ),
         support_logp=pad([support_logp(r) for r in responses], T, fill=-np.inf),
         p_kth=pad(kth, T),
-        routed=routed(pairs, ids.shape[1]) if cfg.router_replay else None,
-        allowed=allowed_sets(pairs, cfg),
+        routed=routed,
+        allowed=allowed,
     )
     for name in groups[0].ref:
         columns = [column for g in groups for column in g.ref[name]]
@@ -256,29 +246,13 @@ def support_logp(r) -> np.ndarray:
     return np.column_stack([np.where(listed, -np.inf, r.logp_inf), r.topk_logp])
 
 
-def allowed_sets(pairs, cfg: SamplingFlags) -> list | None:
-    """(offsets, ids) of the allowed tokens of each response, to replay; None without replay."""
-    if cfg.keep_sampling_mask != "replay" or not any(g.sampling.truncates for g, _ in pairs):
-        return None
-    missing = next((g for g, r in pairs if r.allowed_ids is None), None)
-    if missing is not None:
-        raise UserError(
-            f"--keep_sampling_mask=replay: group {missing.uid} has no allowed sets (sampled by {missing.model} without "
-            "them); record them, or choose recompute or off"
+def need_column(pairs, column: str, flag: str, what: str, fix: str) -> None:
+    """Raise UserError if any response lacks a column that a flag needs."""
+    for g, r in pairs:
+        need(
+            getattr(r, column) is not None,
+            f"{flag}: group {g.uid} has no {what} (sampled by {g.model} without them); {fix}",
         )
-    return [(r.allowed_offsets, r.allowed_ids) for _, r in pairs]
-
-
-def routed(pairs, S: int) -> torch.Tensor:
-    """The experts that the engine chose, (B, S, layers, k) int16; -1 for the last token, which the
-    engine does not process, and for padding."""
-    missing = next((g for g, r in pairs if r.routed is None), None)
-    if missing is not None:
-        raise UserError(
-            f"--router_replay: group {missing.uid} has no expert choices (sampled by {missing.model} without them); "
-            "sample with --rollout=hf, or leave the flag out"
-        )
-    return pad([r.routed for _, r in pairs], S, fill=-1, dtype=np.int16)
 
 
 def scored_with(sampling, keep_sampling_mask: str) -> list[float]:

@@ -76,9 +76,6 @@ class ObjectiveFlags:
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
     """Denominator of the surrogate's ratio; group: GEPO's expectation over the group's responses
     (corrections.py)."""
-    ref_from: Literal["pass", "loglinear"] = "pass"
-    """p_ref. pass: a forward pass before a batch's first update, or the only update's own;
-    loglinear: interpolation between p_inf and p_new by age (corrections.py)."""
     advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl"] | None = None
     """Advantage within a group (default grpo)."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None

@@ -105,17 +105,6 @@ def seq_min(x, mask):
     return x.masked_fill(~mask, math.inf).amin(1, keepdim=True)
 
 
-def loglinear_ref(logp_new, logp_inf, age):
-    """Estimate of log p_ref without a ref pass, (B, T): log p_inf + a (log p_new - log p_inf),
-    a = (d - 1) / d.
-
-    age d, (B, 1): age of the sampling weights in updates. The estimate is of the policy one update
-    ago. At d = 0, a = 1 and p_ref is p_new; AReaL's `loglinear` has a = 0 at d = 0."""
-    age = age.to(logp_inf)
-    a = torch.where(age >= 1, (age - 1) / age.clamp_min(1), 1.0)
-    return logp_inf + a * (logp_new - logp_inf)
-
-
 def inside(x, low, high):
     """1 where low <= x <= high, else 0."""
     return ((x >= low) & (x <= high)).to(x.dtype)
@@ -378,15 +367,15 @@ def call(function, cfg: LossFlags, /, **known):
 def obrs_correction(new, batch, stats, cfg: LossFlags):
     """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept with probability a (obrs.py).
     Jackpot."""
-    target = obrs.target_of(new, batch, cfg.obrs_target)
-    z = obrs.token_z(target, batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z)
+    logp_tgt, *sums = obrs.target_of(new, batch, cfg.obrs_target)
+    logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
     # p_ref / p_tgt is needed only if the surrogate has the ratio p_new / p_ref
     moves = cfg.obrs_target == "new" and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"
     weight, keep, accept = obrs.correction(
-        target.logp,
+        logp_tgt,
         batch.logp_inf,
         batch.logp_ref if moves else None,
-        z.used,
+        logs["z"],
         batch.mask_uniforms,
         lam=stats.lam,
         c1=cfg.obrs_c1,
@@ -395,17 +384,16 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
         mode=cfg.obrs_mode,
         clamp=cfg.log_ratio_clamp,
     )
-    return weight, keep, obrs.obrs_logs(accept, z)
+    return weight, keep, {"accept": accept, **logs}
 
 
 def z_tis_correction(new, batch, stats, cfg: LossFlags):
     """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for OBRS's mask."""
-    z = obrs.token_z(
-        obrs.target_of(new, batch, "ref"), batch.support_logp, stats.lam, stats.kappa, cfg.obrs_z
-    )
-    weight, keep = z_tis(batch.log_r, z.used, cfg.obrs_c1, cfg.log_ratio_clamp)
+    _, *sums = obrs.target_of(new, batch, "ref")
+    logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
+    weight, keep = z_tis(batch.log_r, logs["z"], cfg.obrs_c1, cfg.log_ratio_clamp)
     accept = obrs.acceptance(batch.logp_ref, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
-    return weight, keep, obrs.obrs_logs(accept, z)
+    return weight, keep, {"accept": accept, **logs}
 
 
 CORRECTIONS = {
@@ -596,8 +584,7 @@ def can_drop(cfg: ObjectiveFlags) -> bool:
 def sees_new(cfg: LossFlags) -> bool:
     """Whether weights or masks depend on p_new, so that they are unknown before the update."""
     z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
-    of_new = cfg.correction_target == "new" or cfg.ref_from == "loglinear"
-    return cfg.correction == "tis_adjusted" or of_new or z_new
+    return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new
 
 
 def mean_weight(batch, comm, stats, cfg: LossFlags, fresh) -> float:
@@ -648,21 +635,15 @@ def default_bounds(cfg: ObjectiveFlags) -> dict:
 
 
 def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
-    """The preset's values, minus bounds that belong to a component overridden on the command line.
-
-    axes: the preset; components: correction, rejection, surrogate."""
-    rows = {
-        "correction": CORRECTIONS.get(axes.get("correction")),
-        "reject": REJECTIONS.get(axes.get("reject")),
-    }
-    axes_of_rows = {axis: set(row.bounds) if row else set() for axis, row in rows.items()}
-    axes_of_rows["surrogate"] = {"clip_low", "clip_high"}
+    """The preset's values, minus bounds of a correction, rejection or surrogate that another flag
+    overrides. axes: the preset."""
+    other = {name for name in axes if getattr(cfg, name) not in (None, axes[name])}
+    gone = {"clip_low", "clip_high"} if "surrogate" in other else set()
+    for axis, rows in (("correction", CORRECTIONS), ("reject", REJECTIONS)):
+        if axis in other and axes[axis] in rows:
+            gone |= set(rows[axes[axis]].bounds)
     if cfg.reject == "none":
-        axes_of_rows["reject"].add("reject_of")
-    gone = set()
-    for axis, names in axes_of_rows.items():
-        if getattr(cfg, axis) not in (None, axes.get(axis)):
-            gone |= names
+        gone.add("reject_of")
     return {name: value for name, value in axes.items() if name not in gone}
 
 
@@ -713,10 +694,7 @@ def check_target(cfg: LossFlags) -> None:
         "--correction_target=new: weights p_new / p_inf replace the ratio; use --surrogate=reinforce or "
         f"--ratio_base=new, not {cfg.ratio_base}",
     )
-    within = (
-        f"--correction={cfg.correction}" if cfg.ref_from == "pass" else f"--ref_from={cfg.ref_from}"
-    )
-    within = "--correction_target=new" if of_new else within
+    within = "--correction_target=new" if of_new else f"--correction={cfg.correction}"
     late = cfg.correction not in USES_Z and sees_new(cfg)  # check_obrs reports on OBRS
     need(
         not late or cfg.loss_denominator != "kept" or not can_drop(cfg),
@@ -790,9 +768,8 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
         f"--reject={', '.join(REJECTIONS)} (in a list each statistic has separate bounds, token:0.5:5)",
     )
     need(
-        batch_rejection(cfg) is None or (cfg.correction_target == "ref" and cfg.ref_from == "pass"),
-        f"--reject={cfg.reject}: token_m2 needs all ratios before the update starts; use --correction_target=ref and "
-        "--ref_from=pass",
+        batch_rejection(cfg) is None or cfg.correction_target == "ref",
+        f"--reject={cfg.reject}: token_m2 needs all ratios before the update starts; use --correction_target=ref",
     )
     need(
         cfg.reject_of == "all" or cfg.reject != "none",

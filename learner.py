@@ -326,7 +326,7 @@ class Learner:
                 if rows is None:
                     continue
                 total += loss.detach().double()
-                new, batch_ref = new.detach(), objectives.with_ref(new, micro, cfg)
+                new, batch_ref = new.detach(), objectives.with_ref(new, micro)
                 with torch.no_grad():
                     observe(sums, new, batch_ref, stats, logs, cfg)
         self.models.end_replay()

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import textwrap
 
 import corrections
 from config import LossFlags
-from machinery.flags import need, run_command
+from machinery.flags import print_page, run_command
 from machinery.measure import Derived, Max, Mean, Means, Quantile, Sums, View, k3, repetition
 from model import FLOOR
 from sampling import Sampling
 
-BUCKETS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 RARE = [1e-3, 1e-1, 1.0]
 
 
@@ -46,21 +44,6 @@ def weighted(v):
 def tokens_where(condition):
     """Tokens for which condition(view) is true."""
     return lambda v: v.tokens & condition(v)
-
-
-def by_length(name, formula, meaning) -> list[Mean]:
-    """One row per bucket of response lengths: up to 16 tokens, 17 to 32, 33 to 64, ..."""
-    return [Mean(f"{name}/{n}", shorter_than(n), formula, meaning) for n in BUCKETS]
-
-
-def shorter_than(n):
-    """Responses with lengths in bucket n: at most n tokens, and above the next smaller bucket."""
-    low = 0 if n == BUCKETS[0] else n // 2
-    return lambda v: v.responses & (v.n > low) & (v.n <= n)
-
-
-def low_weight(v):
-    return 1.0 / v.C_seq > v.R
 
 
 def rare(low, high):
@@ -228,15 +211,9 @@ WEIGHTS = [
     Mean(
         "rollout_corr/low_weight_fraction",
         responses,
-        low_weight,
+        lambda v: 1.0 / v.C_seq > v.R,
         "share of responses with R < 1/C; C = --is_cap of a sequence weight, else 4",
     ),
-    *by_length(
-        "rollout_corr/seq_weight",
-        lambda v: v.R,
-        "mean R of responses of N/2 < length <= N tokens (16: up to 16)",
-    ),
-    *by_length("rollout_corr/low_weight", low_weight, "low_weight_fraction of the same responses"),
     Mean("_keep", tokens, lambda v: v.keep),
     Derived(
         "rollout_corr/rollout_rs_masked_fraction",
@@ -292,12 +269,6 @@ REWARDS = [
         lambda v: (v.n == 1) & ~v.batch.cut,
         "share of responses that are only an end token",
     ),
-    Mean(
-        "entropy_of_cut",
-        lambda v: v.tokens & v.batch.cut[:, None],
-        lambda v: v.new.entropy,
-        "entropy of the policy in truncated responses, nats",
-    ),
     Mean("advantage_abs", responses, lambda v: v.adv[:, 0].abs(), "mean |A| over responses"),
     Mean(
         "weighted_advantage",
@@ -331,17 +302,7 @@ REWARDS = [
         lambda v: v.batch.staleness[:, 0],
         "largest age of the sampling weights, in updates",
     ),
-    Max(
-        "staleness/max_seconds",
-        responses,
-        lambda v: v.batch.staleness[:, 1],
-        "largest age of the sampling weights, in seconds",
-    ),
 ]
-
-
-def knows_start(v) -> bool:
-    return v.batch.logp_start is not None
 
 
 RATIO_OUT = (
@@ -376,25 +337,12 @@ UPDATE = [
         "ppo_kl with each token weighted by min(r, C): the estimate under ref",
     ),
     Mean(
-        "ppo_k3_kl",
-        tokens,
-        lambda v: k3(v.new.logp - v.ref, v.clamp),
-        "mean(p_new / p_ref - 1 - log(p_new / p_ref)): never negative, but equally biased",
-    ),
-    Mean(
         "start_kl",
         tokens,
         lambda v: v.new.logp - v.batch.logp_start,
         "mean(log p_new - log p_start), k1: drift from the run's start model, with --kl_coef; it estimates KL(new || "
         "start) if the samples are from the policy",
-        knows_start,
-    ),
-    Mean(
-        "start_k3_kl",
-        tokens,
-        lambda v: k3(v.batch.logp_start - v.new.logp, v.clamp),
-        "mean(p_start / p_new - 1 - log(p_start / p_new)): the same, never negative",
-        knows_start,
+        when=lambda v: v.batch.logp_start is not None,
     ),
     Mean(
         "cppo_kl",
@@ -428,10 +376,6 @@ UPDATE = [
 ]
 
 
-def bracketed(m) -> bool:
-    return "obrs/z_low" in m
-
-
 def summed(m) -> str | None:
     """Name of the sum over the support that kappa scales, Z_low or Z_approx; None if Z is exact."""
     return next((name for name in ("obrs/z_low", "obrs/z_approx") if name in m), None)
@@ -458,28 +402,10 @@ OBRS = [
         tokens,
         lambda v: v.batch.z_ref,
         "Z over the whole vocabulary (two models)",
-        when=lambda v: v.has_z and v.cfg.obrs_target == "ref" and v.batch.z_ref is not None,
+        when=lambda v: v.to_ref and v.batch.z_ref is not None,
     ),
     Derived("obrs/lambda", lambda m: m["_lam"], "lambda as used", when=lambda m: "obrs/z" in m),
     Derived("obrs/kappa", lambda m: m["_kappa"], "scale of Z_low or Z_approx", summed),
-    Derived(
-        "obrs/z_low_over_z_used",
-        lambda m: m["obrs/z_low"] / max(m["obrs/z"], 1e-30),
-        "Z_low / Z as used",
-        bracketed,
-    ),
-    Derived(
-        "obrs/z_low_over_z",
-        lambda m: m["obrs/z_low"] / max(m["obrs/z_exact"], 1e-30),
-        "Z_low / Z, if the exact Z is known",
-        when=lambda m: bracketed(m) and "obrs/z_exact" in m,
-    ),
-    Derived(
-        "obrs/bracket_width",
-        lambda m: m["obrs/z_high"] - m["obrs/z_low"],
-        "Z_high - Z_low",
-        bracketed,
-    ),
     Derived(
         "z_sum",
         lambda m: m.sum(summed(m)),
@@ -498,10 +424,7 @@ OBRS = [
         lambda v: v.batch.kl_ref,
         "KL(p_tgt || p_inf) over the vocabulary, if the learner knows both",
         when=lambda v: (
-            v.has_z
-            and v.cfg.obrs_target == "ref"
-            and v.batch.kl_ref is not None
-            and corrections.actor_is_sampler(v.cfg)
+            v.to_ref and v.batch.kl_ref is not None and corrections.actor_is_sampler(v.cfg)
         ),
     ),
     Mean(
@@ -509,21 +432,7 @@ OBRS = [
         tokens,
         lambda v: v.batch.kl_after_ref,
         "KL(p_tgt || distribution of the accepted tokens) over the vocabulary, if the learner knows both",
-        when=lambda v: v.sees_both,
-    ),
-    Mean(
-        "obrs/kl_before_partial",
-        tokens,
-        View.kl_before_partial,
-        "kl_before, only over the support",
-        View.sees_part,
-    ),
-    Mean(
-        "obrs/kl_after_partial",
-        tokens,
-        View.kl_after_partial,
-        "kl_after, only over the support",
-        View.sees_part,
+        when=lambda v: v.to_ref and v.batch.kl_after_ref is not None,
     ),
 ]
 
@@ -630,7 +539,7 @@ ELSEWHERE = {
 def observe(sums: Sums, new, batch, stats, logs, cfg: LossFlags) -> None:
     """Add one micro-batch. new: TokenStats, detached; batch: with ref columns; logs: from
     objectives.joint_loss."""
-    view = View(new, batch, stats, logs, cfg)
+    view = View(new, batch, logs, cfg)
     for row in ROWS:
         if isinstance(row, Quantile):
             sums.keep(row.name, row.formula(view), row.over(view), row.q)
@@ -648,9 +557,9 @@ def observe(sums: Sums, new, batch, stats, logs, cfg: LossFlags) -> None:
 
 
 def derive(m: Means) -> dict[str, float]:
-    """The logged metrics: means, maxima and `Derived` rows. Metrics in BUCKETED are omitted if the
-    batch has no token or response in their domain."""
-    empty = {name for name in m.pairs if name.startswith(BUCKETED) and m.count(name) == 0}
+    """The logged metrics: means, maxima and `Derived` rows. error/* are omitted if the batch has no
+    token or response in their domain."""
+    empty = {name for name in m.pairs if name.startswith("error/") and m.count(name) == 0}
     out = {
         name: value for name, value in m.items() if not name.startswith("_") and name not in empty
     }
@@ -660,16 +569,13 @@ def derive(m: Means) -> dict[str, float]:
     return out
 
 
-BUCKETED = ("rollout_corr/seq_weight/", "rollout_corr/low_weight/", "entropy_of_cut", "error/")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The page
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def page() -> str:
-    """Names and meanings of all metrics; a family such as seq_weight/16, /32, ... has one line."""
+    """Names and meanings of all metrics; a family such as log_r/1, /50, ... has one line."""
     lines = []
     for title, rows in SECTIONS.items():
         named = {re.sub(r"/[0-9.]+$", "/N", row.name): row.meaning for row in rows if row.meaning}
@@ -686,15 +592,5 @@ def entries(named: dict[str, str]) -> list[str]:
     return out
 
 
-def main(argv: list[str]) -> None:
-    words = " ".join(argv)
-    asks = words in ("", "-h", "--help")
-    need(
-        asks,
-        f"{words}: metrics.py explains all names and takes none; python -m machinery.plot RUN draws a run's",
-    )
-    print(page())
-
-
 if __name__ == "__main__":
-    run_command(lambda: main(sys.argv[1:]))
+    run_command(lambda: print_page("metrics.py", page))

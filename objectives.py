@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
 import textwrap
 from dataclasses import dataclass, replace
 
@@ -46,7 +45,7 @@ from corrections import (
     token_k3,
     token_ratio,
 )
-from machinery.flags import choice, need, run_command
+from machinery.flags import choice, need, print_page, run_command
 from presets import FRAMEWORKS, OBJECTIVES, PAPERS
 from sampling import Sampling
 
@@ -210,12 +209,7 @@ DISTILL_LAMBDA_MAX = 100.0  # closed loop: upper bound of distill_lambda
 CLIP = (0.2, 0.28)  # default eps_low, eps_high
 CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # of a length-normalised ratio
 # bounds of log s (gmpo) and of a divergence (dppo, drpo)
-CLIPS |= {
-    "gmpo": (0.4, 0.4),
-    "dppo_tv": (0.2, 0.2),
-    "dppo_kl": (0.05, 0.05),
-    "drpo": (12.5, 12.5),
-}
+CLIPS |= {"gmpo": (0.4, 0.4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05), "drpo": (12.5, 12.5)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,10 +273,9 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
     pass: kappa, a budget's lambda, the kept denominator, the mean weight, a bound over the batch."""
     z = cfg.correction in USES_Z
     passes = set()
-    several = updates > 1 and cfg.ref_from == "pass"
     kept = cfg.loss_denominator == "kept" and can_drop(cfg)
     over_batch = kept or cfg.normalize_weights or corrections.batch_rejection(cfg) is not None
-    if several or over_batch or (z and cfg.obrs_accept_rate):
+    if updates > 1 or over_batch or (z and cfg.obrs_accept_rate):
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
         no_kappa = controllers.get("kappa") is None
@@ -327,13 +320,10 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepS
 
 def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
     """Compute GEPO's group expectation and mixing coefficient, from whole groups."""
-    empty = (batch.mask.sum(1) == 0)[:, None]
-    mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask).masked_fill(empty, -math.inf)[
-        :, 0
-    ]
-    stats.log_group_mean = corrections.log_group_mean(
-        mean_logp_inf, batch.group, cfg.gepo_expectation
-    )[:, None]
+    mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask)[:, 0]
+    mean_logp_inf = mean_logp_inf.masked_fill(batch.mask.sum(1) == 0, -math.inf)
+    log_mean = corrections.log_group_mean(mean_logp_inf, batch.group, cfg.gepo_expectation)
+    stats.log_group_mean = log_mean[:, None]
     stats.mixing = corrections.group_mixing(mean_logp_inf, batch.group, cfg.gepo_defence)[:, None]
 
 
@@ -364,19 +354,14 @@ def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
     lengths = batch.mask.sum(1)
     kept = (keep.expand_as(batch.logp_inf) * batch.mask).sum(1)
     kept_tokens, kept_sequences = comm.sum([kept.sum(), (kept > 0).sum()])
-    sequence_factor = stats.sequences / kept_sequences if kept_sequences else 0.0
+    factor = torch.ones_like(lengths, dtype=torch.float64)
     if cfg.reduction == "token-mean":
-        factor = stats.tokens / kept_tokens if kept_tokens else 0.0
-        stats.kept_factor = torch.full(
-            (len(lengths), 1), factor, dtype=torch.float64, device=lengths.device
-        )
-    elif cfg.reduction == "seq-mean-token-mean":
-        per_response = torch.where(kept > 0, lengths / kept.double().clamp_min(1e-9), 0.0)
-        stats.kept_factor = (per_response * sequence_factor)[:, None]
+        factor *= stats.tokens / kept_tokens if kept_tokens else 0.0
     else:
-        stats.kept_factor = torch.full(
-            (len(lengths), 1), sequence_factor, dtype=torch.float64, device=lengths.device
-        )
+        factor *= stats.sequences / kept_sequences if kept_sequences else 0.0
+    if cfg.reduction == "seq-mean-token-mean":
+        factor *= torch.where(kept > 0, lengths / kept.double().clamp_min(1e-9), 0.0)
+    stats.kept_factor = factor[:, None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,18 +369,10 @@ def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def with_ref(new, batch, cfg: ObjectiveFlags):
+def with_ref(new, batch):
     """The batch with ref columns. A batch without a ref pass uses this forward pass, detached, as
-    ref; with --ref_from=loglinear, a log-linear interpolation between it and inf."""
-    if batch.logp_ref is not None:
-        return batch
-    batch = replace(batch, **columns_of(new.detach()))
-    if cfg.ref_from == "pass":
-        return batch
-    return replace(
-        batch,
-        logp_ref=corrections.loglinear_ref(batch.logp_ref, batch.logp_inf, batch.staleness[:, :1]),
-    )
+    ref."""
+    return batch if batch.logp_ref is not None else replace(batch, **columns_of(new.detach()))
 
 
 def columns_of(new) -> dict:
@@ -421,7 +398,7 @@ def loss(new, batch, stats: StepStats, cfg: Config):
 
     new: TokenStats of this forward pass, with gradient; batch: the micro-batch, ref columns
     optional (`with_ref`); stats: from `prepare`."""
-    batch = with_ref(new, batch, cfg)
+    batch = with_ref(new, batch)
     base = log_ratio_base(new, batch, stats, cfg)
     weight, keep, logs = apply_correction(new, batch, stats, cfg)
     weight, keep = weight.detach().expand_as(base), keep.detach().expand_as(base)
@@ -447,12 +424,8 @@ def loss(new, batch, stats: StepStats, cfg: Config):
     # the surrogate's ratio is the importance weight here, so log it as `weight`
     if cfg.ratio_base in ("inf", "group"):
         weight = weight * ratio.detach()
-    return unreduced.masked_fill(~batch.mask, 0.0), {
-        "weight": weight,
-        "keep": keep,
-        "clipped": clipped,
-        **logs,
-    }
+    logs = {"weight": weight, "keep": keep, "clipped": clipped, **logs}
+    return unreduced.masked_fill(~batch.mask, 0.0), logs
 
 
 def log_ratio_base(new, batch, stats: StepStats, cfg: ObjectiveFlags):
@@ -465,10 +438,8 @@ def log_ratio_base(new, batch, stats: StepStats, cfg: ObjectiveFlags):
     if cfg.ratio_base == "new":
         return new.logp.detach()
     mean_logp = seq_mean(new.logp.detach(), batch.mask)
-    base = corrections.group_log_base(
-        mean_logp, stats.log_group_mean.to(mean_logp), stats.mixing.to(mean_logp)
-    )
-    return base.expand_as(new.logp)
+    log_mean, mixing = stats.log_group_mean.to(mean_logp), stats.mixing.to(mean_logp)
+    return corrections.group_log_base(mean_logp, log_mean, mixing).expand_as(new.logp)
 
 
 def joint_loss(new, batch, stats: StepStats, cfg: Config):
@@ -477,7 +448,7 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
 
     The actor's loss is standard PPO on the same trajectories with weight F(p_actor,ref / p_inf),
     without OBRS (Eq. 6)."""
-    batch = with_ref(new, batch, cfg)
+    batch = with_ref(new, batch)
     value, logs = loss(new, batch, stats, cfg)
     if new.actor_logp is None:
         return value, logs
@@ -561,13 +532,10 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
         controllers["kappa"] = obrs.kappa_from(
             logged["accept_sum"], logged["tokens"], logged["z_sum"]
         )
-    error = math.nan
-    if cfg.distill_kl_target > 0:
-        error = (logged.get("distill_kl", math.nan) - cfg.distill_kl_target) / cfg.distill_kl_target
-    if math.isfinite(error):
-        now = controllers.get("distill", cfg.distill_lambda) * math.exp(
-            DISTILL_GAIN * max(-1.0, min(1.0, error))
-        )
+    kl, target = logged.get("distill_kl", math.nan), cfg.distill_kl_target
+    if target > 0 and math.isfinite(kl):
+        gain = math.exp(DISTILL_GAIN * max(-1.0, min(1.0, (kl - target) / target)))
+        now = controllers.get("distill", cfg.distill_lambda) * gain
         controllers["distill"] = min(max(now, 1e-4), DISTILL_LAMBDA_MAX)
 
 
@@ -638,14 +606,8 @@ def check_regularisers(cfg: Config) -> None:
     )
 
 
-def check_ratio(cfg: Config) -> None:
+def check_ratio(cfg: ObjectiveFlags) -> None:
     """Check the denominator of the surrogate's ratio."""
-    needs_a_pass = cfg.actor != "none" or passes_needed(cfg, {}, 1)
-    need(
-        cfg.ref_from == "pass" or not needs_a_pass,
-        f"--ref_from={cfg.ref_from}: an actor, OBRS, --normalize_weights and --loss_denominator=kept "
-        "need p_ref itself; use pass",
-    )
     base = f"--ratio_base={cfg.ratio_base}"
     need(
         cfg.ratio_base not in ("inf", "group") or cfg.correction == "none",
@@ -707,12 +669,5 @@ def entry(name: str, function, bounds: str = "") -> str:
     return textwrap.fill(text, 100, initial_indent=f"  {name:17} ", subsequent_indent=" " * 20)
 
 
-def print_catalogue() -> None:
-    """The command `python objectives.py`."""
-    words = " ".join(sys.argv[1:])
-    need(words in ("", "-h", "--help"), f"{words}: python objectives.py takes no arguments")
-    print(catalogue())
-
-
 if __name__ == "__main__":
-    run_command(print_catalogue)
+    run_command(lambda: print_page("objectives.py", catalogue))

@@ -31,31 +31,10 @@ per update scales the lower bound to the observed acceptance rate (section 4.4.2
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
 CLAMP = 20.0  # log-ratios are clamped to +-CLAMP before exp
-
-
-class Target(NamedTuple):
-    """The learner's statistics of the target distribution."""
-
-    logp: torch.Tensor  # (B, T)    of the sampled tokens
-    support_logp: torch.Tensor | None  # (B, T, S) on the support S
-    # (B, T) sum outside S of min(p_K, p_tgt / lambda), p_K the engine's K-th probability
-    tail: torch.Tensor | None
-    z: torch.Tensor | None  # (B, T)    the exact Z, if both full distributions are known
-
-
-class Z(NamedTuple):
-    """Z of each token, (B, T), and its bounds or approximation if it is not exact."""
-
-    used: torch.Tensor
-    summed: torch.Tensor | None = (
-        None  # the sum over the support that kappa scales: Z_low or Z_approx
-    )
-    high: torch.Tensor | None = None  # Z_high, if `summed` is the lower bound Z_low
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,8 +108,9 @@ def z_bracket(support_logp_inf, support_logp_tgt, lam, tail=None):
     return z_low, z_low + room
 
 
-def token_z(target: Target, support_logp_inf, lam, kappa, how: str) -> Z:
-    """Z of each token, (B, T). how (`--obrs_z`):
+def token_z(support_logp_inf, support_logp_tgt, tail, exact, lam, kappa, how: str) -> dict:
+    """Z of each token as used, (B, T), and its bounds or approximation, by name of the metric.
+    exact: Z, if both full distributions are known. how (`--obrs_z`):
 
     exact    Z over the whole vocabulary (two models, target ref)
     bracket  clip(kappa Z_low, Z_low, Z_high)
@@ -139,11 +119,12 @@ def token_z(target: Target, support_logp_inf, lam, kappa, how: str) -> Z:
              per rollout batch. Not a bound. If the actor is not the sampler, p_inf on top-K(p_ref)
              is unknown and min(p_ref, p_K) is used"""
     if how == "exact":
-        return Z(target.z)
-    low, high = z_bracket(support_logp_inf, target.support_logp, lam, target.tail)
+        return {"z": exact}
+    low, high = z_bracket(support_logp_inf, support_logp_tgt, lam, tail)
     if how == "approx":
-        return Z(kappa * low, low)
-    return Z(torch.minimum(torch.maximum(kappa * low, low), high), low, high)
+        return {"z": kappa * low, "z_approx": low}
+    used = torch.minimum(torch.maximum(kappa * low, low), high)
+    return {"z": used, "z_low": low, "z_high": high}
 
 
 def kappa_from(accepted: float, proposed: float, z_sum: float) -> float:
@@ -153,19 +134,12 @@ def kappa_from(accepted: float, proposed: float, z_sum: float) -> float:
     return (accepted / proposed) / (z_sum / proposed)
 
 
-def target_of(new, batch, which: str) -> Target:
-    """The target `ref` from the batch's ref columns, or `new` from this forward pass, detached."""
+def target_of(new, batch, which: str) -> tuple:
+    """log p_tgt of the sampled tokens, the same on the support S, `tail` and the exact Z: `ref` from
+    the batch's ref columns, `new` from this forward pass, detached."""
     if which == "ref":
-        return Target(batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref)
-    return Target(new.logp.detach(), new.support_logp, new.tail, new.z)
-
-
-def obrs_logs(accept, z: Z) -> dict:
-    """Logs for metrics.py: acceptance, Z, and the bounds or the approximation of Z."""
-    logs = {"accept": accept, "z": z.used}
-    if z.high is not None:
-        return logs | {"z_low": z.summed, "z_high": z.high}
-    return logs if z.summed is None else logs | {"z_approx": z.summed}
+        return batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref
+    return new.logp.detach(), new.support_logp, new.tail, new.z
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import math
 
-DEFAULTS = {
-    "ratio_base": "ref",
-    "reduction": "token-mean",
-    "obrs_target": "ref",
-    "advantage": "grpo",
-}
-DEFAULTS |= {"reject": "none", "reject_of": "all", "correction_target": "ref"}
+PER_RESPONSE = "seq-mean-token-mean"
+DEFAULTS = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref"}
+DEFAULTS |= {"advantage": "grpo", "reject": "none", "reject_of": "all", "correction_target": "ref"}
 DEFAULTS |= {"cppo_beta": 0.0, "cppo_kl": "official"}
+DR_GRPO = {"advantage": "grpo_no_std", "reduction": "seq-mean-token-sum-norm"}
 PAPERS = {
     "none": {"correction": "none", "surrogate": "ppo"},  # the mismatch is ignored
-    "grpo": {
-        "correction": "none",
-        "surrogate": "ppo",
-    },  # same as none; clip and token mean are DAPO's
+    # the same; clip and token mean are DAPO's
+    "grpo": {"correction": "none", "surrogate": "ppo"},
     "reinforce": {"correction": "none", "surrogate": "reinforce"},
     "is": {"correction": "is", "surrogate": "ppo"},
     "tis": {"correction": "tis", "surrogate": "ppo"},
@@ -37,17 +32,13 @@ PAPERS = {
     # ours (results/worth.md): retrace_seq that also drops tokens with A < 0 and r < 0.9. Similar:
     # PPO's clip on p_new / p_inf, and DeepSeek-V3.2's mask of whole responses with A < 0 by their
     # mean log-ratio
-    "spare": dict(
-        correction="retrace_seq",
-        surrogate="ppo",
-        reject="token",
-        reject_of="negative",
-        rs_low=0.9,
-        rs_high=math.inf,
-    ),
+    "spare": {
+        **{"correction": "retrace_seq", "surrogate": "ppo", "reject": "token"},
+        **{"reject_of": "negative", "rs_low": 0.9, "rs_high": math.inf},
+    },
     "m2po": {"correction": "none", "surrogate": "ppo", "reject": "token_m2"},
     "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
-    "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
+    "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": PER_RESPONSE},
     "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},
     "geo_rs_seq_tis": {"correction": "geo_rs_seq_tis", "surrogate": "ppo"},
     "ppo_is": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
@@ -56,46 +47,30 @@ PAPERS = {
     "jackpot_adjusted": dict(
         correction="jackpot_adjusted", surrogate="ppo", ratio_base="new", obrs_target="new"
     ),
-    "gspo": {"correction": "none", "surrogate": "gspo", "reduction": "seq-mean-token-mean"},
+    "gspo": {"correction": "none", "surrogate": "gspo", "reduction": PER_RESPONSE},
     "gepo": {
+        **{"correction": "none", "surrogate": "gspo", "ratio_base": "group"},
         **{
-            "correction": "none",
-            "surrogate": "gspo",
-            "ratio_base": "group",
-            "reduction": "seq-mean-token-mean",
+            "reduction": PER_RESPONSE,
+            "advantage": "grpo_no_std",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
         },
-        **{"advantage": "grpo_no_std", "clip_low": 0.2, "clip_high": 0.2},
     },
-    "tbpo": {
-        "correction": "tbpo_mismatch",
-        "surrogate": "tbpo",
-        "reduction": "seq-mean-token-mean",
-    },
-    "sapo": {
-        "correction": "none",
-        "surrogate": "sapo",
-        "reduction": "seq-mean-token-mean",
-    },  # its Eq. 1
+    "tbpo": {"correction": "tbpo_mismatch", "surrogate": "tbpo", "reduction": PER_RESPONSE},
+    "sapo": {"correction": "none", "surrogate": "sapo", "reduction": PER_RESPONSE},  # its Eq. 1
     "cispo": {"correction": "none", "surrogate": "cispo"},
-    "gmpo": {"correction": "none", "surrogate": "gmpo", "reduction": "seq-mean-token-mean"},
+    "gmpo": {"correction": "none", "surrogate": "gmpo", "reduction": PER_RESPONSE},
     "dppo_tv": {"correction": "none", "surrogate": "dppo_tv", "ratio_base": "inf"},
     "dppo_kl": {"correction": "none", "surrogate": "dppo_kl", "ratio_base": "inf"},
-    "drpo": {
-        **{"correction": "none", "surrogate": "drpo", "ratio_base": "inf"},
-        **{"advantage": "grpo_no_std", "reduction": "seq-mean-token-sum-norm"},
-    },
+    "drpo": {"correction": "none", "surrogate": "drpo", "ratio_base": "inf", **DR_GRPO},
     "trm": {"correction": "none", "surrogate": "ppo", "reject": "seq_max_kl"},
     "vespo": {"correction": "vespo", "surrogate": "reinforce", "correction_target": "new"},
     # DeepSeek-V3.2, Eq. 9 as TRL cites it: a response is dropped if A < 0 and mean log(p_inf /
     # p_new) > delta
     "opsm": {
-        **{"correction": "none", "surrogate": "ppo", "correction_target": "new"},
-        **{
-            "reject": "geo",
-            "reject_of": "negative",
-            "rs_low": math.exp(-1e-4),
-            "rs_high": math.inf,
-        },
+        **{"correction": "none", "surrogate": "ppo", "correction_target": "new", "reject": "geo"},
+        **{"reject_of": "negative", "rs_low": math.exp(-1e-4), "rs_high": math.inf},
     },
 }
 
@@ -105,12 +80,7 @@ K3 = {"reject": "seq_mean_k3", "rs_high": 0.01}
 TOKEN = {"correction": "tis", "surrogate": "ppo", "is_cap": 2.0}
 SEQUENCE = {"correction": "seq_tis", "surrogate": "ppo", "is_cap": 2.0}
 POP = {"correction": "icepop", "rs_low": 0.5, "rs_high": 5.0}
-CLIPPED = {
-    "correction": "none",
-    "surrogate": "ppo",
-    "ratio_base": "inf",
-    "correction_target": "new",
-}
+CLIPPED = {**PAPERS["ppo_is"], "correction_target": "new"}
 BYPASS = {"surrogate": "reinforce", "correction_target": "new"}
 VERL = {
     "decoupled_token_is": TOKEN,
@@ -123,7 +93,7 @@ VERL = {
     "decoupled_k3_rs": {"correction": "none", "surrogate": "ppo", **K3},
     "decoupled_k3_rs_seq_tis": {**SEQUENCE, **K3},
     "decoupled_k3_rs_token_tis": {**TOKEN, **K3},
-    "bypass_ppo_clip": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
+    "bypass_ppo_clip": PAPERS["ppo_is"],
     "bypass_ppo_clip_geo_rs": {**CLIPPED, **GEO},
     "bypass_ppo_clip_k3_rs": {**CLIPPED, **K3},
     "bypass_pg_is": {**SEQUENCE, **BYPASS},
@@ -131,45 +101,27 @@ VERL = {
     "bypass_pg_geo_rs": {"correction": "none", **GEO, **BYPASS},
     "bypass_pg_geo_rs_seq_tis": {**SEQUENCE, **GEO, **BYPASS},
     "bypass_pg_geo_rs_token_tis": {**TOKEN, **GEO, **BYPASS},
-    "disabled": {"correction": "none", "surrogate": "ppo"},
+    "disabled": PAPERS["none"],
 }
 TRL = {
     "token_truncate": {"correction": "tis", "surrogate": "ppo", "is_cap": 3.0},
     "token_mask": {"correction": "areal_drop", "surrogate": "ppo", "is_cap": 3.0},
     "sequence_truncate": {"correction": "seq_tis", "surrogate": "ppo", "is_cap": 3.0},
     "sequence_mask": {"correction": "seq_mis", "surrogate": "ppo", "rs_high": 3.0},
-    "dr_grpo": {
-        **PAPERS["grpo"],
-        "advantage": "grpo_no_std",
-        "reduction": "seq-mean-token-sum-norm",
-    },
+    "dr_grpo": {**PAPERS["grpo"], **DR_GRPO},
     "dapo": {**PAPERS["grpo"], "reduction": "token-mean", "clip_high": 0.28},
 }
 SKYRL = {
     "skyrl_geo_mask": {"correction": "geo_rs", "surrogate": "ppo", "rs_low": 0.99, "rs_high": 1.01},
     "skyrl_product_mask": {**PAPERS["none"], "reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
     "skyrl_token_mask": {**PAPERS["none"], "reject": "token", "rs_low": 0.5, "rs_high": 2.0},
-    "skyrl_outlier_mask": {
-        **PAPERS["none"],
-        "reject": "seq_max:0:100,seq_min:1e-4:inf",
-    },
+    "skyrl_outlier_mask": {**PAPERS["none"], "reject": "seq_max:0:100,seq_min:1e-4:inf"},
 }
 # prime-rl's second loss (not here) bounds both directions at 0.1, for both signs of A
-PRIME_RL = {
-    "prime_rl": {
-        **PAPERS["dppo_tv"],
-        "advantage": "grpo_no_std",
-        "cppo_beta": 0.002,
-        "cppo_kl": "k2",
-    }
-}
+PRIME = {"advantage": "grpo_no_std", "cppo_beta": 0.002, "cppo_kl": "k2"}
+PRIME_RL = {"prime_rl": {**PAPERS["dppo_tv"], **PRIME}}
 # slime's --use-tis, and its icepop_function with the same bounds, 0 and --tis-clip=2
-SLIME_LOSS = {
-    "surrogate": "ppo",
-    "is_cap": 2.0,
-    "clip_high": 0.2,
-    "reduction": "seq-mean-token-mean",
-}
+SLIME_LOSS = {"surrogate": "ppo", "is_cap": 2.0, "clip_high": 0.2, "reduction": PER_RESPONSE}
 SLIME = {
     "slime_tis": {"correction": "tis", **SLIME_LOSS},
     "slime_icepop": {"correction": "areal_drop", **SLIME_LOSS},
@@ -177,24 +129,12 @@ SLIME = {
 # AReaL's use_decoupled_loss, without and with its default rejection_sampling: metric ratio, level
 # token, action mask
 AREAL = {
-    "areal_decoupled": {"correction": "is", "surrogate": "ppo", "clip_high": 0.2},
-    "areal_token_mask": {
-        "correction": "areal_drop",
-        "surrogate": "ppo",
-        "is_cap": 5.0,
-        "clip_high": 0.2,
-    },
+    "areal_decoupled": {**PAPERS["is"], "clip_high": 0.2},
+    "areal_token_mask": {**PAPERS["areal_drop"], "is_cap": 5.0, "clip_high": 0.2},
 }
 OTHERS = {"seq_mask_tis": {**PAPERS["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0}}
-FRAMEWORKS = {
-    "verl": VERL,
-    "TRL": TRL,
-    "SkyRL": SKYRL,
-    "prime-rl": PRIME_RL,
-    "slime": SLIME,
-    "AReaL": AREAL,
-}
-FRAMEWORKS |= {"OpenRLHF, NeMo-RL": OTHERS}
+FRAMEWORKS = {"verl": VERL, "TRL": TRL, "SkyRL": SKYRL, "prime-rl": PRIME_RL, "slime": SLIME}
+FRAMEWORKS |= {"AReaL": AREAL, "OpenRLHF, NeMo-RL": OTHERS}
 OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
 
 

@@ -81,9 +81,8 @@ class LocalSource:
     check: sync.WeightCheck | None  # check of loaded weights; None: no check
     max_allowed: int = 0  # size limit of a recorded set of allowed tokens; 0: do not record sets
     resample: int = 0  # rounds of --dynamic_sampling
-    stop_ids: list[int] | None = (
-        None  # tokens that end a response (tasks.stop_ids); None: the tokenizer's end token
-    )
+    # tokens that end a response (tasks.stop_ids); None: the tokenizer's end token
+    stop_ids: list[int] | None = None
     rank: int = 0
     n_ranks: int = 1
 

@@ -7,7 +7,6 @@ estimators that worth.py applies to its dot products."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,10 +26,9 @@ class View:
     """Inputs of the formulas for one micro-batch. Token quantities are (B, T), response quantities
     (B,)."""
 
-    def __init__(self, new, batch, stats, logs, cfg: LossFlags):
+    def __init__(self, new, batch, logs, cfg: LossFlags):
         self.new, self.batch = new, batch
-        self.stats, self.logs = stats, logs
-        self.cfg = cfg
+        self.logs, self.cfg = logs, cfg
         self.inf, self.ref = batch.logp_inf, batch.logp_ref
         self.adv = batch.adv
         row = corrections.CORRECTIONS[cfg.correction]
@@ -62,41 +60,8 @@ class View:
         self.R = self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
         # the ratio of a response is not clamped, as in verl
         self.ratio = self.sum_log_r.exp() if self.by_response else self.r
-
-    # -- OBRS
-
-    @property
-    def has_z(self) -> bool:
-        return "z" in self.logs
-
-    @property
-    def sees_both(self) -> bool:
-        """Whether the ref pass had the full distributions of policy and actor."""
-        return self.has_z and self.cfg.obrs_target == "ref" and self.batch.kl_after_ref is not None
-
-    def sees_part(self) -> bool:
-        return self.has_z and not self.sees_both
-
-    @functools.cached_property
-    def support(self):
-        """(p_tgt, log p_tgt - log p_inf, mask of valid entries), each (B, T, S)."""
-        logp_tgt = (
-            self.batch.support_logp_ref if self.cfg.obrs_target == "ref" else self.new.support_logp
-        )
-        on = self.batch.support_logp.isfinite()
-        gap = (logp_tgt - self.batch.support_logp.masked_fill(~on, 0.0)).masked_fill(~on, 0.0)
-        return logp_tgt.exp(), gap, on
-
-    def kl_before_partial(self):
-        p, gap, _ = self.support
-        return (p * gap).sum(-1)
-
-    def kl_after_partial(self):
-        p, gap, on = self.support
-        after = self.logs["z"].clamp_min(1e-30).log()[..., None] + gap.clamp_min(
-            math.log(self.stats.lam)
-        )
-        return (p * after * on).sum(-1)
+        # OBRS to the ref policy
+        self.to_ref = "z" in logs and cfg.obrs_target == "ref"
 
 
 def k3(log_r, clamp):

@@ -52,9 +52,8 @@ class TokenStats:
     distill_loss: torch.Tensor | None = None  # (B, T)    gradient only to the actor
     z: torch.Tensor | None = None  # (B, T)    exact Z of p_inf := actor, p_tgt := policy
     kl: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
-    kl_after: torch.Tensor | None = (
-        None  # (B, T)    KL(policy || distribution of the accepted tokens)
-    )
+    # (B, T)    KL(policy || distribution of the accepted tokens)
+    kl_after: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's top-K tokens
     top_logp: torch.Tensor | None = None  # (B, T, K)
     top_actor_logp: torch.Tensor | None = None  # (B, T, K) log p_actor on top_ids

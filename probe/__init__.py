@@ -262,7 +262,7 @@ def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
     batch = collate(groups, cfg)
     new = learner.score(batch, Needs(entropy=True))
     stats = objectives.prepare(batch, learner.comm, cfg, {})
-    batch = objectives.with_ref(new, batch, cfg)
+    batch = objectives.with_ref(new, batch)
     _, logs = objectives.loss(new, batch, stats, cfg)
     sums = metrics.Sums()
     metrics.observe(sums, new, batch, stats, logs, cfg)

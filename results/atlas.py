@@ -8,10 +8,7 @@ python -m tasks.pretrained smol135 (qwen05, qwen15) makes the folders. Each row 
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,12 +90,8 @@ class AtlasFlags:
 
 
 def measure(flags: str) -> dict:
-    """The numbers of one row, measured in a separate process, because vLLM starts only once per process."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch, "m.json")
-        argv = [sys.executable, "-m", "probe", f"--out={out}", *flags.split()]
-        subprocess.run(argv, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        report = json.loads(out.read_text(encoding="utf-8"))
+    """The numbers of one row."""
+    report = sweep.probed(flags)
     floor = {key: max(row[key] for row in report["floor"]) for key in ("k1", "kl", "mean")}
     return {key: report[key] for key in KEPT} | {"floor": floor}
 

@@ -7,10 +7,7 @@ tests/tools/ladder_faults.py plants the faults and writes their part of results/
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,19 +30,6 @@ RUNS = {
 }
 DRAWN = ("int8", "bf16")
 SHOWN = 0.01  # smaller shares of the KL are left out of the table
-
-
-def measure(flags: str) -> dict:
-    """The ladder of one configuration, measured in a separate process, because vLLM starts only once per process."""
-    with tempfile.TemporaryDirectory() as scratch:
-        argv = [sys.executable, "-m", "probe", "--explain", "--model=base:policy"]
-        argv += [
-            f"--out={scratch}/m.json",
-            *([] if "--rollout=" in flags else ["--rollout=hf"]),
-            *flags.split(),
-        ]
-        subprocess.run(argv, check=True, cwd=ROOT)
-        return json.loads(Path(scratch, "m.json").read_text(encoding="utf-8"))["ladder"]
 
 
 def table(data: dict) -> str:
@@ -92,7 +76,9 @@ def main() -> None:
     data = sweep.load("ladder")
     for name, flags in RUNS.items():
         if name not in data["ladders"]:
-            data["ladders"][name] = measure(flags)
+            engine = "" if "--rollout=" in flags else "--rollout=hf"
+            report = sweep.probed(f"--explain --model=base:policy {engine} {flags}")
+            data["ladders"][name] = report["ladder"]
             sweep.store("ladder", data)
     sweep.rewrite("ladder", table(data))
     draw(data)

@@ -11,18 +11,8 @@ class Row(NamedTuple):
     flags: dict
     seeds: tuple[int, ...] = (0,)
     config: str = "study"  # configs/NAME.toml
-    weighed: tuple[str, str] | None = (
-        None  # (sampler of SAMPLERS, row of worth.py): the worth shown in the table
-    )
-
-
-class Panel(NamedTuple):
-    """One plot: a curve for each label of a group. key: a column of metrics.jsonl, or eval/policy."""
-
-    title: str
-    key: str
-    group: str
-    labels: tuple[str, ...]
+    # (sampler of SAMPLERS, row of worth.py): the worth shown in the table
+    weighed: tuple[str, str] | None = None
 
 
 class Study(NamedTuple):
@@ -31,7 +21,8 @@ class Study(NamedTuple):
     groups: dict[str, dict[str, Row]]
     # header -> pass, best, own, own_reward, worth, or the mean of a column of metrics.jsonl
     columns: dict[str, str]
-    panels: tuple[Panel, ...]
+    # (group, column of metrics.jsonl or eval/policy): a plot with a curve for each row of the group
+    panels: tuple[tuple[str, str], ...]
     share: float = 0.1  # columns are averaged over this last share of the updates
     own_sampling: bool = False  # the last checkpoint is also evaluated with the temperature and truncation of its run
 
@@ -46,7 +37,6 @@ def rows_of(
 FIRST, LATER, TEXT = (0, 1, 2), (10, 11, 12), (20, 21, 22)
 ALONE = dict(distill_lambda=0)
 ON_POLICY = dict(objective="grpo", actor="none")
-PASS = "held-out pass@1 of the policy (%)"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Jackpot
@@ -141,49 +131,12 @@ jackpot = Study(
         "KL(inf, ref)": "rollout_corr/k3_kl",
     },
     panels=(
-        Panel(
-            "distilled: " + PASS,
-            "eval/policy",
-            "distilled, 150 updates",
-            (*DISTILLED, "no correction"),
-        ),
-        Panel(
-            "not distilled: " + PASS,
-            "eval/policy",
-            "not distilled",
-            ("Jackpot", "no correction", "TIS", "Z-TIS"),
-        ),
-        Panel(
-            "not distilled: KL(policy || actor)",
-            "distill_kl",
-            "not distilled",
-            ("Jackpot", "no correction", "TIS"),
-        ),
-        Panel(
-            "400 updates: " + PASS,
-            "eval/policy",
-            "400 updates",
-            (
-                "Jackpot",
-                "Jackpot, not distilled",
-                "TIS, not distilled",
-                "on-policy",
-                "Jackpot, lambda 0.01",
-                "the same, KL held at 0.05",
-            ),
-        ),
-        Panel(
-            "stale by 64: " + PASS,
-            "eval/policy",
-            "stale by 64",
-            ("Jackpot, no clip", "PPO's clip", "TIS, clip", "TIS-adjusted, no clip"),
-        ),
-        Panel(
-            "stale by 128, no clip: " + PASS,
-            "eval/policy",
-            "stale by 128, no clip",
-            ("Jackpot", "no correction", "TIS-adjusted"),
-        ),
+        ("distilled, 150 updates", "eval/policy"),
+        ("not distilled", "eval/policy"),
+        ("not distilled", "distill_kl"),
+        ("400 updates", "eval/policy"),
+        ("stale by 64", "eval/policy"),
+        ("stale by 128, no clip", "eval/policy"),
     ),
 )
 
@@ -223,45 +176,10 @@ tis = Study(
         "reward": "reward",
     },
     panels=(
-        Panel(
-            "engines: " + PASS,
-            "eval/policy",
-            "an engine of the same weights, on-policy",
-            (
-                "exact zero (`--exact`)",
-                "float32",
-                "bfloat16",
-                "float16",
-                "vLLM, bfloat16",
-                "vLLM, fp8 cache",
-            ),
-        ),
-        Panel(
-            "two bits: " + PASS,
-            "eval/policy",
-            "rollouts in two bits",
-            (
-                "TIS, C = 2",
-                "no correction",
-                "PPO-IS",
-                "vanilla IS",
-                "TIS, C = 8",
-                "Jackpot",
-                "float32 rollouts",
-            ),
-        ),
-        Panel(
-            "two bits: reward of the engine",
-            "reward",
-            "rollouts in two bits",
-            ("TIS, C = 2", "no correction", "PPO-IS", "vanilla IS", "Jackpot"),
-        ),
-        Panel(
-            "two bits: ppo_kl (k1)",
-            "ppo_kl",
-            "rollouts in two bits",
-            ("TIS, C = 2", "no correction", "PPO-IS", "float32 rollouts"),
-        ),
+        ("an engine of the same weights, on-policy", "eval/policy"),
+        ("rollouts in two bits", "eval/policy"),
+        ("rollouts in two bits", "reward"),
+        ("rollouts in two bits", "ppo_kl"),
     ),
 )
 
@@ -314,24 +232,12 @@ praxis = Study(
         "KL": "rollout_corr/k3_kl",
     },
     panels=(
-        Panel(
-            "T 1: reward", "reward", "T 1", ("TIS", "no correction", "Seq-TIS", "Seq-MIS", "Geo-RS")
-        ),
-        Panel(
-            "T 1: tokens of a response",
-            "response_length",
-            "T 1",
-            ("TIS", "no correction", "Seq-TIS", "Seq-MIS"),
-        ),
-        Panel("T 0.4: reward", "reward", "T 0.4", ("TIS", "no correction", "Seq-TIS")),
-        Panel(
-            "the model card's sampling: reward",
-            "reward",
-            "T 0.7, top-p 0.8, top-k 20",
-            tuple(THREE),
-        ),
-        Panel("up to 256 tokens: reward", "reward", "T 1, other seeds", (*PAST, "`retrace_seq`")),
-        Panel("up to 96 tokens: reward", "reward", "up to 96 tokens", (*PAST, "on-policy")),
+        ("T 1", "reward"),
+        ("T 1", "response_length"),
+        ("T 0.4", "reward"),
+        ("T 0.7, top-p 0.8, top-k 20", "reward"),
+        ("T 1, other seeds", "reward"),
+        ("up to 96 tokens", "reward"),
     ),
     own_sampling=True,
 )
@@ -388,32 +294,9 @@ qarl = Study(
         "mean gap of p": "rollout_corr/mean_mismatch",
     },
     panels=(
-        Panel(
-            "two bits: pass@1 of the learner as it computes (%)",
-            "eval/policy",
-            "two bits",
-            (
-                "TBPO, aligned",
-                "GRPO",
-                "TIS",
-                "TBPO",
-                "GRPO, aligned",
-                "GSPO, aligned",
-                "SAPO, aligned",
-            ),
-        ),
-        Panel(
-            "two bits: reward of the engine",
-            "reward",
-            "two bits",
-            ("TBPO, aligned", "GRPO", "TIS", "GRPO, aligned"),
-        ),
-        Panel(
-            "vLLM: mean |p_inf - p_ref|",
-            "rollout_corr/mean_mismatch",
-            "vLLM, 50 updates",
-            ("int8, aligned", "int8", "fp8", "fp8, aligned"),
-        ),
+        ("two bits", "eval/policy"),
+        ("two bits", "reward"),
+        ("vLLM, 50 updates", "rollout_corr/mean_mismatch"),
     ),
 )
 
@@ -446,13 +329,8 @@ real = Study(
         "entropy": "entropy",
     },
     panels=(
-        Panel("reward of the engine", "reward", "SmolLM2-135M, w4a16 engine", tuple(CORRECTED)),
-        Panel(
-            "KL(inf, ref), k3",
-            "rollout_corr/k3_kl",
-            "SmolLM2-135M, w4a16 engine",
-            tuple(CORRECTED),
-        ),
+        ("SmolLM2-135M, w4a16 engine", "reward"),
+        ("SmolLM2-135M, w4a16 engine", "rollout_corr/k3_kl"),
     ),
     share=0.2,
 )
@@ -507,24 +385,9 @@ heterorl = Study(
         "weight's variance": "weight_var",
     },
     panels=(
-        Panel(
-            "at most 8 updates: " + PASS,
-            "eval/policy",
-            "at most 8 updates",
-            ("GEPO", "GRPO", "GSPO"),
-        ),
-        Panel(
-            "at most 64: " + PASS,
-            "eval/policy",
-            "at most 64",
-            ("GEPO", "GRPO", "GSPO", "no correction", "TIS", "GSPO, clip 0.01", "GEPO, clip 0.01"),
-        ),
-        Panel(
-            "at most 64: KL(inf || ref)",
-            "rollout_corr/k3_kl",
-            "at most 64",
-            ("GEPO", "GRPO", "GSPO", "TIS"),
-        ),
+        ("at most 8 updates", "eval/policy"),
+        ("at most 64", "eval/policy"),
+        ("at most 64", "rollout_corr/k3_kl"),
     ),
     share=0.5,
 )
@@ -635,14 +498,7 @@ worth = Study(
         "pass@1, %": "pass",
         "KL(inf, ref)": "rollout_corr/k3_kl",
     },
-    panels=(
-        Panel(
-            "400 updates, not distilled: " + PASS,
-            "eval/policy",
-            "400 updates, not distilled",
-            ("`retrace_seq`", "min(R, 1)", "TIS", "on-policy"),
-        ),
-    ),
+    panels=(("400 updates, not distilled", "eval/policy"),),
 )
 
 STUDIES = {

@@ -18,6 +18,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from tqdm import tqdm
 
 from machinery.flags import UserError, need, parse_flags, read_text, run_command
 from machinery.run import read_metrics
-from results.rows import SAMPLERS, STUDIES, WEIGHED, Panel, Row, Study
+from results.rows import SAMPLERS, STUDIES, WEIGHED, Row, Study
 
 RESULTS = ROOT / "results"
 FOLDER = ROOT / "out" / "study"
@@ -185,7 +186,7 @@ def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) 
     last = [run["evals"]["policy"][-1] for run in runs]
     best = [max(run["evals"]["policy"], key=lambda x: x[1]) for run in runs]
     metrics = [key for key in study.columns.values() if key not in CELLS]
-    keys = ["eval/policy", *(p.key for p in study.panels if p.group == group and label in p.labels)]
+    keys = ["eval/policy", *(key for of, key in study.panels if of == group)]
     made = {
         "config": row.config,
         "flags": {
@@ -303,20 +304,25 @@ def load(name: str) -> dict:
 
 
 def store(name: str, data: dict) -> None:
-    """Write a page's JSON file with one row per line."""
-    lines = []
-    for key, value in data.items():
-        if key == "rows":
-            groups = []
-            for group, rows in value.items():
-                body = ",\n".join(
-                    f"  {json.dumps(label)}: {json.dumps(row)}" for label, row in rows.items()
-                )
-                groups.append(f" {json.dumps(group)}: {{\n{body}\n }}")
-            lines.append('"rows": {\n' + ",\n".join(groups) + "\n}")
-        else:
-            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
-    path_of(name).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    """Write a page's JSON file."""
+    path_of(name).write_text(layout(data, 3) + "\n", encoding="utf-8")
+
+
+def layout(data, depth: int) -> str:
+    """JSON text with one entry per line for dictionaries up to this depth."""
+    if not depth or not isinstance(data, dict):
+        return json.dumps(data)
+    entries = [f"{json.dumps(key)}: {layout(value, depth - 1)}" for key, value in data.items()]
+    return "{\n" + ",\n".join(entries) + "\n}"
+
+
+def probed(flags: str) -> dict:
+    """The report of probe, run in a separate process, because vLLM starts only once per process."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "m.json")
+        argv = [sys.executable, "-m", "probe", f"--out={out}", *flags.split()]
+        subprocess.run(argv, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        return json.loads(read_text(out))
 
 
 def mean_se(values: list[float], single: float) -> str:
@@ -332,17 +338,13 @@ def mean_se(values: list[float], single: float) -> str:
     return f"{m:.1f}" if math.isnan(se) else f"{m:.1f}±{se:.1f}"
 
 
-def worth_cell(row: dict) -> str:
-    return "{:.2f}±{:.2f}".format(*row["worth"]) if "worth" in row else ""
-
-
 CELLS = {
     "seeds": lambda row: str(len(row["seeds"])),
     "pass": lambda row: mean_se(row["pass"], row["se"][0]),
     "best": lambda row: mean_se(row["best"], row["se"][1]),
     "own": lambda row: mean_se(row["own"], math.nan),
     "own_reward": lambda row: mean_se(row["own_reward"], math.nan),
-    "worth": worth_cell,
+    "worth": lambda row: "{:.2f}±{:.2f}".format(*row["worth"]) if "worth" in row else "",
 }
 
 
@@ -403,16 +405,9 @@ def rewrite(name: str, text: str) -> None:
 # The plot
 # ---------------------------------------------------------------------------------------------------------------------
 
-# The palette of Okabe and Ito
-COLOURS = (
-    "#D55E00",
-    "#0072B2",
-    "#009E73",
-    "#E69F00",
-    "#56B4E9",
-    "#CC79A7",
-    "#000000",
-)
+# The palette of Okabe and Ito, and three more
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#000000")
+COLOURS += ("#999999", "#882255", "#808000")
 LOGARITHMIC = ("distill_kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch")
 
 
@@ -427,8 +422,8 @@ def draw(name: str, data: dict) -> None:
         math.ceil(n / columns), columns, figsize=size, layout="constrained", squeeze=False
     )
     flat = list(axes.flat)
-    for ax, panel in zip(flat, panels, strict=False):
-        draw_panel(ax, panel, data["rows"][panel.group])
+    for ax, (group, key) in zip(flat, panels, strict=False):
+        draw_panel(ax, group, key, data["rows"][group])
     if "samplers" in data:
         draw_distance(flat[len(panels)], data["samplers"])
         draw_outcome(flat[len(panels) + 1], name, data)
@@ -440,11 +435,13 @@ def draw(name: str, data: dict) -> None:
     save(fig, RESULTS / f"{name}.png")
 
 
-def draw_panel(ax, panel: Panel, rows: dict[str, dict]) -> None:
-    """Draw one line for each label; the band is the range over seeds."""
-    for label, colour in zip(panel.labels, COLOURS, strict=False):
-        line = rows[label]["curves"][panel.key]
-        dots = dict(marker="o", ms=3) if panel.key == "eval/policy" else {}
+def draw_panel(ax, group: str, key: str, rows: dict[str, dict]) -> None:
+    """Draw one line for each row with this curve; the band is the range over seeds."""
+    for (label, row), colour in zip(rows.items(), COLOURS, strict=False):
+        if key not in row["curves"]:
+            continue
+        line = row["curves"][key]
+        dots = dict(marker="o", ms=3) if key == "eval/policy" else {}
         ax.plot(
             line["updates"],
             line["mean"],
@@ -457,10 +454,10 @@ def draw_panel(ax, panel: Panel, rows: dict[str, dict]) -> None:
             ax.fill_between(
                 line["updates"], line["low"], line["high"], color=colour, alpha=0.12, lw=0
             )
-    ax.set_title(panel.title, fontsize=9)
+    ax.set_title(f"{group}: {key}".replace("eval/policy", "held-out pass@1 (%)"), fontsize=9)
     ax.set_xlabel("updates", fontsize=8)
     ax.legend(fontsize=7)
-    if panel.key in LOGARITHMIC:
+    if key in LOGARITHMIC:
         ax.set_yscale("log")
 
 

@@ -85,7 +85,7 @@ def move(learner) -> None:
 def hold_back_the_step(learner):
     """Replace the learner's step by a no-op, so updates keep their gradients; return the real step."""
     step = learner._step
-    learner._step = lambda loss, all_rejected: {"grad_norm": 0.0}
+    learner._step = lambda *args: {"grad_norm": 0.0}
     return step
 
 

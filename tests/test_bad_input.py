@@ -54,8 +54,6 @@ ROWS = [
 --kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: --rollout=hf has no such cache; use --rollout=vllm, or auto
 --objective=is --reject=token,gee:0:1 | --reject=gee: not one of token, sequence, geo, ... did you mean geo?
 --objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: ... each statistic has separate bounds
---objective=jackpot --ref_from=loglinear | --ref_from=loglinear: an actor, OBRS, ... need p_ref itself; use pass
---objective=tis --ref_from=loglinear --actor=none --normalize_weights=True | --normalize_w ... --ref_from=loglinear
 --objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf replace ... not ref
 --objective=opsm --loss_denominator=kept | --loss_denominator=kept: ... --correction_target=new is computed
 --obrs_c2=0.5 | --obrs_c2=0.5: caps p_ref / p_tgt, so it must be at least 1
@@ -254,7 +252,7 @@ train.py --resume --out=run_spoilt | run_spoilt: all checkpoints are damaged; ..
 -m remote --rollout=hf --name=box --connect=tcp://127.0.0.1:9,notes | --connect=notes: not an address; write
 -m machinery.warmstart --rollout=hf --model=POLICY --task=arith --max_tokens=8 --lr=1 --dtype=float32 | leave --model
 mini.py --stps=3 | --stps=3: write --name=value, with a name from the settings in mini.py
-metrics.py out/demo | out/demo: metrics.py explains all names and takes none; python -m machinery.plot RUN draws a run's
+metrics.py out/demo | out/demo: metrics.py takes no arguments; leave them out
 -m bench haed | haed: no such list; write python -m bench gpu
 tests/remote_tools/fuzz.py --frames=29 | --frames=29: at least 30
 -m remote | --connect: name the learner's address, tcp://HOST:PORT, or a shared folder

@@ -132,7 +132,6 @@ def test_corrections_that_need_p_new():
     for flags in (
         dict(objective="tis_adjusted"),
         dict(objective="tis", correction_target="new", ratio_base="new"),
-        dict(objective="tis", ref_from="loglinear"),
         dict(objective="jackpot_adjusted"),
     ):
         assert corrections.sees_new(make_cfg(**flags)), flags

@@ -163,21 +163,19 @@ def test_token_z_modes():
     lp, lq = random_distributions(4, 6, 0)
     support = lq[None, :, :2]
     exact = torch.full((1, 4), 0.4, dtype=f64)
-    target = obrs.Target(lp[None, :, 0], lp[None, :, :2], tail=None, z=exact)
-    z_low, z_high = obrs.z_bracket(support, target.support_logp, 1.0)
+    target = lp[None, :, :2]
+    z_low, z_high = obrs.z_bracket(support, target, 1.0)
     for kappa, method, want in (
         (0.5, "bracket", z_low),
         (100.0, "bracket", z_high),
         (0.5, "approx", 0.5 * z_low),
         (100.0, "approx", 100 * z_low),
     ):
-        got = obrs.token_z(target, support, 1.0, kappa, method)
-        assert torch.equal(got.used, want)
-        assert torch.equal(got.summed, z_low)
-        assert got.high is None if method == "approx" else torch.equal(got.high, z_high)
-    got = obrs.token_z(target, support, 1.0, 100.0, "exact")
-    assert torch.equal(got.used, exact)
-    assert got.summed is got.high is None
+        got = obrs.token_z(support, target, None, exact, 1.0, kappa, method)
+        bounds = {"z_approx": z_low} if method == "approx" else {"z_low": z_low, "z_high": z_high}
+        assert got.keys() == {"z", *bounds}
+        assert all(torch.equal(got[name], x) for name, x in {"z": want, **bounds}.items())
+    assert obrs.token_z(support, target, None, exact, 1.0, 100.0, "exact") == {"z": exact}
 
 
 def test_kappa():

@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 import torch
 
-from results import conformance, sweep
+from results import sweep
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 NEVER = 1e9  # a bound that never acts
@@ -54,7 +54,6 @@ class Case:
         self.new = torch.tensor(rows["new"], dtype=torch.float64, requires_grad=True)
         self.mask = torch.tensor([[float(x == "1") for x in r["mask"].ljust(T, "0")] for r in responses]).double()
         self.adv = torch.tensor([[r["adv"]] for r in responses], dtype=torch.float64).expand_as(self.mask)
-        self.age = torch.tensor([[r["age"]] for r in responses])
         self.tokens, self.responses = int(self.mask.sum()), int((self.mask.sum(1) > 0).sum())
 
     def rows(self, x) -> list[list[float]]:
@@ -326,41 +325,18 @@ def areal() -> dict:
         return None if settings is None else RejectionSamplingConfig(**settings)
 
     rows = {name: areal_loss(functional, config_of(settings)) for name, settings in AREAL.items()}
-    for special in ("", ", p_new for fresh tokens"):
-        between = areal_between(bool(special))
-        rows[f"icepop --ref_from=loglinear{special}"] = areal_loss(functional, config_of(AREAL["icepop"]), between)
     for ours, settings in AREAL_STATISTICS.items():
         rows[f"is --reject={ours}"] = areal_mask(functional, config_of({"level": "sequence", **settings}))
     return rows
 
 
-def areal_loss(functional, rejection, between=None):
+def areal_loss(functional, rejection):
     def run(case: Case) -> dict:
-        ref = between(case) if between else case.ref
-        args = (case.new, ref, case.inf, case.adv, 0.2, case.mask.bool(), 0.28)
+        args = (case.new, case.ref, case.inf, case.adv, 0.2, case.mask.bool(), 0.28)
         loss, statistics = functional.ppo_actor_loss_fn(*args, rejection_sampling=rejection)
         return case.results(loss, statistics.get("behave_imp_weight"))
 
     return run, functional.ppo_actor_loss_fn
-
-
-def areal_between(ours_if_fresh: bool):
-    """AReaL's compute_prox_logp_approximations, without importing its module, which needs a cluster's packages."""
-    import areal
-    from areal.utils import constants
-
-    tree = ast.parse((Path(areal.__file__).parent / "trainer" / "ppo" / "actor.py").read_text(encoding="utf-8"))
-    name = "compute_prox_logp_approximations"
-    (node,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
-    scope = {"torch": torch, **vars(constants)}
-    exec(compile(ast.Module([node], []), name, "exec"), scope)
-
-    def ref(case: Case):
-        new, now = case.new.detach(), 7
-        results = scope[name](case.inf, new, (now - case.age).expand_as(new), now, "loglinear")["loglinear"]
-        return torch.where((case.age == 0) & ours_if_fresh, new, results)
-
-    return ref
 
 
 def areal_mask(functional, rejection):
@@ -421,6 +397,17 @@ def place_of(function) -> str:
     return f"{Path(inspect.getsourcefile(function)).name}:{inspect.getsourcelines(function)[1]}"
 
 
+def table(data: dict) -> str:
+    """The table of the page: one line for each framework, then one line for each case that differs."""
+    rows = []
+    for name, record in data.items():
+        differ = {case: cells[:4] for case, cells in record["cases"].items() if not set(cells[:4]) <= {"0", "-"}}
+        cases = len(record["cases"])
+        rows.append([f"**{name}**: {cases - len(differ)} of {cases} cases agree"])
+        rows += [[f"`{case}`", *cells] for case, cells in differ.items()]
+    return sweep.markdown(["case", "weight", "mask", "loss", "gradient"], rows)
+
+
 def main() -> None:
     names = sys.argv[1:]
     if not names or set(names) - set(FRAMEWORKS):
@@ -443,7 +430,7 @@ def main() -> None:
         data = {key: x for key, x in sweep.load("conformance").items() if key.split()[0] != name}
         data[title] = {**sweep.load("conformance").get(title, {}), "cases": cases}
         sweep.store("conformance", data)
-    conformance.write()
+    sweep.rewrite("conformance", table(sweep.load("conformance")))
 
 
 if __name__ == "__main__":

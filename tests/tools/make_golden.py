@@ -36,7 +36,7 @@ PLAIN |= dict(
 PLAIN |= dict(
     surrogate="ppo", ratio_base="ref", clip=True, clip_low=0.2, clip_high=0.28, tbpo_neg_high=7e-4, dual_clip=0.0
 )
-PLAIN |= dict(gepo_expectation="weighted", gepo_defence=0.0, cppo_beta=0.0, cppo_kl="official", ref_from="pass")
+PLAIN |= dict(gepo_expectation="weighted", gepo_defence=0.0, cppo_beta=0.0, cppo_kl="official")
 PLAIN |= dict(
     obrs_target="ref", obrs_mask="bernoulli", obrs_mode="both", obrs_z="bracket", obrs_topk=4, obrs_lambda=1.0
 )
@@ -145,7 +145,6 @@ CASES = {
     "is --reject=token:0.5:2,seq_max_k2:0:0.4,geo:0.8:1.25": dict(
         correction="is", reject="token:0.5:2,seq_max_k2:0:0.4,geo:0.8:1.25"
     ),
-    "icepop --ref_from=loglinear": BOUNDED | dict(ref_from="loglinear"),
     "cispo --clip_low=1.0": dict(surrogate="cispo", clip_low=1.0),
     "decoupled_seq_is_rs --loss_denominator=kept": SEQ_TIS
     | dict(reject="sequence", rs_low=0.5, rs_high=2.0, loss_denominator="kept"),
@@ -192,9 +191,6 @@ def response_of(r: dict, cfg) -> oracle.Response:
     tokens = []
     for t, flag in enumerate(r["mask"]):
         inf, ref, new = ([math.exp(x) for x in r["words"][policy][t]] for policy in ("inf", "ref", "new"))
-        if cfg.ref_from == "loglinear":  # between inf and new, at the last update but one; new for fresh tokens
-            a = (r["age"] - 1) / r["age"] if r["age"] else 1.0
-            ref = [math.exp((1 - a) * r["inf"][t] + a * r["new"][t])]
         tokens.append(oracle.Token(0, flag == "1", r["draws"][t], inf, ref, new, inf, inf, start=new))
     return oracle.Response(r["group"], r["adv"], tokens)
 

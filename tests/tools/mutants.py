@@ -222,7 +222,6 @@ MUTANTS = {
     ],
     "objectives.py": [
         ('{"tbpo_neg_high": math.inf}', "{}"),
-        ('several = updates > 1 and cfg.ref_from == "pass"', "several = updates > 1"),
         ("scale = 1.0 if k2 else", "scale ="),
         ("    return x * x / 2 if", "    return x.abs() if"),
         ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
@@ -261,7 +260,6 @@ MUTANTS = {
     ],
     "corrections.py": [
         ("        logp_inf=batch.logp_inf,\n        mask=", "        logp_inf=batch.logp_ref,\n        mask="),
-        ("(age - 1) / age.clamp_min(1), 1.0)", "(age - 1) / age.clamp_min(1), 0.0)"),
         (
             "weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)",
             "weight = prefix_ratio(log_r, mask, clamp).clamp_max(1)",
@@ -306,8 +304,8 @@ MUTANTS = {
             "return weight, torch.ones_like(weight)",
         ),
         ("    for row, low, high in rejections(cfg):", "    for row, low, high in rejections(cfg)[:1]:"),
-        ("if getattr(cfg, axis) not in (None, axes.get(axis)):", "if getattr(cfg, axis) is not None:"),
-        ('axes_of_rows["surrogate"] = {"clip_low", "clip_high"}', 'axes_of_rows["surrogate"] = set()'),
+        ("if getattr(cfg, name) not in (None, axes[name])}", "if getattr(cfg, name) is not None}"),
+        ('{"clip_low", "clip_high"} if "surrogate" in other else set()', "set()"),
         ("torch.where(batch.adv < 0, kept, 1.0)", "torch.where(batch.adv > 0, kept, 1.0)"),
         ("        elif hasattr(cfg, name):", "        elif False:"),
         ("kept = max(int((mean <= bound).sum()), 1)", "kept = max(int((mean <= bound).sum()) - 1, 1)"),
@@ -318,7 +316,7 @@ MUTANTS = {
         ("    on = support_logp.isfinite()", "    on = torch.ones_like(support_logp, dtype=torch.bool)"),
         ("+ outside * (outside.log() - outside_ref.log())", ""),
         ("applied = weight * keep\n    counted", "applied = weight\n    counted"),
-        ('return cfg.correction == "tis_adjusted" or of_new or z_new', "return z_new"),
+        ('return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new', "return z_new"),
     ],
     "obrs.py": [
         (
@@ -337,13 +335,13 @@ MUTANTS = {
         ),
         ("        room = torch.minimum(room, tail)", "        room = torch.maximum(room, tail)"),
         (
-            '    if how == "approx":\n        return Z(kappa * low, low)',
-            '    if how == "approx":\n        return Z(low, low)',
+            'return {"z": kappa * low, "z_approx": low}',
+            'return {"z": low, "z_approx": low}',
         ),
         ("return (accepted / proposed) / (z_sum / proposed)", "return (z_sum / proposed) / (accepted / proposed)"),
         (
-            "return Target(batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref)",
-            "return Target(batch.logp_inf, batch.support_logp_ref, batch.tail_ref, batch.z_ref)",
+            "return batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref",
+            "return batch.logp_inf, batch.support_logp_ref, batch.tail_ref, batch.z_ref",
         ),
         ("room = n * rate - n + k", "room = n * rate - n + k - 1"),
     ],
