@@ -370,8 +370,6 @@ class MemoryFlags:
     must fit on one rank."""
     kernels: Literal["auto", "plain", "liger", "compile"] = "auto"
     """Kernels of decoder layers: of transformers (plain, auto), liger-kernel or torch.compile."""
-    offload: bool = False
-    """Keep the optimizer states in host memory between updates."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -477,62 +475,26 @@ class Config(
 
     # the flags that --help prints; --help=all prints all flags
     COMMON = (
-        "objective",
-        "model",
-        "actor",
-        "out",
-        "resume",
-        "steps",
-        "rollout_batch",
-        "train_batch",
-        "group_size",
-    )
-    COMMON += ("micro_tokens", "correction", "surrogate", "is_cap", "max_tokens")
-    COMMON += (
-        "temperature",
-        "rollout",
-        "rollout_dtype",
-        "rollout_quant",
-        "learner_quant",
-        "delay",
-        "max_staleness",
-    )
-    COMMON += (
-        "lr",
-        "actor_lr",
-        "dtype",
-        "parallel",
-        "task",
-        "reward",
-        "eval_every",
-        "eval_task",
-        "save_every",
+        *("objective", "model", "actor", "out", "resume", "steps"),
+        *("rollout_batch", "train_batch", "group_size", "micro_tokens"),
+        *("correction", "surrogate", "is_cap", "max_tokens", "temperature"),
+        *("rollout", "rollout_dtype", "rollout_quant", "learner_quant", "delay", "max_staleness"),
+        *("lr", "actor_lr", "dtype", "parallel"),
+        *("task", "reward", "eval_every", "eval_task", "save_every"),
     )
     # the flags that may be infinite
-    UNBOUNDED = ("is_cap", "rs_high", "clip_high", "tbpo_neg_high", "obrs_c1", "obrs_c2")
-    UNBOUNDED += ("grad_clip", "window_seconds", "give_up")
+    UNBOUNDED = (
+        *("is_cap", "rs_high", "clip_high", "tbpo_neg_high", "obrs_c1", "obrs_c2"),
+        *("grad_clip", "window_seconds", "give_up"),
+    )
 
 
 FIELDS = {f.name: f for f in fields(Config)}
 # flags that a resumed run may change: they do not change the training
 HARMLESS = {
-    *(
-        "resume",
-        "overwrite",
-        "out",
-        "keep",
-        "save_every",
-        "check_sync",
-    ),
-    *(
-        "wandb",
-        "keys",
-        "give_up",
-        "parallel",
-        "micro_tokens",
-        "rollout_memory",
-    ),
-    *("gradient_checkpointing", "kernels", "offload", "eval_every"),
+    *("resume", "overwrite", "out", "keep", "save_every", "check_sync", "wandb", "keys", "give_up"),
+    *("parallel", "micro_tokens", "rollout_memory"),
+    *("gradient_checkpointing", "kernels", "eval_every"),
 }
 
 # defaults of toy models (EMBEDDED); values that errors propose for other models (PROPOSED)

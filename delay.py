@@ -35,8 +35,8 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from config import Config
-from machinery import checkpoint
 from machinery.checkpoint.shards import from_all, own_group
+from machinery.checkpoint.tensors import Layout, read_tensors
 from machinery.flags import UserError, need
 from rollout import Rollout, uniforms
 from source import LocalSource, given_back_if_it_fails
@@ -114,7 +114,7 @@ class DelaySource(LocalSource):
         super().__init__(*args, **more)
         self.cfg = cfg
         self.store = Path(store)
-        self.layout: checkpoint.Layout | None = None  # of a version's file; None before the first
+        self.layout: Layout | None = None  # of a version's file; None before the first
         self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max)
         self.longest = (
             math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
@@ -140,7 +140,7 @@ class DelaySource(LocalSource):
         named_tensors: can be read more than once."""
         if self.broadcast and version - max(self.broadcast) < self.cfg.sync_every:
             return
-        self.layout = self.layout or checkpoint.Layout(named_tensors)
+        self.layout = self.layout or Layout(named_tensors)
         if self.rank == 0:
             self.layout.write(self.path(version), named_tensors)
         else:  # reading is collective: every rank must read every tensor equally often
@@ -157,7 +157,7 @@ class DelaySource(LocalSource):
         needed = self.needed().union(*self.pinned)
         # With --dynamic_sampling ranks take unequal numbers of groups, so ranks need different old
         # versions. `from_all` is also a barrier, after which the new file is complete.
-        everywhere = set().union(*from_all(needed, own_group("delay")))
+        everywhere = set().union(*from_all(needed, own_group()))
         for old in set(self.broadcast) - everywhere:
             del self.broadcast[old]
             if self.rank == 0:
@@ -243,7 +243,7 @@ class DelaySource(LocalSource):
         groups: dict[int, Rollout] = {}
         for version in sorted({ticket.version for ticket in taken}):
             if version != self.version:
-                self.load(version, checkpoint.read_tensors(self.path(version)))
+                self.load(version, read_tensors(self.path(version)))
             self.published = self.broadcast[version]
             numbers = [t.number for t in taken if t.version == version]
             groups.update(zip(numbers, self.sample(numbers), strict=True))

@@ -43,6 +43,7 @@ from config import (
     TaskFlags,
 )
 from machinery import checkpoint, flags, warmstart
+from machinery.checkpoint import models
 from machinery.flags import (
     UserError,
     check_output,
@@ -283,15 +284,14 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
         cfg.role == "policy" or not one_model,
         f"--role={cfg.role}: {cfg.model} is a single model, not a run or a checkpoint; leave the flag out",
     )
-    models = [folder, sampler] if sampler else [folder]
+    folders = [folder, sampler] if sampler else [folder]
     tokenizer = common_tokenizer(cfg, folder, sampler)
-    ends = stop_ids(tokenizer, models, cfg.stop)
+    ends = stop_ids(tokenizer, folders, cfg.stop)
     longest = {
         eval_set.label: eval_set.task.fit(tokenizer, cfg.max_prompt_tokens) for eval_set in sets
     }
     limit = min(
-        checkpoint.read_config(eval_set).get_text_config().max_position_embeddings
-        for eval_set in models
+        models.read_config(path).get_text_config().max_position_embeddings for path in folders
     )
     for eval_set in sets:
         check_context(eval_set, longest[eval_set.label], limit)
@@ -299,19 +299,19 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
             print(
                 f"{eval_set.label}: {eval_set.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped"
             )
-    vocabulary = checkpoint.vocabulary_size(tokenizer)
+    vocabulary = models.vocabulary_size(tokenizer)
     need(
         cfg.top_k <= vocabulary,
         f"--top_k={cfg.top_k}: larger than the vocabulary, {vocabulary} tokens; 0 keeps all",
     )
     context = max(longest[eval_set.label] + eval_set.max_tokens for eval_set in sets)
-    for eval_set in models:
-        if cfg.rollout == "hf" or eval_set != models[-1]:  # plain torch computes it
-            checkpoint.check_angles(eval_set, context)
-        checkpoint.check_rows(eval_set, vocabulary)
-        checkpoint.check_weights(eval_set)
-        memory.check_names(eval_set, cfg.rollout == "vllm")
-    quant.check_model(cfg, models[-1])
+    for path in folders:
+        if cfg.rollout == "hf" or path != folders[-1]:  # plain torch computes it
+            models.check_angles(path, context)
+        models.check_rows(path, vocabulary)
+        models.check_weights(path)
+        memory.check_names(path, cfg.rollout == "vllm")
+    quant.check_model(cfg, folders[-1])
     most = problems if cfg.problems is None else cfg.problems
     return Setup(sets, folder, tokenizer, most, context, vocabulary, ends)
 
@@ -369,11 +369,9 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
         if path.is_file() and "model_type" in read_json(
             path, "copy it again, or name a different folder"
         ):
-            return checkpoint.text_folder(str(folder))
-    flags.refuse_adapter(flag, str(newest / f"{which}_adapter"))
-    flags.refuse_adapter(flag, name)
+            return models.text_folder(str(folder))
     if is_hub_id(name):
-        return checkpoint.text_folder(checkpoint.from_hub(flag, name))
+        return models.text_folder(models.from_hub(flag, name))
     raise UserError(
         f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder"
     )
@@ -384,7 +382,7 @@ def evaluate(cfg: EvalFlags) -> dict:
     check(cfg, greedy=True)
     check_only_samples(cfg)
     setup = open_setup(cfg, PROBLEMS)
-    cfg = fill(cfg, {"rollout_dtype": checkpoint.own_dtype(setup.folder)})
+    cfg = fill(cfg, {"rollout_dtype": models.own_dtype(setup.folder)})
     ks = {eval_set.label: ks_of(cfg.k, eval_set.samples) for eval_set in setup.sets}
     written = Responses.open(cfg, setup) if cfg.out else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -469,7 +467,7 @@ class Responses:
         asked = {key: value for key, value in vars(cfg).items() if key not in aside}
         digests = {
             "folder": setup.folder,
-            "files": checkpoint.stamps(setup.folder),
+            "files": models.stamps(setup.folder),
             "data": tasks.digests(cfg),
         }
         head = json.dumps({"evaluation": asked | digests}) + "\n"

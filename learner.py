@@ -421,7 +421,7 @@ class Learner:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             if step:
-                optim.step(optimizer, self.cfg)
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
     # -- weights in and out
@@ -430,7 +430,7 @@ class Learner:
     def named_tensors(self, name: str, whole=whole):
         """Yield (Hugging Face name, full detached tensor) of one model, including `lm_head.weight`.
         Collective."""
-        return self.stream(name, self.model_state(name), whole)
+        return lora.merged(getattr(self.models, name), self.model_state(name), whole)
 
     def model_state(self, name: str) -> dict[str, torch.Tensor]:
         """One model's parameters and buffers on this rank, with adapters and `lm_head.weight`."""
@@ -440,10 +440,6 @@ class Learner:
                 next(k for k in state if k.endswith("embed_tokens.weight"))
             ]
         return state
-
-    def stream(self, name: str, state: dict, whole):
-        """Yield (Hugging Face name, tensor gathered by `whole`) of a `model_state` or its copy."""
-        return lora.merged(getattr(self.models, name), state, whole)
 
     def adapter(self, name: str) -> lora.Adapter | None:
         """The adapters of one model; None if all its weights are trained. Collective."""
@@ -627,11 +623,7 @@ class Learner:
                 if weight not in parameter:
                     continue
                 p = parameter[weight]
-                room = torch.zeros((), dtype=dtype)
-                if len(shape):
-                    room = torch.zeros_like(
-                        p, dtype=dtype, device="cpu" if self.cfg.offload else None
-                    )
+                room = torch.zeros_like(p, dtype=dtype) if shape else torch.zeros((), dtype=dtype)
                 optimizer_of[p].state[p][kind] = room.detach()
 
     def _learning(self, name: str) -> dict:

@@ -16,7 +16,7 @@ import textwrap
 import corrections
 from config import LossFlags
 from machinery.flags import print_page, run_command
-from machinery.measure import Derived, Max, Mean, Means, Quantile, Sums, View, k3, repetition
+from machinery.measure import Derived, Max, Mean, Means, Sums, View, k3, repetition
 from model import FLOOR
 from sampling import Sampling
 
@@ -127,15 +127,7 @@ MISMATCH = [
         "p_ref is e^-69",
         when=lambda v: v.cfg.keep_sampling_mask == "recompute" and Sampling.of(v.cfg).truncates,
     ),
-]
-
-OF_LOG_R = "N-th percentile over tokens of log r = log p_ref - log p_inf"
-MISMATCH += [
-    Quantile(f"rollout_corr/log_r/{100 * q:g}", tokens, lambda v: v.log_r, q, OF_LOG_R)
-    for q in (0.01, 0.5, 0.99, 0.999)
-]
-MISMATCH += [
-    Max("rollout_corr/largest_gap", tokens, lambda v: v.log_r.abs(), "largest |log r| of the step")
+    Max("rollout_corr/largest_gap", tokens, lambda v: v.log_r.abs(), "largest |log r| of the step"),
 ]
 
 OF_R = "for a sequence weight of R = p_ref / p_inf before caps, with any --correction_target"
@@ -541,8 +533,6 @@ def observe(sums: Sums, new, batch, stats, logs, cfg: LossFlags) -> None:
     objectives.joint_loss."""
     view = View(new, batch, logs, cfg)
     for row in ROWS:
-        if isinstance(row, Quantile):
-            sums.keep(row.name, row.formula(view), row.over(view), row.q)
         if isinstance(row, Mean) and row.when(view):
             add = sums.top if isinstance(row, Max) else sums.add
             add(row.name, row.formula(view), row.over(view))

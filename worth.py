@@ -624,9 +624,35 @@ def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config)
             json.dumps({"command": sys.argv[1:], **results}, indent=1) + "\n", encoding="utf-8"
         )
         print(table(results))
-        print(f"figure: {plot.draw_worth(results['rows'], path.with_suffix('.png'))}")
+        print(f"figure: {draw(results['rows'], path.with_suffix('.png'))}")
     m.comm.end()
     return results
+
+
+def draw(results: dict[str, dict], path: Path) -> str:
+    """Plot the worth of each configuration with its standard error, best on top; returns the path.
+    results: from `weigh`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = sorted(results.items(), key=lambda item: item[1]["worth"])
+    fig, ax = plt.subplots(figsize=(8, 1.2 + 0.32 * len(rows)))
+    ax.errorbar(
+        [x["worth"] for _, x in rows],
+        range(len(rows)),
+        xerr=[x["worth_se"] for _, x in rows],
+        fmt="o",
+        ms=5,
+    )
+    ax.axvline(1, color="black", lw=0.8)
+    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
+    ax.set_xlabel("worth of a sampled response, in on-policy responses")
+    ax.grid(alpha=0.3)
+    fig.tight_layout()
+    plot.write(fig, path)
+    return str(path)
 
 
 def more_batches(x: dict, about: dict) -> list[str]:

@@ -505,7 +505,6 @@ def memory(s: Setting) -> Iterator[dict]:
     cases = {
         "1.7B": ("1.7B", "", {}),
         "1.7B, checkpointing": ("1.7B", "", {"gradient_checkpointing": True}),
-        "1.7B, optimizer on the host": ("1.7B", "", {"offload": True}),
         "1.7B and 0.6B, Jackpot": ("1.7B", "0.6B", {"actor": "base:actor", "objective": "jackpot"}),
     }
     for kind in ("int8", "fp8", "w4a16"):

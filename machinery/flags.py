@@ -114,14 +114,6 @@ def is_hub_id(name: str) -> bool:
     )
 
 
-def refuse_adapter(flag: str, name: str) -> None:
-    """Raise UserError if a folder has adapters but no model."""
-    folder = Path(name)
-    alone = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
-    merge = f"python -m model.lora --adapter={name} --out=FOLDER"
-    need(not alone, f"--{flag}={name}: it has only adapters; merge them with {merge}")
-
-
 def names_model(name: str) -> bool:
     """Whether this is a folder with a config.json, or can be the id of a hub model."""
     return (Path(name) / "config.json").is_file() or is_hub_id(name)

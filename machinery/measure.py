@@ -1,6 +1,6 @@
 """Measurement of metrics: the inputs of their formulas, and sums over micro-batches and ranks.
 
-`View` holds one micro-batch for the formulas. `Mean`, `Max`, `Quantile` and `Derived` are the row
+`View` holds one micro-batch for the formulas. `Mean`, `Max` and `Derived` are the row
 types of metrics.py. `Sums` accumulates rows over micro-batches, and `Sums.reduce` over ranks, so
 each metric covers the whole update and not only the last micro-batch. The last section has the
 estimators that worth.py applies to its dot products."""
@@ -112,18 +112,6 @@ class Max(Mean):
 
 
 @dataclass(frozen=True)
-class Quantile:
-    """The q-th quantile of formula(view) over the true entries of over(view)."""
-
-    name: str
-    over: Callable
-    formula: Callable
-    q: float
-    meaning: str = ""
-    when: Callable = always
-
-
-@dataclass(frozen=True)
 class Derived:
     """A formula of the update's means: formula(m) reads m[name], m.sum(name) and m.count(name)."""
 
@@ -139,12 +127,10 @@ class Derived:
 
 
 class Sums:
-    """Running (sum, count) pairs, maxima and kept values, on the device until `reduce`."""
-
-    MOST = 1 << 16  # maximum number of values kept per micro-batch
+    """Running (sum, count) pairs and maxima, on the device until `reduce`."""
 
     def __init__(self):
-        self.pairs, self.tops, self.values = {}, {}, {}
+        self.pairs, self.tops = {}, {}
 
     def add(self, name, x, where):
         """Add x over the true entries of `where` (same shape) to the mean called `name`."""
@@ -157,34 +143,21 @@ class Sums:
         value = x.double().masked_fill(~where, -math.inf).amax()
         self.tops[name] = torch.maximum(self.tops[name], value) if name in self.tops else value
 
-    def keep(self, name, x, where, q):
-        """Keep the values of x where `where` is true, for the q-th quantile called `name`; above
-        MOST values, keep an even subsample."""
-        x = x[where]
-        self.values.setdefault(name, (q, []))[1].append(x[:: 1 + len(x) // self.MOST])
-
     def constant(self, name, value):
         """Set a number that is the same in every micro-batch and on every rank."""
         self.pairs[name] = (value, 1.0)
 
     def reduce(self, comm) -> Means:
-        """All means, maxima and quantiles over ranks."""
+        """All means and maxima over ranks."""
         flat = comm.sum([v for pair in self.pairs.values() for v in pair])
         means = Means(zip(self.pairs, zip(flat[::2], flat[1::2], strict=True), strict=True))
-        for name, (q, parts) in self.values.items():
-            ordered = comm.cat(torch.cat(parts)).sort().values
-            means[name] = (
-                float(ordered[min(len(ordered) - 1, int(q * len(ordered)))])
-                if len(ordered)
-                else 0.0
-            )
         if self.tops:
             means.update(zip(self.tops, comm.max(self.tops.values()), strict=True))
         return means
 
 
 class Means(dict):
-    """name -> mean, maximum or quantile over the whole update."""
+    """name -> mean or maximum over the whole update."""
 
     def __init__(self, pairs):
         self.pairs = dict(pairs)

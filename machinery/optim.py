@@ -1,4 +1,4 @@
-"""Optimizers, the offloading of their states, and the learning-rate schedule."""
+"""Optimizers and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 
 import quant
-from config import Config, MemoryFlags, OptimizerFlags
+from config import Config, OptimizerFlags
 
 
 class Muon(torch.optim.Muon):
@@ -63,51 +63,6 @@ def not_finite(model) -> str:
 def learning(model) -> list:
     """The trainable parameters: all of them, or the adapters with LoRA."""
     return [p for p in model.parameters() if p.requires_grad]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Optimizer states in host memory between two steps (--offload)
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def step(optimizer, cfg: MemoryFlags) -> None:
-    """Take one optimizer step. With --offload it fetches the states of one parameter at a time: the
-    result is the same, and the states never occupy device memory all at once."""
-    if not cfg.offload:
-        optimizer.step()
-        return
-    groups = [(group, group["params"]) for group in optimizer.param_groups]
-    for group, _ in groups:
-        group["params"] = []
-    for group, params in groups:
-        for p in params:
-            group["params"] = [p]
-            move_states(optimizer, p, p.device)
-            optimizer.step()
-            move_states(optimizer, p, "cpu")
-        group["params"] = []
-    for group, params in groups:
-        group["params"] = params
-
-
-def states_like(optimizer, p) -> list:
-    """(name, state) of the optimizer states with the parameter's shape: moments, no step counts."""
-    state = optimizer.state.get(p, {})
-    return [
-        (name, x)
-        for name, x in state.items()
-        if isinstance(x, torch.Tensor) and x.shape == p.shape and x.ndim
-    ]
-
-
-def move_states(optimizer, p, device) -> None:
-    """Move a parameter's moments, or this rank's shard of them, to a device. If there is a GPU, the
-    host copy is pinned."""
-    for name, x in states_like(optimizer, p):
-        if torch.device(device).type == "cpu" and torch.cuda.is_available():
-            optimizer.state[p][name] = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)
-        else:
-            optimizer.state[p][name] = x.to(device)
 
 
 def schedule(step: int, cfg: Config) -> float:

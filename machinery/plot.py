@@ -65,7 +65,7 @@ def draw(runs: list[str], out: str) -> str:
         raise UserError(
             f"{len(runs)} runs: at most {len(COLOURS)} lines can be distinguished; draw fewer runs in one picture"
         )
-    rows = {str(run): numbers_of(run) for run in runs}
+    rows = {str(run): read_metrics(run) for run in runs}
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,20 +102,6 @@ def write(fig, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=110)
     plt.close(fig)
-
-
-def numbers_of(run: str) -> list[dict]:
-    """The metrics of a run. Raises UserError if a plotted value is not a number."""
-    rows = read_metrics(run)
-    for _, key in PANELS:
-        for row in rows:
-            is_number = row.get(key) is None or type(row[key]) in (int, float)
-            file = Path(run) / "metrics.jsonl"
-            need(
-                is_number,
-                f"{file}: {key} is not a number at step {row['step']}; fix or remove that line",
-            )
-    return rows
 
 
 def values_of(rows: list[dict], key: str) -> tuple[list[float], list[float]]:
@@ -163,7 +149,6 @@ def report(run: str) -> str:
         f"{called(cfg)}: {len(steps)} updates of {cfg['train_batch']} responses",
         f"{'':34s}{'before':>16s}{'after':>16s}",
         *evaluation_lines(rows),
-        *rounded_line(cfg),
         *metric_lines(steps),
         "   (before: first update; after: mean of the last tenth)",
         *time_lines(rows),
@@ -186,20 +171,6 @@ def evaluation_lines(rows: list[dict]) -> list[str]:
             )
             lines.append(f"{name + ' pass@1, held out':34s}{before:>16s}{after:>16s}")
     return lines
-
-
-def rounded_line(cfg: dict) -> list[str]:
-    """A note if evaluation used quantized weights but the checkpoint is full precision."""
-    by_engine = cfg["eval_engine"] != "torch" and cfg["samplers"] == "local"
-    if not by_engine or cfg["rollout_quant"] == "none" or cfg["learner_quant"] != "none":
-        return []
-    name = "policy" if cfg["actor"] == "none" else "actor"
-    return [
-        (
-            f"   (held out: the {name} in {cfg['rollout_quant']}, as in rollouts; --eval_engine=torch evaluates "
-            "it as saved)"
-        )
-    ]
 
 
 def metric_lines(steps: list[dict]) -> list[str]:
@@ -241,32 +212,6 @@ def nats(x: float) -> str:
 
 def percent(x: float) -> str:
     return f"{100 * x:.1f} %"
-
-
-def draw_worth(results: dict[str, dict], path: Path) -> str:
-    """Plot the worth of each configuration with its standard error, best on top; returns the path.
-    results: from worth.weigh."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = sorted(results.items(), key=lambda item: item[1]["worth"])
-    fig, ax = plt.subplots(figsize=(8, 1.2 + 0.32 * len(rows)))
-    ax.errorbar(
-        [x["worth"] for _, x in rows],
-        range(len(rows)),
-        xerr=[x["worth_se"] for _, x in rows],
-        fmt="o",
-        ms=5,
-    )
-    ax.axvline(1, color="black", lw=0.8)
-    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
-    ax.set_xlabel("worth of a sampled response, in on-policy responses")
-    ax.grid(alpha=0.3)
-    fig.tight_layout()
-    write(fig, path)
-    return str(path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from corrections import USES_Z, rejects_by_support
 from delay import DelaySource
 from learner import LOCAL_RANK
 from machinery import checkpoint, warmstart
+from machinery.checkpoint import models
 from machinery.flags import UserError, is_hub_id, need
 from machinery.settings import digest_of_flags, unlike_paper
 from model import exact, lora, memory
@@ -71,7 +72,7 @@ class Run:
     @functools.cached_property
     def vocabulary(self) -> int:
         """Number of token ids of the tokenizer."""
-        return checkpoint.vocabulary_size(self.tokenizer)
+        return models.vocabulary_size(self.tokenizer)
 
     @property
     def rollout_model(self) -> str:
@@ -138,15 +139,15 @@ def open_run(cfg: config.Config, comm) -> Run:
     check_models(cfg, folders["policy"], folders["actor"])
     tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
     ends = stop_ids(tokenizer, filter(None, folders.values()), cfg.stop)
-    vocabulary = checkpoint.vocabulary_size(tokenizer)
+    vocabulary = models.vocabulary_size(tokenizer)
     check_vocabulary(cfg, vocabulary)
     for folder in filter(None, folders.values()):
-        checkpoint.check_rows(folder, vocabulary)
-        checkpoint.check_weights(folder)
+        models.check_rows(folder, vocabulary)
+        models.check_weights(folder)
         memory.check_names(
             folder, cfg.rollout == "vllm" and folder == (folders["actor"] or folders["policy"])
         )
-    configs = {name: checkpoint.read_config(f) for name, f in folders.items() if f}
+    configs = {name: models.read_config(f) for name, f in folders.items() if f}
     limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
     longest = task.fit(tokenizer, cfg.max_prompt_tokens)
     needed = [("max_tokens", cfg.max_tokens, longest)]
@@ -175,7 +176,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     context = longest + cfg.max_tokens
     read = context if cfg.eval_engine == "torch" else max(context, eval_context)
     for folder in filter(None, folders.values()):
-        checkpoint.check_angles(folder, read)
+        models.check_angles(folder, read)
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
         cfg = dataclasses.replace(
@@ -377,7 +378,7 @@ def check_folder(cfg: RunFlags) -> None:
     if cfg.overwrite:
         held = [
             (Path.cwd(), "the working folder"),
-            (Path(checkpoint.models.BASE_DIR), "the base models"),
+            (Path(models.BASE_DIR), "the base models"),
         ]
         held += [
             (Path(x), f"--{flag}={x}")
@@ -479,9 +480,9 @@ def model_folder(flag: str, cfg: Config, comm) -> str | None:
     folder = name
     if is_hub_id(name):
         folder = made_once(
-            comm, LOCAL_RANK == 0, lambda cached: checkpoint.from_hub(flag, name, cached)
+            comm, LOCAL_RANK == 0, lambda cached: models.from_hub(flag, name, cached)
         )
-    return made_once(comm, comm.rank == 0, lambda cached: checkpoint.text_folder(folder))
+    return made_once(comm, comm.rank == 0, lambda cached: models.text_folder(folder))
 
 
 def made_once(comm, first: bool, make) -> str:
@@ -496,7 +497,7 @@ def check_models(cfg: Config, policy: str, actor: str | None) -> None:
     """Check the models against the flags, from config.json alone. Raises UserError."""
     for folder in filter(None, (policy, actor)):
         published = folder == (actor or policy) or cfg.eval_engine == "second"
-        checkpoint.check_family(folder, cfg.rollout == "vllm" and published)
+        models.check_family(folder, cfg.rollout == "vllm" and published)
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
     exact.check_model(cfg, policy, actor)
@@ -521,8 +522,8 @@ def check_vocabulary(cfg: Config, vocabulary: int) -> None:
 
 def common_tokenizer(cfg: RunFlags, policy: str, actor: str | None):
     """The policy's tokenizer. Raises UserError if the actor's vocabulary differs."""
-    tokenizer = checkpoint.read_tokenizer(policy)
-    if actor and checkpoint.read_tokenizer(actor).get_vocab() != tokenizer.get_vocab():
+    tokenizer = models.read_tokenizer(policy)
+    if actor and models.read_tokenizer(actor).get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"--actor={cfg.actor}: its tokenizer differs from the policy's; actor and policy must share one vocabulary"
         )

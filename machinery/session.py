@@ -18,7 +18,7 @@ from config import Config, RunFlags
 from eval import held_out
 from learner import Comm, Learner, check_agreement, expects_agreement
 from machinery import checkpoint, plot
-from machinery.flags import UserError, need
+from machinery.flags import need
 from machinery.run import (
     Log,
     open_eval_engine,
@@ -32,6 +32,8 @@ from model import Needs
 from model.engines import evaluated_by
 from presets import called
 
+# metrics in the progress bar -> their names there
+SHOWN = {"reward": "reward", "rollout_corr/kl": "kl", "obrs/accept_rate": "accept"}
 ELSEWHERE = "another rank has stopped this run, and prints the reason"
 
 
@@ -64,7 +66,6 @@ class Session:
             self.step, self.pending, self.controllers = saved
             self.values = self.controllers.pop("values", {})
         self.saved_at = self.step
-        self.saving: checkpoint.Saving | None = None  # the checkpoint that is being written
         if comm.rank == 0:
             prepare_folder(self.run)
         comm.barrier()  # no rank writes into the folder earlier
@@ -102,8 +103,7 @@ class Session:
         if warning and self.log:
             tqdm.write(f"warning: {warning}", file=sys.stderr)
         self.bar.update(1)
-        self.bar.set_postfix(progress(values))
-        self.look_after_save()
+        self.bar.set_postfix({x: f"{values[key]:.3f}" for key, x in SHOWN.items() if key in values})
         if due(cfg.save_every, self.step):
             self.save()
         return not stops
@@ -112,7 +112,6 @@ class Session:
         """Save, report and close. Raises UserError if an error has stopped the run."""
         if self.step != self.saved_at:
             self.save()
-        self.end_save()
         self.bar.close()
         caught = int(self.comm.max([max(self.signals, default=0)])[0])
         if caught and self.step < self.cfg.steps:
@@ -149,7 +148,7 @@ class Session:
     def write(self, values: dict[str, float]) -> None:
         """Write the line of metrics of the last update."""
         if self.log:
-            seconds = self.read_clock()
+            seconds, self.clock = self.clock, {}
             values = values | self.speed.read(seconds) | seconds | {"time_s": time.time()}
             self.log.write(self.step - 1, values)
         self.unwritten = None
@@ -205,30 +204,14 @@ class Session:
     # -- checkpoints -------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Start a checkpoint of the current state. A thread writes it during the next updates; only
-        one checkpoint is written at a time."""
-        self.end_save()
-        with timer(self.clock, "save_s"):
-            left = {**self.controllers, "values": self.values}
-            state = (self.run, self.step, self.learner, self.source, self.pending, left)
-            self.saving = checkpoint.Saving(checkpoint.Snapshot(*state))
-            self.saved_at = self.step
-
-    def look_after_save(self) -> None:
-        """Finish the pending checkpoint if every rank has written its part."""
-        if self.saving is not None and not self.comm.any(self.saving.goes_on()):
-            self.end_save()
-
-    def end_save(self) -> None:
-        """Wait for the pending checkpoint, and tell the source, so that remote samplers can drop
-        the groups that it contains.
+        """Write a checkpoint of the current state, and tell the source, so that remote samplers can
+        drop the groups that it contains.
 
         Raises UserError if the checkpoint could not be written."""
-        if self.saving is None:
-            return
+        self.saved_at = self.step  # first: `rescue` does not repeat a failed save
         with timer(self.clock, "save_s"):
-            saving, self.saving = self.saving, None
-            saving.wait()
+            left = {**self.controllers, "values": self.values}
+            checkpoint.save(self.run, self.step, self.learner, self.source, self.pending, left)
             self.source.saved()
 
     def rescue(self) -> None:
@@ -236,10 +219,6 @@ class Session:
         weights are finite.
 
         With several ranks the last checkpoint remains, because the other ranks cannot take part."""
-        try:
-            self.end_save()
-        except UserError as e:  # the original exception is re-raised; this one is only printed
-            print(f"error: {e}", file=sys.stderr)
         between_updates = self.learner.version == self.step
         if (
             self.comm.size > 1
@@ -250,7 +229,6 @@ class Session:
             return
         try:
             self.save()
-            self.end_save()
             if self.unwritten is not None:
                 self.write(self.unwritten)
             print(
@@ -262,11 +240,6 @@ class Session:
                 f"an error after update {self.step}, which could not be saved: {e}", file=sys.stderr
             )
 
-    def read_clock(self) -> dict[str, float]:
-        """Seconds by stage since the last call; resets them."""
-        seconds, self.clock = self.clock, {}
-        return seconds
-
 
 def due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
@@ -274,12 +247,6 @@ def due(every: int, step: int) -> bool:
 
 def how_to_resume(cfg: RunFlags) -> str:
     return f"continue with --resume --out={cfg.out}"
-
-
-def progress(logged: dict) -> dict[str, str]:
-    """Values shown in the progress bar."""
-    shown = {"reward": "reward", "rollout_corr/kl": "kl", "obrs/accept_rate": "accept"}
-    return {name: f"{logged[key]:.3f}" for key, name in shown.items() if key in logged}
 
 
 @contextmanager

@@ -301,7 +301,6 @@ def check_models(cfg: Config) -> None:
                 f"--{flag}={value} knows only --task=arith; give a model's folder for {cfg.task}",
             )
         elif value != "none" or flag == "model":
-            flags.refuse_adapter(flag, value)
             need(
                 flags.names_model(value),
                 f"--{flag}={value}: no Hugging Face model folder (no config.json there); give a folder as "

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from config import Config, TaskFlags
 from machinery import checkpoint, settings
-from machinery.checkpoint import check_weights
+from machinery.checkpoint.models import check_weights
 from machinery.flags import UserError, check_output, embedded_model, need, run_command
 from model.engines import HFEngine
 from rollout import request_seed

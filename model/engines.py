@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import quant
 from config import Config, RolloutFlags
-from machinery.checkpoint import load_model
+from machinery.checkpoint.models import load_model
 from machinery.flags import from_environment, need
 from model import Routing
 from model.decoding import Records, Rows, give_routed, grouped

@@ -46,7 +46,7 @@ from torch.nn.functional import silu as torch_silu
 
 import quant
 from config import PrecisionFlags, RolloutFlags, RunFlags
-from machinery.checkpoint import read_config
+from machinery.checkpoint.models import read_config
 from machinery.flags import need
 from model.head import Head
 from model.head import product as plain_product

@@ -8,10 +8,7 @@ saved weights are merged tensor by tensor: W + (alpha / rank) B A under the base
 second copy.
 
 A checkpoint also has the adapters in peft's format. A run resumes exactly from these adapters and
-its base model. To merge adapters manually:
-
-    python -m model.lora --adapter=out/run/checkpoints/step_000150/policy_adapter --out=out/merged
-"""
+its base model."""
 
 from __future__ import annotations
 
@@ -21,15 +18,13 @@ import importlib.util
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 import quant
 from config import Config, OptimizerFlags
-from machinery.checkpoint import load_model, read_config, read_tokenizer, save_model
-from machinery.flags import need, parse_flags, read_json, read_text, run_command
+from machinery.flags import need, read_text
 
 NAME = "default"  # peft's name for a model's only adapter
 ALPHA = 32  # B A is scaled by ALPHA / rank
@@ -42,7 +37,7 @@ def learns(cfg: OptimizerFlags, name: str) -> bool:
     return cfg.lora_rank > 0 and name == "policy"
 
 
-def attach(model, cfg: Config, folder: Path | None = None, alpha: int = ALPHA):
+def attach(model, cfg: Config, folder: Path | None = None):
     """Add adapters to the model, new or from `folder`, freeze all other weights, and return the
     model.
 
@@ -53,7 +48,7 @@ def attach(model, cfg: Config, folder: Path | None = None, alpha: int = ALPHA):
     if quant.expert_parameters(model):  # peft would adapt experts too
         adapted = sorted({name.rpartition(".")[2] for name in quant.quantized_linears(model)})
     config = peft.LoraConfig(
-        r=cfg.lora_rank, lora_alpha=alpha, target_modules=adapted, task_type="CAUSAL_LM"
+        r=cfg.lora_rank, lora_alpha=ALPHA, target_modules=adapted, task_type="CAUSAL_LM"
     )
     with torch.random.fork_rng(devices=[]):  # peft draws adapters, which `start` overwrites
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
@@ -218,53 +213,7 @@ def check(cfg: Config) -> None:
         f"{rank}: --learner_quant={cfg.learner_quant} computes on low-bit weights, and adapters are added in "
         "high precision; leave one of the two out",
     )
-    need_peft(rank)
-
-
-def need_peft(flag: str) -> None:
-    has_peft = importlib.util.find_spec("peft") is not None
     need(
-        has_peft,
-        f"{flag}: the package peft is not installed here; pip install peft, or leave the flag out",
+        importlib.util.find_spec("peft") is not None,
+        f"{rank}: the package peft is not installed here; pip install peft, or leave the flag out",
     )
-
-
-@dataclass(frozen=True)
-class MergeFlags:
-    """Merge a checkpoint's adapters into their base model"""
-
-    adapter: str = ""
-    """Folder of the adapters."""
-    base: str = ""
-    """Folder of the base model; default: the folder that the adapters name."""
-    out: str = ""
-    """Folder to write the merged model to."""
-
-
-def main(argv: list[str] | None = None) -> None:
-    flags = parse_flags(MergeFlags, argv, "python -m model.lora --adapter=FOLDER --out=FOLDER")
-    folder, out = Path(flags.adapter), Path(flags.out)
-    need(flags.adapter and flags.out, "--adapter and --out: name both folders")
-    named = read_json(
-        folder / "adapter_config.json", "name a folder of adapters, such as .../policy_adapter"
-    )
-    base = flags.base or str(named["base_model_name_or_path"])
-    need(
-        (Path(base) / "config.json").is_file(),
-        f"{base}: no model there; name the adapters' base model with --base",
-    )
-    need(not out.exists(), f"--out={out}: this path exists already; name a new folder")
-    need_peft("--adapter")
-    model = attach(
-        load_model(base),
-        SimpleNamespace(lora_rank=named["r"], seed=0),
-        folder,
-        named["lora_alpha"],
-    )
-    tensors = dict(merged(model, model.state_dict(), torch.Tensor.detach))
-    save_model(read_config(base), tensors, read_tokenizer(base), out, base)
-    print(f"{folder}, merged into {base}: {out}")
-
-
-if __name__ == "__main__":
-    run_command(main)

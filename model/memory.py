@@ -25,8 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 import quant
 from config import OptimizerFlags
-from machinery.checkpoint import load_model, one_sentence, read_config
-from machinery.checkpoint.models import exported, weight_files
+from machinery.checkpoint.models import (
+    exported,
+    load_model,
+    one_sentence,
+    read_config,
+    weight_files,
+)
 from machinery.flags import need
 from model import exact, lora
 from model.streamed import empty_model

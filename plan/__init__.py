@@ -22,7 +22,8 @@ import machinery.startup  # isort: skip  # noqa: F401
 from dataclasses import dataclass, replace
 
 from config import Config, EngineFlags, OptimizerFlags
-from machinery import checkpoint, warmstart
+from machinery import warmstart
+from machinery.checkpoint.models import one_sentence, read_config, read_tokenizer
 from machinery.flags import embedded_model, is_hub_id, need
 from machinery.optim import Muon, make_optimizers
 from model import lora
@@ -97,7 +98,7 @@ class Plan:
     categories: dict[str, int]
     stages: dict[str, list[str]]
     checkpoint: int  # bytes on disk, for all ranks together
-    host: int  # bytes in host memory: a copy being saved, a sleeping engine, states of --offload
+    host: int  # bytes in host memory: a sleeping engine
     moved: int  # bytes that a rank sends to other ranks in an update of one micro-batch
 
     def sum_of(self, *kinds: str) -> int:
@@ -128,7 +129,7 @@ class Plan:
         lines += ["peak of each stage"]
         lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
         lines += ["and"]
-        lines += [f"  {'host memory: to save, asleep, --offload':<50}{self.host / GIB:9.2f}"]
+        lines += [f"  {'host memory: a sleeping engine':<50}{self.host / GIB:9.2f}"]
         lines += [f"  {'a checkpoint on disk, all ranks':<50}{self.checkpoint / GIB:9.2f}"]
         lines += [
             f"  {'sent to other ranks in an update of one micro-batch':<50}{self.moved / GIB:8.2f}"
@@ -148,8 +149,7 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     states = {f"weights, {name}": model.weights // n for name, model in models.items()}
     if cfg.kl_coef and not lora.learns(cfg, "policy"):
         states["weights, frozen start model"] = models["policy"].weights // n
-    if not cfg.offload:
-        states |= {f"optimizer, {name}": model.optimizer // n for name, model in models.items()}
+    states |= {f"optimizer, {name}": model.optimizer // n for name, model in models.items()}
     gradients = {f"gradients, {name}": model.gradients // n for name, model in models.items()}
     activations = {f"activations, {name}": size for name, size in measured.kept.items()}
     local = cfg.samplers == "local"
@@ -181,10 +181,7 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
         ],
     }
     saved = sum(on_disk(cfg, name, model) for name, model in models.items())
-    # checkpoint.Snapshot
-    copied = sum(model.weights // n + model.optimizer // ranks for model in models.values())
-    offloaded = sum(model.optimizer // n for model in models.values()) if cfg.offload else 0
-    host = copied + offloaded + (engine_weights(cfg, configs[sampler_of(cfg)]) if laid_down else 0)
+    host = engine_weights(cfg, configs[sampler_of(cfg)]) if laid_down else 0
     categories = states | gradients | activations | others
     return Plan(ranks, (rows, width), categories, stages, saved, host, moved(cfg, models, ranks))
 
@@ -338,8 +335,6 @@ def mends(cfg: Config, width: int, ranks: int):
         yield f"--micro_tokens={width}", {"micro_tokens": width}, ranks
     if cfg.parallel == "ddp" and ranks > 1:
         yield "--parallel=fsdp", {"parallel": "fsdp"}, ranks
-    if not cfg.offload:
-        yield "--offload=True", {"offload": True}, ranks
     n_ranks = ranks
     while n_ranks < MOST_RANKS:
         n_ranks *= 2
@@ -465,10 +460,10 @@ def config_of(flag: str, name: str):
     if name.startswith("base:"):
         return warmstart.config_of(embedded_model(flag, name)[0])
     if not is_hub_id(name):
-        return checkpoint.read_config(name).get_text_config()
+        return read_config(name).get_text_config()
     from transformers import AutoConfig
 
-    with checkpoint.one_sentence(
+    with one_sentence(
         f"--{flag}={name}", "config.json on the hub", f"fetch it first: hf download {name}"
     ):
         return AutoConfig.from_pretrained(name).get_text_config()
@@ -483,4 +478,4 @@ def longest_prompt(cfg: Config) -> int:
         f"the lengths of the prompts of --task={cfg.task} are not known without the tokenizer of {cfg.model}; give "
         "--max_prompt_tokens",
     )
-    return make_task(cfg).fit(checkpoint.read_tokenizer(cfg.model))
+    return make_task(cfg).fit(read_tokenizer(cfg.model))

@@ -45,7 +45,7 @@ from config import Config
 from eval import ModelFlags, Setup
 from learner import Comm, Learner
 from machinery import settings
-from machinery.checkpoint import load_model
+from machinery.checkpoint.models import load_model
 from machinery.run import check_models
 from model import Needs
 from model.engines import make_engine

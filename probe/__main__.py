@@ -12,7 +12,8 @@ import sys
 import quant
 import tasks
 from eval import check, filled, find_model, open_setup, write_result
-from machinery import checkpoint, flags
+from machinery import flags
+from machinery.checkpoint.models import check_weights
 from machinery.flags import check_result, need, parse_flags, run_command
 from machinery.settings import fill
 from probe import PROBLEMS, ProbeFlags, doctor, ladder, probe
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> dict:
             f"--synced_from={cfg.synced_from}: the shape differs from the model that samples; give older "
             "weights of that model",
         )
-        checkpoint.check_weights(start)
+        check_weights(start)
     result = probe(cfg, setup, actor, start).as_dict()
     write_result(cfg.out, result)
     return result

@@ -26,14 +26,8 @@ import torch
 
 import quant
 from config import Config, EngineFlags
-from machinery.checkpoint import (
-    Published,
-    read_config,
-    read_tensors,
-    read_tokenizer,
-    vocabulary_size,
-    write_zeros,
-)
+from machinery.checkpoint.models import read_config, read_tokenizer, vocabulary_size, write_zeros
+from machinery.checkpoint.tensors import Published, read_tensors
 from machinery.flags import UserError, need, parse_flags, run_command
 from machinery.run import lock_folder
 from machinery.settings import check_engine

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import compare, print_table, resolved, seconds, shaped, update
 from config import Config
 from learner import Comm, Learner
-from machinery.checkpoint import load_model, read_config
+from machinery.checkpoint.models import load_model, read_config
 from machinery.flags import UserError, need, run_command
 from model import attention
 from model.engines import HFEngine, VLLMEngine

@@ -26,7 +26,7 @@ import machinery.startup  # isort: skip  # noqa: F401
 import torch
 
 import quant
-from machinery.checkpoint import load_model, read_tokenizer
+from machinery.checkpoint.models import load_model, read_tokenizer
 from machinery.flags import need, parse_flags, run_command
 from results import atlas, sweep
 

@@ -128,7 +128,6 @@ FILES = {
     },
     # metrics and responses
     "metrics_junk": {"metrics.jsonl": "junk\n" * 50},
-    "metrics_text": {"metrics.jsonl": ROW + '{"step": 1, "reward": "high"}\n'},
     "responses_empty": {"samples.jsonl": ""},
     "responses_uneven": {"samples.jsonl": json.dumps({**RESPONSE, "gaps": [0.0, 1.0]}) + "\n"},
     "responses": {"samples.jsonl": json.dumps(RESPONSE) + "\n"},

@@ -16,7 +16,7 @@ from conftest import make_cfg
 from torchrun import as_rank
 
 from delay import DelaySource
-from machinery.checkpoint import load_model
+from machinery.checkpoint.models import load_model
 from model.engines import VLLMEngine
 from sampling import Sampling
 from sync import WeightCheck

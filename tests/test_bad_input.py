@@ -216,7 +216,6 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 | name at least one run folder: python -m machinery.plot out/demo
 nowhere | nowhere/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
 metrics_junk | metrics_junk/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
-metrics_text | metrics_text/metrics.jsonl: reward is not a number at step 1; fix or remove that line
 run run run run run run run run | 8 runs: at most 7 lines can be distinguished; draw fewer runs in one picture
 run --out=read_only/x.png | --out=read_only/x.png: ... cannot be written; name a different path
 run --out=/proc/x.png | --out=/proc/x.png: /proc cannot be written; name a different path

@@ -1,10 +1,8 @@
 """Checkpoints: saved state is restored, completely or not at all."""
 
 import contextlib
-import random
 import resource
 import shutil
-import tempfile
 import weakref
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
@@ -82,38 +80,34 @@ def run(tmp_path):
     )
 
 
-def test_ranks_with_the_same_weights_copy_them_once(run):
-    """Each rank copies a share; only the first exports the model. Sharded weights are copied on their rank."""
-    learner, source = make_learner("fsdp"), Source()
+def test_ranks_with_the_same_weights_write_them_once():
+    """Each rank writes a share of equal weights, and all of its shards."""
+    learner = make_learner("fsdp")
 
-    def snapshots(sharded: bool) -> list:
+    def shares(sharded: bool) -> list:
         result = []
         for rank in range(3):
             learner.comm = SimpleNamespace(rank=rank, size=3, on=sharded)
-            result.append(checkpoint.Snapshot(run, 3, learner, source, [], {}))
+            result.append(list(checkpoint.own_share(learner)))
         return result
 
     everything = list(learner.trained("policy"))
-    shares = [list(snapshot.trained) for snapshot in snapshots(sharded=False)]
-    assert sorted(sum(shares, [])) == sorted(everything) and min(map(len, shares)) >= len(everything) // 3
-    assert [list(snapshot.exports) for snapshot in snapshots(sharded=False)] == [["policy"], [], []]
-    assert all(list(snapshot.trained) == everything for snapshot in snapshots(sharded=True))
-    assert all(list(snapshot.exports) == ["policy"] for snapshot in snapshots(sharded=True))
+    of_ranks = shares(sharded=False)
+    assert sorted(sum(of_ranks, [])) == sorted(everything) and min(map(len, of_ranks)) >= len(everything) // 3
+    assert shares(sharded=True) == [everything] * 3
 
 
 def test_a_checkpoint_restores_its_state(run):
     """Groups that wait in the middle of a rollout batch, with and without allowed sets and ref columns; controllers,
-    counters, weights, and states of the random number generators."""
+    counters and weights."""
     learner, source = make_learner(), Source()
     minibatches = [pending_groups(), make_groups()]
     learner.version = 7
     folder = checkpoint.save(run, 50, learner, source, minibatches, CONTROLLERS)
-    drawn = torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
     learner.version, weight = 0, learner.models.policy.lm_head.weight
     before = weight.detach().clone()
     weight.data.zero_()
     step, pending, controllers = checkpoint.load(folder, learner, source)
-    assert drawn == (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random())  # the same draws
     assert described(pending) == described(minibatches)
     assert (step, controllers, learner.version, source.loaded) == (50, CONTROLLERS, 7, {"sequence": 12})
     assert torch.equal(weight, before)
@@ -128,19 +122,6 @@ def test_pending_groups_are_distributed_again():
     of_three = [state.dealt(of_two, rank, 3) for rank in range(3)]
     assert of_three[1] == [{"groups": ["p1", "p4"]}, {"groups": ["p7", "p10"]}]
     assert [state.dealt(of_three, rank, 2) for rank in range(2)] == of_two
-
-
-def test_a_new_rank_draws_by_its_rank_number():
-    before = torch.get_rng_state()
-    states = [state.new_rng_state(seed, rank) for seed, rank in ((0, 2), (0, 2), (0, 3), (1, 2))]
-    assert torch.equal(torch.get_rng_state(), before)
-    draws = []
-    with state.same_rng_state():
-        for one in states:
-            state.set_rng_state(one)
-            draws.append((torch.rand(1).item(), np.random.rand(), random.random()))
-    assert draws[0] == draws[1]
-    assert all(len({draw[i] for draw in draws[1:]}) == 3 for i in range(3))
 
 
 def test_a_different_format_is_refused(tmp_path):
@@ -185,22 +166,6 @@ def test_a_full_disk_is_an_error_and_keeps_the_previous_checkpoint(run, tmp_path
     assert "free disk space there, and continue from the previous checkpoint with --resume" in str(error.value)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
     assert checkpoint.newest(tmp_path) == first
-
-
-def test_a_checkpoint_without_room_is_saved_elsewhere(run, tmp_path, monkeypatch):
-    """The error names the folder, and a checkpoint moved back from there is complete."""
-    spare = tmp_path / "spare"
-    spare.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(spare))
-    learner, source = make_learner(), Source()
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    saved = spare / f"{str(tmp_path)[1:].replace('/', '-')}-step_000007"
-    with pytest.raises(UserError, match=f"it is complete in {saved}: free disk space, move it to {tmp_path}/checkp"):
-        checkpoint.save(run, 7, learner, source, [make_groups()], CONTROLLERS)
-    (tmp_path / "checkpoints").unlink()
-    (tmp_path / "checkpoints").mkdir()
-    saved.rename(tmp_path / "checkpoints" / "step_000007")
-    assert checkpoint.load(checkpoint.newest(tmp_path), learner, source)[::2] == (7, CONTROLLERS)
 
 
 def cut_short(folder):
@@ -274,18 +239,18 @@ def test_an_export_equals_save_pretrained(family, dtype, tmp_path):
     """From float32, in the precision of the starting folder; one file, or several with an index."""
     model = standins.model(family).to(dtype)
     standins.save(model, tmp_path / "theirs")
-    config = checkpoint.read_config(tmp_path / "theirs")
+    config = models.read_config(tmp_path / "theirs")
     weights = {name: x.float() for name, x in model.state_dict().items()}
     args = (config, weights, standins.tokenizer())
-    checkpoint.save_model(*args, tmp_path / "ours", str(tmp_path / "theirs"))
+    models.save_model(*args, tmp_path / "ours", str(tmp_path / "theirs"))
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "FILE_BYTES", 30_000)
-        checkpoint.save_model(*args, tmp_path / "parts", str(tmp_path / "theirs"))
+        models.save_model(*args, tmp_path / "parts", str(tmp_path / "theirs"))
     assert len(list((tmp_path / "parts").glob("model-0*.safetensors"))) > 2
     assert contents(tmp_path / "parts") == contents(tmp_path / "theirs")
-    checkpoint.check_weights(tmp_path / "parts")
-    loaded = checkpoint.load_model(tmp_path / "parts").state_dict()
+    models.check_weights(tmp_path / "parts")
+    loaded = models.load_model(tmp_path / "parts").state_dict()
     assert all(torch.equal(x, loaded[name]) for name, x in weights.items())
 
 
@@ -298,10 +263,10 @@ def test_biases_of_routers_are_exported_in_float32(tmp_path):
     weights = {name: x.float() for name, x in model.state_dict().items()}
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     weights[name] = torch.tensor([1.0, 1.0 + 2**-12, 1.0 - 2**-12, 0.5])
-    config = checkpoint.read_config(tmp_path / "theirs")
-    checkpoint.save_model(config, weights, standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
+    config = models.read_config(tmp_path / "theirs")
+    models.save_model(config, weights, standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
     assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")[name], weights[name])
-    loaded = checkpoint.load_model(tmp_path / "ours", "auto").state_dict()
+    loaded = models.load_model(tmp_path / "ours", "auto").state_dict()
     assert torch.equal(loaded[name], weights[name]) and loaded["model.norm.weight"].dtype == torch.bfloat16
 
 
@@ -359,9 +324,8 @@ def test_shards_of_process_groups_of_one_rank(tmp_path):
             learner = make_learner("fsdp")
             batch = batching.collate(make_groups(2, seed=3), learner.cfg)
             learner.update(batch, objectives.prepare(batch, learner.comm, learner.cfg, {}))
-            copies = shards.Copies(shards.saving_group())
-            before = {key: copies(x) for key, x in learner.trained("policy").items()}
-            shards.write_shards(before, tmp_path / str(round), shards.saving_group())
+            before = learner.trained("policy")
+            shards.write_shards(before, tmp_path / str(round), shards.own_group())
             again = Learner(tiny_model(1), None, learner.cfg, Comm())
             shards.read_shards(again, tmp_path / str(round))
             after = again.trained("policy")

@@ -12,7 +12,7 @@ from test_rollout import PROBE_IDS
 from test_train import flags, start, timeless, train_here, wait_for
 
 from delay import DelayDistribution, DelaySource, Ticket
-from machinery.checkpoint import read_config, shards
+from machinery.checkpoint.models import read_config
 from machinery.run import read_metrics
 from model.engines import HFEngine
 from rollout import Sampling, uniforms
@@ -118,16 +118,6 @@ def test_a_group_is_sampled_with_its_samplers_version(folders, tmp_path):
     logp = model(ids[None]).logits[0].log_softmax(-1)[P - 1 : -1].gather(1, ids[P:, None])[:, 0]
     assert torch.allclose(logp, torch.from_numpy(group.responses[0].logp_inf), atol=1e-4)
     assert (group.version, group.t_published, source.now(7)) == (6, 6.0, 7.0)
-
-
-def test_versions_and_checkpoints_use_different_process_groups(folders, tmp_path, monkeypatch):
-    """A thread may be writing a checkpoint, and ranks match messages of one process group by order."""
-    versions_of, savings = [], []
-    monkeypatch.setattr("delay.own_group", versions_of.append)
-    monkeypatch.setattr(shards, "own_group", savings.append)
-    versions(delayed(folders, tmp_path), 2)
-    shards.saving_group()
-    assert set(versions_of) == {"delay"} and savings == ["checkpoints"]
 
 
 def test_every_delay_is_a_different_draw(folders, tmp_path):

@@ -20,7 +20,7 @@ import train
 from eval import mean_se, pass_at_k
 from learner import Comm
 from machinery import session, settings, warmstart
-from machinery.checkpoint import load_model
+from machinery.checkpoint.models import load_model
 from machinery.flags import UserError, parse_flags
 from machinery.run import held_out_sets, open_run
 from model.engines import HFEngine

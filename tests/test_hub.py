@@ -16,7 +16,7 @@ from conftest import make_cfg
 from test_wire import BLOB, RUN, group, limits
 
 from learner import Comm
-from machinery.checkpoint import read_tensors
+from machinery.checkpoint.tensors import read_tensors
 from remote import account, files, files_link, hub, keys, link, sampler, wire
 from remote import source as remote
 from remote.groups import encode_group

@@ -18,8 +18,8 @@ import batching
 import objectives
 import quant
 from learner import Comm, Learner
-from machinery import checkpoint, optim
-from machinery.checkpoint import load_model
+from machinery import checkpoint
+from machinery.checkpoint.models import check_weights, load_model
 from machinery.flags import UserError
 from model import Needs, lora, memory
 
@@ -300,45 +300,6 @@ def test_routers_reach_an_engine_in_full():
     assert len(sent) == 2 and all(torch.equal(x, masters[name]) for name, x in sent.items())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Optimizer states between two updates
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def stepped(cfg, lm, updates: int = 3):
-    """The learner after several updates on synthetic gradients, the same every time."""
-    learner = Learner(lm, None, cfg, Comm())
-    g = torch.Generator().manual_seed(2)
-    for _ in range(updates):
-        for p in learner.models.parameters():
-            p.grad = torch.randn(p.shape, generator=g)
-        learner._step(0.0)
-    return learner
-
-
-def moments(learner) -> dict:
-    """(optimizer, parameter, name) -> state of the parameter's shape."""
-    states = {}
-    for i, optimizer in enumerate(learner.optimizers["policy"]):
-        for j, p in enumerate(optimizer.state):
-            states |= {(i, j, name): x for name, x in optim.states_like(optimizer, p)}
-    return states
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_offload_gives_the_same_step(optimizer, monkeypatch):
-    """Bit for bit, with experts; each state moves to the host after its step, and back before the next."""
-    flags = dict(objective="tis", optimizer=optimizer, warmup_steps=0, weight_decay=0.1)
-    want = stepped(make_cfg(**flags), model("qwen3_moe"))
-    trips, move = [], optim.move_states
-    monkeypatch.setattr(optim, "move_states", lambda o, p, device: trips.append(device) or move(o, p, device))
-    got = stepped(make_cfg(**flags, offload=True), model("qwen3_moe"))
-    assert same(dict(want.models.named_parameters()), dict(got.models.named_parameters()))
-    assert same(moments(want), moments(got)) and len(moments(got)) > 20
-    n = len(list(got.models.parameters()))
-    assert trips.count("cpu") == trips.count(torch.device("cpu")) == 3 * n  # back for the step, then to the host
-
-
 def test_two_sets_of_weights_are_refused(tmp_path):
     """A new file and an index of older parts: transformers would read the file, vLLM and the learner the parts."""
     old, new = (tiny_model(seed, layers=2) for seed in (7, 8))
@@ -347,8 +308,8 @@ def test_two_sets_of_weights_are_refused(tmp_path):
     assert len(parts) > 1 and all(part.is_file() for part in parts)
     new.save_pretrained(tmp_path / "new")
     shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path)
-    for read in (checkpoint.check_weights, memory.unread):
+    for read in (check_weights, memory.unread):
         with pytest.raises(UserError, match=r"model\.safetensors, and an index of different files"):
             read(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    checkpoint.check_weights(tmp_path)
+    check_weights(tmp_path)

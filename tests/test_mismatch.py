@@ -13,7 +13,7 @@ from conftest import make_cfg
 import probe
 import probe.__main__ as probe_command
 from machinery import warmstart
-from machinery.checkpoint import load_model
+from machinery.checkpoint.models import load_model
 from machinery.flags import UserError
 from model import FLOOR
 from model.engines import HFEngine

@@ -18,6 +18,7 @@ import batching
 import train
 from learner import Comm, Learner
 from machinery import checkpoint, run
+from machinery.checkpoint import models
 from machinery.flags import UserError
 from model import Needs, attention, memory
 from model.engines import HFEngine
@@ -157,9 +158,9 @@ def test_a_cap_of_attention_scores_is_applied(tmp_path):
     capped = scores(lm, ids)
     lm.set_attn_implementation("sdpa")
     assert (scores(lm, ids) - capped).abs().max() > 0.01
-    for one in (checkpoint.load_model(folder), learner_of(memory.unread(folder)).models.policy):
+    for one in (models.load_model(folder), learner_of(memory.unread(folder)).models.policy):
         assert torch.allclose(scores(one, ids), capped, atol=1e-5)
-    published = StreamedModel(checkpoint.read_config(folder)).logprobs(lm.state_dict().items(), ids)
+    published = StreamedModel(models.read_config(folder)).logprobs(lm.state_dict().items(), ids)
     for got in (published, HFEngine(folder).logprobs(ids)):
         assert np.allclose(got, capped.detach().numpy(), atol=1e-5)
 
@@ -194,9 +195,9 @@ def test_angles_that_depend_on_a_batch_are_refused(kind, tokens, refused, tmp_pa
         rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
     config("llama", rope_parameters=rope).save_pretrained(tmp_path)
     if not refused:
-        return checkpoint.check_angles(str(tmp_path), tokens)
+        return models.check_angles(str(tmp_path), tokens)
     with pytest.raises(UserError, match=f"rotary angles of the kind {kind}: with {tokens} tokens of prompt"):
-        checkpoint.check_angles(str(tmp_path), tokens)
+        models.check_angles(str(tmp_path), tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def test_engines_ignore_padding_rows(kind, tmp_path, vllm_engines):
         engine = vllm_engines(folder=folder, vocabulary=IDS)
     else:
         engine = HFEngine(folder, head_fp32=kind != "hf", vocabulary=IDS)
-    check = WeightCheck(checkpoint.read_config(folder), np.arange(8 * 30).reshape(8, 30), vocabulary=IDS)
+    check = WeightCheck(models.read_config(folder), np.arange(8 * 30).reshape(8, 30), vocabulary=IDS)
     for lm in (padded("qwen2", IDS + 30), other):
         tensors = {**lm.state_dict(), "lm_head.weight": lm.get_output_embeddings().weight.detach()}
         check.load(engine, 0, tensors.items())  # SyncError unless engine and check agree
@@ -292,7 +293,7 @@ def test_only_the_text_model_of_a_vision_model_is_trained(tmp_path):
     both = dict(text_config=text, vision_config={**eyes, "patch_size": 8}, mm_tokens_per_image=4)
     whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma3", **both)).eval()
     folder = folder_of(save(whole, tmp_path / "whole"), tmp_path)
-    lm = checkpoint.load_model(folder)
+    lm = models.load_model(folder)
     assert lm.config.model_type == "gemma3_text"
     assert torch.allclose(scores(lm, TWO_ROWS), scores(whole, TWO_ROWS), atol=1e-5)
     assert folder_of(str(tmp_path / "whole"), tmp_path) == folder  # extracted once

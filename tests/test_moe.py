@@ -18,6 +18,7 @@ import quant
 import train
 from learner import Comm, Learner
 from machinery import checkpoint, run
+from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
 from machinery.optim import make_optimizers
 from model import Needs
@@ -166,7 +167,7 @@ def step(lm, size: float = 0.02) -> None:
 
 def check_sync(engine, learner, folder: str, fmt) -> None:
     """Two versions are loaded; an engine with outdated experts is found."""
-    check = WeightCheck(checkpoint.read_config(folder), np.arange(8 * 30).reshape(8, 30), fmt)
+    check = WeightCheck(read_config(folder), np.arange(8 * 30).reshape(8, 30), fmt)
     check.load(engine, 0, learner.published("policy", engine.packed))
     step(learner.models.policy)
     assert check.load(engine, 1, learner.published("policy", engine.packed)).changed > 0.5

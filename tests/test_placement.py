@@ -5,7 +5,6 @@ import pickle
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +20,8 @@ import learner as learner_module
 import train
 from config import Config
 from learner import Comm, Learner
-from machinery import checkpoint, settings
+from machinery import settings
+from machinery.checkpoint.models import load_model
 from machinery.flags import UserError
 from model import engines, in_vllm
 from model.engines import HFEngine, VLLMEngine, sleep_level
@@ -73,7 +73,7 @@ def test_two_ranks_are_one_engine(tmp_path, vllm_engines):
         save(model("qwen3", seed, num_key_value_heads=2), tmp_path / name)
     torchrun("tensor_parallel.py", *(str(tmp_path / name) for name in ("first", "other", "out")))
     outputs = pickle.loads((tmp_path / "out").read_bytes())
-    models = {name: checkpoint.load_model(tmp_path / name).eval() for name in ("first", "other")}
+    models = {name: load_model(tmp_path / name).eval() for name in ("first", "other")}
     for name, folder in (("first", "first"), ("loaded", "other")):
         for rank in (0, 1):
             prompts, seeds = work(rank)
@@ -210,16 +210,6 @@ def test_an_engine_with_weights_wakes_at_the_next_call(monkeypatch):
         engine.generate([], [], Sampling(), 0, [1])
         engine.generate([], [], Sampling(), 0, [1])
         assert log == want
-
-
-def test_the_saving_thread_uses_its_ranks_gpu(monkeypatch):
-    """A new thread starts on the first GPU, and torch's saving would open a context there."""
-    log, snapshot = [], SimpleNamespace(final=Path("there"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: log.append(gpu))
-    monkeypatch.setattr(checkpoint, "write", log.append)
-    assert checkpoint.Saving(snapshot).wait() == Path("there") and log == [5, snapshot]
 
 
 def test_sleep_levels():

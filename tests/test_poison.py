@@ -14,7 +14,7 @@ import batching
 import eval as evaluation
 import objectives
 from learner import Comm
-from machinery.checkpoint import load_model, read_tokenizer
+from machinery.checkpoint.models import load_model, read_tokenizer
 from machinery.flags import UserError
 from model.engines import HFEngine
 from rollout import Response

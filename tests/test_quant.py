@@ -362,7 +362,7 @@ def test_ranks_of_a_node_start_from_one_folder(tmp_path, monkeypatch):
         return paths
 
     monkeypatch.setattr(lowbit, "from_all", from_all)
-    monkeypatch.setattr(lowbit, "saving_group", lambda: None)
+    monkeypatch.setattr(lowbit, "own_group", lambda: None)
     monkeypatch.setattr(lowbit.dist, "is_initialized", lambda: True)
     for rank, local in enumerate((0, 1, 0)):
         monkeypatch.setenv("LOCAL_RANK", str(local))

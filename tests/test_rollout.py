@@ -13,7 +13,7 @@ from conftest import make_cfg, make_groups, tiny_model
 import batching
 import obrs
 from learner import Comm, Learner
-from machinery import checkpoint
+from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
 from model import Needs, engines, in_vllm
 from model.engines import HFEngine, VLLMEngine, make_engine
@@ -345,7 +345,7 @@ def test_sampling_settings_in_the_learners_scores(way):
 
 
 def make_source(engine, folders, rank=0, n_ranks=1):
-    check = WeightCheck(checkpoint.read_config(folders / "actor"), PROBE_IDS)
+    check = WeightCheck(read_config(folders / "actor"), PROBE_IDS)
     settings = dict(group_size=3, topk=5, model="actor", check=check, rank=rank, n_ranks=n_ranks)
     return LocalSource(engine, Arithmetic(), arithmetic_tokenizer(), Sampling(max_tokens=10, seed=3), **settings)
 

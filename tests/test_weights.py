@@ -11,8 +11,7 @@ from test_wire import RUN
 
 import quant
 from learner import Comm
-from machinery.checkpoint import read_tensors
-from machinery.checkpoint.tensors import Layout
+from machinery.checkpoint.tensors import Layout, read_tensors
 from model.engines import HFEngine
 from quant import format_of
 from remote import wire

@@ -200,7 +200,7 @@ BRIEF = ["--batches=6", "--reference=24", "--directions=8", "--noise_batches=6"]
 
 @pytest.fixture(autouse=True)
 def no_figure(monkeypatch):
-    monkeypatch.setattr(worth.plot, "draw_worth", lambda rows, path: path)
+    monkeypatch.setattr(worth, "draw", lambda rows, path: path)
 
 
 def weigh(tmp_path, models, *flags, actor="none") -> dict:

@@ -6,13 +6,11 @@
                                              with LoRA: adapters in peft's format (model/lora.py)
                                 shards/      trained weights, optimizer states (shards.py)
                                 learner.pt   counters, controllers (kappa, lambda_distill)
-                                rank0.pt     source of this rank, its pending groups with their ref
-                                             columns, states of its random number generators
+                                rank0.pt     source of this rank, its pending groups with their ref columns
                                 digests.json SHA-256 of every file
 
-The state is copied to the host between two updates (Snapshot). A thread writes the copy while the
-run continues (Saving), under a temporary name that is renamed at the end: a checkpoint is complete
-or absent. If a digest shows later damage, the previous checkpoint is used."""
+A checkpoint is written under a temporary name that is renamed at the end: it is complete or absent.
+If a digest shows later damage, the previous checkpoint is used."""
 
 from __future__ import annotations
 
@@ -25,60 +23,16 @@ import os
 import re
 import shutil
 import sys
-import tempfile
-import threading
 from pathlib import Path
 
 import torch
 
 from config import Config
-from machinery.checkpoint.models import (
-    Export,
-    check_angles,
-    check_family,
-    check_rows,
-    check_weights,
-    from_hub,
-    load_model,
-    one_sentence,
-    own_dtype,
-    read_config,
-    read_tokenizer,
-    save_model,
-    stamps,
-    text_folder,
-    vocabulary_size,
-    write_zeros,
-)
-from machinery.checkpoint.shards import (
-    Copies,
-    from_all,
-    read_shards,
-    saving_group,
-    whole,
-    write_shards,
-)
-from machinery.checkpoint.state import dealt, new_rng_state, pack, rng_state, set_rng_state, unpack
-from machinery.checkpoint.tensors import Layout, Published, read_tensors
-from machinery.flags import UserError, need, read_json, read_text
+from machinery.checkpoint.models import Export
+from machinery.checkpoint.shards import from_all, own_group, read_shards, whole, write_shards
+from machinery.checkpoint.state import dealt, pack, unpack
+from machinery.flags import need, read_json, read_text
 from rollout import Rollout
-
-__all__ = [
-    "Layout",
-    "Published",
-    "check_angles",
-    "check_family",
-    "check_rows",
-    "check_weights",
-    "from_hub",
-    "load_model",
-    "one_sentence",
-    "read_config",
-    "read_tensors",
-    "own_dtype",
-    "read_tokenizer",
-]
-__all__ += ["save_model", "stamps", "text_folder", "vocabulary_size", "write_zeros"]
 
 FORMAT = 4  # a checkpoint of a different format is rejected
 
@@ -93,141 +47,58 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
     and return its folder.
 
     Collective. run: a run.Run. pending: minibatches of groups that wait for their update. Raises
-    UserError, which names the place of a copy, if the checkpoint could not be written."""
-    return Saving(Snapshot(run, step, learner, source, pending, controllers)).wait()
-
-
-class Saving:
-    """A checkpoint that a thread writes while the run continues. Old checkpoints are deleted last,
-    so that a kill leaves one."""
-
-    def __init__(self, snapshot: Snapshot):
-        self.error: BaseException | None = None
-        self.final = snapshot.final
-        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self.thread = threading.Thread(target=self._write, args=(snapshot, gpu), daemon=True)
-        self.thread.start()
-
-    def _write(self, snapshot: Snapshot, gpu: int | None) -> None:
-        try:
-            if gpu is not None:
-                # a new thread starts on device 0, which belongs to a different rank
-                torch.cuda.set_device(gpu)
-            write(snapshot)
-        except BaseException as e:  # noqa: B036  `wait` raises it in the run's own thread
-            self.error = e
-
-    def goes_on(self) -> bool:
-        return self.thread.is_alive()
-
-    def wait(self) -> Path:
-        """Wait for the thread, and return the checkpoint's folder. Raises UserError if the
-        checkpoint could not be written there."""
-        self.thread.join()
-        if self.error is not None:
-            raise self.error
-        return self.final
-
-
-class Snapshot:
-    """The content of a checkpoint, as private copies on the host.
-
-    Collective. Adapters are whole; weights and optimizer states are this rank's shards. If every
-    rank has all of them (DDP), each rank copies a share, and the first rank also copies the model
-    for the Hugging Face folder."""
-
-    def __init__(
-        self, run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict
-    ):
-        self.run = run
-        self.final = Path(run.cfg.out) / "checkpoints" / f"step_{step:06d}"
-        self.rank = learner.comm.rank
-        self.group = saving_group()
-        shared = {
-            "format": FORMAT,
-            "step": step,
-            "n_ranks": learner.comm.size,
-            "learner": learner.state_dict(),
-            "controllers": controllers,
-        }
-        rank_state = {
-            "source": source.state_dict(),
-            "pending": [pack(groups) for groups in pending],
-            "rng": rng_state(),
-        }
-        self.shared = in_bytes(shared)
-        self.own = in_bytes(rank_state)
-        self.trained = {}
-        self.exports: dict[str, Export] = {}
-        self.adapters = {}
-        copies = Copies(self.group)
-        replicated = learner.comm.size > 1 and not learner.sharded  # DDP: each rank has all
-        for name in learner.names:
-            trained = learner.trained(name)
-            names = list(trained)[self.rank :: learner.comm.size] if replicated else trained
-            self.trained |= {key: copies(trained[key]) for key in names}
-            adapter = learner.adapter(name)
-            if adapter is not None:
-                self.adapters[name] = adapter
-            if self.rank == 0 or not replicated:
-                self.exports[name] = self._export(name, learner, copies)
-
-    def _export(self, name: str, learner, copies: Copies) -> Export:
-        tensors = {key: copies(x) for key, x in learner.model_state(name).items()}
-        stream = functools.partial(learner.stream, name, tensors)
-        config = copy.deepcopy(self.run.configs[name])
-        config.get_text_config().tie_word_embeddings = getattr(
-            learner.models, name
-        ).config.tie_word_embeddings
-        return Export(config, stream, self.run.tokenizer, getattr(self.run, name))
-
-
-def write(snapshot: Snapshot) -> Path:
-    """Write a snapshot to its folder, and delete old checkpoints. If writing fails, write it to the
-    temporary folder instead.
-
-    Collective. Raises UserError if the checkpoint is not in its folder."""
-    cfg, final = snapshot.run.cfg, snapshot.final
-    why = write_at(final, snapshot)
-    if why:
-        # a name that no other run uses
-        run = "-".join(snapshot.run.folder.resolve().parts[1:])[-200:]
-        spare = Path(tempfile.gettempdir()) / f"{run}-{final.name}"
-        saved_there = not write_at(spare, snapshot)
-        raise UserError(not_written(final, why, spare if saved_there else None))
-    if snapshot.rank == 0:
+    UserError if the checkpoint could not be written."""
+    cfg, rank = run.cfg, learner.comm.rank
+    shared = {
+        "format": FORMAT,
+        "step": step,
+        "n_ranks": learner.comm.size,
+        "learner": learner.state_dict(),
+        "controllers": controllers,
+    }
+    rank_state = {"source": source.state_dict(), "pending": [pack(groups) for groups in pending]}
+    final = Path(cfg.out) / "checkpoints" / f"step_{step:06d}"
+    why = write_at(final, run, learner, in_bytes(shared), in_bytes(rank_state))
+    need(
+        not why,
+        f"{final}: the checkpoint could not be written ({why}); free disk space there, and continue from the "
+        f"previous checkpoint with --resume --out={cfg.out}",
+    )
+    if rank == 0:  # old checkpoints are deleted last, so that a kill leaves one
         for old in folders(cfg.out)[: -cfg.keep]:
             if old.is_symlink():
                 old.unlink()
             else:
                 shutil.rmtree(old, ignore_errors=True)  # leftovers are deleted next time
-    from_all(None, snapshot.group)  # wait for all ranks
+    from_all(None, own_group())  # wait for all ranks
     return final
 
 
-def write_at(final: Path, snapshot: Snapshot) -> str:
+def write_at(final: Path, run, learner, shared: bytes, rank_state: bytes) -> str:
     """Write one checkpoint atomically. Returns on every rank the reason of a failure, or "" if the
     checkpoint was written. Collective."""
-    rank, group = snapshot.rank, snapshot.group
+    rank, group = learner.comm.rank, own_group()
     scratch = final.with_name(final.name + ".writing")
     attempt = Attempt(group)
-    if snapshot.rank == 0:
+    if rank == 0:
         attempt(shutil.rmtree, scratch, ignore_errors=True)
         attempt(scratch.mkdir, parents=True)
     if attempt.failed():
         return attempt.why
-    attempt(write_shards, snapshot.trained, scratch / "shards", group)
-    for name, export in snapshot.exports.items():
-        tensors = export.stream(whole)
-        if rank == 0:
-            attempt(export.write, scratch / name, tensors)
-        for _ in tensors:  # gathering is collective, even if the first rank cannot write
-            pass
+    attempt(write_shards, own_share(learner), scratch / "shards", group)
+    for name in learner.names:
+        adapter = learner.adapter(name)
+        if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
+            tensors = learner.named_tensors(name, lambda x: whole(x).cpu())
+            if rank == 0:
+                attempt(export, run, learner, name, tensors, scratch / name)
+            for _ in tensors:  # gathering is collective, even if the first rank cannot write
+                pass
+        if rank == 0 and adapter is not None:
+            attempt(adapter.save, scratch / f"{name}_adapter", getattr(run, name))
     if rank == 0:
-        for name, adapter in snapshot.adapters.items():
-            attempt(adapter.save, scratch / f"{name}_adapter", getattr(snapshot.run, name))
-        attempt((scratch / "learner.pt").write_bytes, snapshot.shared)
-    attempt((scratch / f"rank{rank}.pt").write_bytes, snapshot.own)
+        attempt((scratch / "learner.pt").write_bytes, shared)
+    attempt((scratch / f"rank{rank}.pt").write_bytes, rank_state)
     digests = from_all(attempt(digests_of, scratch, rank), group)
     if not attempt.failed() and rank == 0:
         attempt(seal, scratch, digests)
@@ -238,6 +109,28 @@ def write_at(final: Path, snapshot: Snapshot) -> str:
     if rank == 0 and failed:
         shutil.rmtree(scratch, ignore_errors=True)
     return attempt.why if failed else ""
+
+
+def own_share(learner) -> dict[str, torch.Tensor]:
+    """The trained weights and optimizer states that this rank writes: its shards, or a share of the
+    tensors if every rank has all of them (DDP)."""
+    tensors = {}
+    for name in learner.names:
+        trained = learner.trained(name)
+        n = 1 if learner.sharded else learner.comm.size
+        names = list(trained)[learner.comm.rank % n :: n]
+        tensors |= {key: trained[key] for key in names}
+    return tensors
+
+
+def export(run, learner, name: str, tensors, folder: Path) -> None:
+    """Write a model as a Hugging Face folder. tensors: its `named_tensors`, on the host."""
+    config = copy.deepcopy(run.configs[name])
+    config.get_text_config().tie_word_embeddings = getattr(
+        learner.models, name
+    ).config.tie_word_embeddings
+    stream = functools.partial(learner.named_tensors, name)
+    Export(config, stream, run.tokenizer, getattr(run, name)).write(folder, tensors)
 
 
 class Attempt:
@@ -266,16 +159,6 @@ class Attempt:
         return str(self.error).partition("\n")[0] if self.error else "another rank could not write"
 
 
-def not_written(final: Path, why: str, spare: Path | None) -> str:
-    """The error message for a checkpoint that could not be written to its folder."""
-    run = final.parent.parent
-    if spare is None:
-        fix = f"free disk space there, and continue from the previous checkpoint with --resume --out={run}"
-    else:
-        fix = f"it is complete in {spare}: free disk space, move it to {final}, and continue with --resume --out={run}"
-    return f"{final}: the checkpoint could not be written ({why}); {fix}"
-
-
 def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:
     """Restore learner and source, on any number of ranks. Returns (step, pending, controllers), the
     arguments of `save`.
@@ -293,17 +176,10 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
         rank_state = {
             "source": source.dealt([state["source"] for state in states]),
             "pending": dealt([state["pending"] for state in states], rank, n_ranks),
-            "rng": states[rank]["rng"]
-            if rank < len(states)
-            else new_rng_state(learner.cfg.seed, rank),
         }
     source.load_state_dict(rank_state["source"])
-    set_rng_state(rank_state["rng"])
-    return (
-        shared["step"],
-        [unpack(packed) for packed in rank_state["pending"]],
-        shared["controllers"],
-    )
+    pending = [unpack(packed) for packed in rank_state["pending"]]
+    return shared["step"], pending, shared["controllers"]
 
 
 def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
@@ -324,7 +200,7 @@ def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
 
 
 def in_bytes(state: dict) -> bytes:
-    """A state serialized by torch.save, independent of later changes."""
+    """A state serialized by torch.save."""
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()

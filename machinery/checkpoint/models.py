@@ -22,15 +22,13 @@ class Export:
 
     stream(whole): yields (name, tensor) of the model, each gathered by the function `whole`.
     origin: the folder of the starting model. Its generation_config.json, which lists the stop
-    tokens, is copied unchanged. Construct it in the main thread, because building a model changes
-    torch's default dtype for a moment; `write` may run in any thread."""
+    tokens, is copied unchanged."""
 
     def __init__(self, config, stream, tokenizer, origin: str):
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             self.shell = AutoModelForCausalLM.from_config(config)
-        self.stream = stream
         self.tokenizer = tokenizer
         self.origin = origin
         self.dtype = self.shell.dtype if config.dtype else None  # None: keep each tensor's dtype

@@ -3,10 +3,7 @@ read them.
 
 The format is torch.distributed.checkpoint's: sharded tensors are written shard by shard,
 replicated tensors once, and the file .metadata records the place of every shard. Tensors are named
-MODEL/WEIGHT, and optimizer states MODEL/WEIGHT/KIND (exp_avg, momentum_buffer, ...).
-
-Writing uses copies on the host (`Copies`) and a separate process group, so that a thread can write
-during the next update."""
+MODEL/WEIGHT, and optimizer states MODEL/WEIGHT/KIND (exp_avg, momentum_buffer, ...)."""
 
 from __future__ import annotations
 
@@ -24,21 +21,15 @@ warnings.filterwarnings(
 )
 
 
-def saving_group():
-    """The process group of the thread that writes checkpoints."""
-    return own_group("checkpoints")
-
-
-def own_group(use: str):
-    """A process group of all ranks for one use; None for a single process. Collective at the first
-    call. Two threads must not share a group, because collective calls are paired by their order."""
-    return further_group(dist.group.WORLD, use) if dist.is_initialized() else None
+def own_group():
+    """A process group of all ranks for Python objects and files; None for a single process.
+    Collective at the first call."""
+    return further_group(dist.group.WORLD) if dist.is_initialized() else None
 
 
 @functools.cache
-def further_group(world, use: str):
-    """An additional group of all ranks, made once for each use and each world group of this
-    process."""
+def further_group(world):
+    """An additional group of all ranks, made once for each world group of this process."""
     return dist.new_group(backend="gloo")
 
 
@@ -51,39 +42,6 @@ def from_all(x, group) -> list:
     return values
 
 
-class Copies:
-    """Host copies of this rank's tensors; a tensor that is passed twice is copied once."""
-
-    def __init__(self, group):
-        self.made: dict[tuple, torch.Tensor] = {}
-        self.mesh = None
-        if group is not None:
-            from torch.distributed.device_mesh import DeviceMesh
-
-            self.mesh = DeviceMesh.from_group(group, "cpu")
-
-    def __call__(self, x):
-        """The copy of a tensor, with its sharding; other values are returned unchanged."""
-        if not isinstance(x, torch.Tensor):
-            return x
-        x = x.detach()
-        local = getattr(x, "_local_tensor", x)
-        if not local.numel():  # an empty shard has no address
-            return self._copy(x, local)
-        key = (local.data_ptr(), local.dtype, local.shape)
-        if key not in self.made:
-            self.made[key] = self._copy(x, local)
-        return self.made[key]
-
-    def _copy(self, x, local):
-        host = local.to("cpu", copy=True)
-        if local is x:
-            return host
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(host, self.mesh, x.placements, shape=x.shape, stride=x.stride())
-
-
 def whole(x: torch.Tensor) -> torch.Tensor:
     """The detached tensor, gathered from all ranks if it is sharded."""
     x = x.detach()
@@ -91,7 +49,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def write_shards(tensors: dict, folder: Path, group) -> None:
-    """Write this rank's shards of the tensors (host copies). Collective: a failure on one rank
+    """Write this rank's shards of the tensors. Collective: a failure on one rank
     raises on all ranks."""
     import torch.distributed.checkpoint as dcp
 

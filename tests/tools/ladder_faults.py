@@ -28,7 +28,7 @@ from torch import nn
 
 import probe
 import probe.__main__ as probe_command
-from machinery.checkpoint import load_model
+from machinery.checkpoint.models import load_model
 from results import sweep
 
 CHAT = "# {{ messages[0]['content'] }}{% if add_generation_prompt %} :{% endif %}"  # words of the embedded tokenizer
