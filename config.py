@@ -236,8 +236,7 @@ class EngineFlags:
     rollout: Literal["vllm", "hf"] = "vllm"
     """Rollout engine: vLLM in process, or a sampler in plain torch."""
     rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Engine's precision; default: the learner's --dtype, float32 for toy models; in eval.py
-    the checkpoint's dtype."""
+    """Engine's precision; default: the learner's --dtype; in eval.py the checkpoint's dtype."""
     rollout_memory: float = 0.0
     """Engine's memory: GiB of KV cache on CPU, share of GPU memory on CUDA; 0: enough for a rollout
     batch on CPU, 0.25 on CUDA."""
@@ -351,7 +350,7 @@ class OptimizerFlags:
     grad_clip: float | None = None
     """Maximum gradient norm per model (default 1; toy models 0.3)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Learner's compute dtype (toy models float32); 16-bit dtypes use autocast with float32
+    """Learner's compute dtype; default: the checkpoint's. 16-bit dtypes use autocast with float32
     weights, float16 also a loss scaler."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
@@ -505,5 +504,4 @@ PROPOSED = {
     "max_tokens": 4096,
     "lr": 1e-6,
     "actor_lr": 1e-6,
-    "dtype": "bfloat16",
 }

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -61,6 +62,7 @@ from model.engines import HFEngine, evaluated_by, make_engine
 from model.streamed import empty_model
 from rollout import request_seed
 from sampling import Sampling
+from source import check_poisoned, set_aside_if_poisoned
 from tasks import EvalSet, encode, eval_sets, grade_all, prompts, stop_ids, turns
 from tasks.gold import grade_gold
 
@@ -110,6 +112,9 @@ def solve(
         ]
         tools = (engine, task, tokenizer)
         groups = turns.sample(*tools, problems, prompts, seeds, sampling, 0, ends)
+        check_poisoned(
+            sum(map(set_aside_if_poisoned, chain(*groups))), samples * len(problems) or 1
+        )
         grade_all(task, tokenizer, problems, groups)
         for problem, group in zip(problems, groups, strict=True):
             right.append([float(r.reward > 0.5) for r in group])

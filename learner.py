@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from tqdm import tqdm
 
 import batching
 import corrections
@@ -84,6 +86,12 @@ class Comm:
             f"WORLD_SIZE={WORLD_SIZE} in the environment and no {', '.join(missing)}: start several ranks with "
             "torchrun --nproc_per_node, or unset WORLD_SIZE",
         )
+        if WORLD_SIZE > 1:
+            rank, _ = from_environment("RANK", 0), from_environment("MASTER_PORT", 1)
+            need(
+                rank < WORLD_SIZE,
+                f"RANK={rank} in the environment: must be below WORLD_SIZE={WORLD_SIZE}; start ranks with torchrun",
+            )
         if not torch.cuda.is_available():
             if WORLD_SIZE > 1:
                 dist.init_process_group("gloo", timeout=patience)
@@ -300,6 +308,9 @@ class Learner:
         """One optimizer step on this rank's share of a batch. Returns the step's metrics over all
         ranks."""
         logged = self.backward(batch, stats)
+        dead = corrections.dead_weights(self.cfg, logged) if self.version == 0 else ""
+        if dead and self.comm.rank == 0:
+            tqdm.write(f"warning: {dead}", file=sys.stderr)
         # rejection does not mask the entropy bonus and CPPO's KL
         alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
         all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1

@@ -512,7 +512,7 @@ ELSEWHERE = {
         "answer"
     ),
     "grade/inexact": "share of the same responses that `math` accepts with a different last number; warning above 0.2",
-    "poisoned": "responses left out of the loss: the engine gave a log-probability that is non-finite or positive",
+    "poisoned": "responses left out of the loss: a log-probability of the engine is non-finite, positive or below -200",
     "reward/NAME": "mean of each part of --reward, unweighted, if there are several (tasks/rewards.py)",
     "dynamic_sampling/dropped": "groups with equal rewards, replaced by other prompts",
     "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",

@@ -140,7 +140,9 @@ OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **
 
 # objective -> name in configs/papers of the complete settings of its paper
 RECIPES = {"jackpot": "jackpot", "tis": "tis_dapo", "gepo": "heterorl", "tbpo": "qarl"}
-RECIPES |= {"seq_tis": "praxis", "geo_rs": "praxis", "seq_mis": "praxis", "grpo": "heterorl"}
+RECIPES |= dict.fromkeys(("seq_tis", "geo_rs", "geo_rs_seq_tis", "seq_mis"), "praxis")
+RECIPES |= dict.fromkeys(("grpo", "gspo"), "heterorl") | dict.fromkeys(("mis_gspo", "sapo"), "qarl")
+RECIPES |= dict.fromkeys(("tis_adjusted", "jackpot_adjusted"), "jackpot_stale")
 
 
 def called(cfg: dict) -> str:

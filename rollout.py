@@ -18,6 +18,8 @@ import numpy as np
 
 from sampling import Sampling
 
+LEAST_LOGP = -200.0  # no engine draws a token of probability exp(-200)
+
 
 @dataclass
 class Response:

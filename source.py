@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 import sync
-from rollout import Response, Rollout, request_seed
+from machinery.flags import need
+from rollout import LEAST_LOGP, Response, Rollout, request_seed
 from sampling import Sampling
 from tasks import encode, grade_all, grading_metrics, turns
 
@@ -35,13 +36,13 @@ def has_spread(group: Rollout) -> bool:
 
 
 def set_aside_if_poisoned(r: Response) -> bool:
-    """Mask a response if a log-probability from the engine is non-finite, or positive beyond
-    rounding (1e-3). Returns True if the response was masked.
+    """Mask a response if a log-probability from the engine is non-finite, below LEAST_LOGP, or
+    positive beyond rounding (1e-3). Returns True if the response was masked.
 
     One such token would make the loss of the whole batch NaN."""
     listed = r.topk_logp  # -inf: a token that truncation excludes
     if (
-        np.isfinite(r.logp_inf).all()
+        (r.logp_inf >= LEAST_LOGP).all()  # also False for NaN
         and (r.logp_inf <= POSITIVE).all()
         and (listed <= POSITIVE).all()  # also False for NaN
     ):
@@ -50,6 +51,15 @@ def set_aside_if_poisoned(r: Response) -> bool:
     r.logp_inf = np.zeros_like(r.logp_inf)
     r.topk_logp = np.full_like(listed, -np.inf)
     return True
+
+
+def check_poisoned(poisoned: float, n: int) -> None:
+    """Raise UserError if half of n responses are poisoned."""
+    need(
+        poisoned < n / 2,
+        f"of {n} responses {poisoned:.0f} have log-probabilities from the engine that are non-finite, positive or "
+        f"below {LEAST_LOGP:g}; use --rollout_dtype=float32 or a different --rollout_quant, or copy the model again",
+    )
 
 
 @contextmanager

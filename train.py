@@ -24,13 +24,13 @@ import machinery.startup  # isort: skip  # noqa: F401
 import batching
 import objectives
 from config import Config
-from learner import LOCAL_RANK, Comm
+from learner import LOCAL_RANK, WORLD_SIZE, Comm
 from machinery import settings
 from machinery.flags import UserError, run_command
 from machinery.run import locked
 from machinery.session import ELSEWHERE, Session, due, timer
 from model import exact, needs_of_exact_kappa
-from source import given_back_if_it_fails
+from source import check_poisoned, given_back_if_it_fails
 
 SAMPLES_EVERY = 10  # updates between two writes of four responses to samples.jsonl
 
@@ -88,6 +88,8 @@ class Training(Session):
             return False
         self.speed.count_sampled(groups)
         self.values |= source.metrics(self.comm.sum_counts)
+        with given_back_if_it_fails(source):
+            check_poisoned(self.values.get("poisoned", 0.0), cfg.rollout_batch)
         # 3. the ref pass, if the objective needs p_ref before the first update
         if "ref" in objectives.passes_needed(
             learner.cfg, self.controllers, self.updates_per_rollout
@@ -131,4 +133,4 @@ class Training(Session):
 
 
 if __name__ == "__main__":
-    run_command(lambda: train(settings.parse()), silent=LOCAL_RANK > 0)
+    run_command(lambda: train(settings.parse()), silent=LOCAL_RANK > 0 and WORLD_SIZE > 1)

@@ -171,18 +171,15 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
 
 
 def engine_dtype(pairs: list[tuple[str, str]]) -> str:
-    """Dtype of the sampler's engine, independent of g's dtype. UserError: no flag sets it."""
+    """Dtype of the sampler's engine, independent of g's dtype."""
     of_files = [flags.read_toml(config.Config, value) for key, value in pairs if key == "config"]
     given = {key: value for file in of_files for key, value in file.items()} | dict(pairs)
-    model = given.get("model", config.Config.model)
-    default = config.EMBEDDED["rollout_dtype"] if model.startswith("base:") else given.get("dtype")
-    dtype = given.get("rollout_dtype", default)
-    need(
-        dtype is not None,
-        f"--model={model}: the engine of a custom model has no default precision; set it, for instance "
-        f"--rollout_dtype={config.PROPOSED['dtype']}",
-    )
-    return dtype
+    named = {
+        key: flags.convert(config.Config, key, given[key])
+        for key in ("model", "dtype", "rollout_dtype")
+        if key in given
+    }
+    return settings.resolve_open(config.Config(**named)).rollout_dtype
 
 
 def check(own: WorthFlags) -> None:

@@ -345,8 +345,9 @@ def convert(cls, key: str, text: str):
 
 
 def at_home(text: str) -> str:
-    """The text with ~/ expanded at its start and after commas; shells do not expand --out=~/run."""
-    return re.sub(r"(^|,)~(?=/|$)", lambda m: m[1] + os.path.expanduser("~"), text)
+    """The text with ~/ and ~NAME/ expanded at its start and after commas; shells do not expand
+    --out=~/run."""
+    return re.sub(r"(^|,)(~[\w-]*)(?=/|$)", lambda m: m[1] + os.path.expanduser(m[2]), text)
 
 
 def finite(cls, key: str, value, place: str = "--"):

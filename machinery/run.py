@@ -266,7 +266,7 @@ EVALUATED = "eval.jsonl"  # results of `eval.py --follow`, with the step of the 
 # Files of a run folder. --overwrite deletes only these files. config.json, which marks the folder
 # of a run, is deleted last, so that an interrupted deletion can be repeated.
 WRITTEN = ("checkpoints", "versions", "wandb", "remote*.log*", "samples.jsonl", "eval.jsonl")
-WRITTEN += ("curves.png", "metrics.jsonl", "config.json")
+WRITTEN += ("curves.png", "metrics.jsonl", checkpoint.BEGUN, "config.json")
 
 
 @contextmanager
@@ -364,11 +364,12 @@ def check_folder(cfg: RunFlags) -> None:
         f"--out={ascii(cfg.out)}: the name is not UTF-8, or the locale is not (set LC_ALL=C.UTF-8); name a different "
         "folder",
     )
-    for part in ("checkpoints", "versions"):
-        in_the_way = (folder / part).exists() and not (folder / part).is_dir()
+    for path in folder.glob("*"):  # also a link to nowhere
+        kind = "file" if path.suffix else "folder"
+        right = (path.is_file() if path.suffix else path.is_dir()) and os.access(path, os.W_OK)
         need(
-            not in_the_way,
-            f"{folder / part}: a file in the place of the folder of checkpoints; move it, or name a different --out",
+            right or not any(map(path.match, (*WRITTEN, "*.tmp"))),
+            f"{path}: the run cannot write a {kind} there; move it, or name a different --out",
         )
     ours = holds_run(folder)
     foreign = (folder / "config.json").exists() and not ours
@@ -548,7 +549,7 @@ WARNINGS = {
         "length (rollout_corr/t_max)"
     ),
     "poisoned": (
-        "the engine gave a log-probability that is non-finite or positive: such responses are left out of the loss; "
+        "the engine gave a log-probability that is non-finite, positive or below -200: such responses are left out; "
         "try --rollout_dtype=float32 or a different --rollout_quant if this repeats (the metric `poisoned` counts "
         "them)"
     ),
@@ -561,8 +562,8 @@ WARNINGS = {
         "nothing: raise --max_tokens, or read responses (python -m machinery.plot --samples=RUN)"
     ),
     "rejected_steps": (
-        "every token of an update was rejected: the policy did not change; widen --rs_low and --rs_high, or check "
-        "rollout_corr/kl (rejected_steps counts such updates)"
+        "no token of an update reached the loss, so the policy did not change: with --mask_cut every response was cut "
+        "(raise --max_tokens), or every token was rejected (widen --rs_low and --rs_high, or check rollout_corr/kl)"
     ),
 }
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from tqdm import tqdm
 
 import batching
-import corrections
 import quant
 from config import Config, RunFlags
 from eval import held_out
@@ -99,9 +98,6 @@ class Session:
         # a signal to one rank stops all of them, at the same update
         stops = self.comm.any(self.signals) or bool(self.learner.error)
         self.write(values)
-        warning = corrections.dead_weights(cfg, values) if self.step == 1 else ""
-        if warning and self.log:
-            tqdm.write(f"warning: {warning}", file=sys.stderr)
         self.bar.update(1)
         self.bar.set_postfix({x: f"{values[key]:.3f}" for key, x in SHOWN.items() if key in values})
         if due(cfg.save_every, self.step):
@@ -135,12 +131,6 @@ class Session:
     def check_agreement(self, batch) -> None:
         """Check once per run, on fresh rollouts, that learner and engine compute one policy."""
         self.to_check = False
-        poisoned = self.values.get("poisoned", 0.0)
-        need(
-            poisoned < self.cfg.rollout_batch / 2,
-            f"of the first {self.cfg.rollout_batch} responses {poisoned:.0f} have log-probabilities from the engine "
-            "that are non-finite or positive; use --rollout_dtype=float32, or a different --rollout_quant",
-        )
         warning = check_agreement(self.cfg, self.learner.agreement(batch))
         if warning and self.comm.rank == 0:
             tqdm.write(f"warning: {warning}", file=sys.stderr)

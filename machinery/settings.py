@@ -35,6 +35,7 @@ from config import (
     StalenessFlags,
 )
 from machinery import flags
+from machinery.checkpoint.models import own_dtype
 from machinery.flags import UserError, choice, need
 from model import exact, kernels, lora
 
@@ -122,7 +123,7 @@ def saved_flags(path: Path) -> dict:
         f"--resume: {path} holds no flags of a run; {fix}",
     )
     need(
-        made.get("config_digest") in (None, digest_of_flags(saved)),
+        made.get("config_digest") == digest_of_flags(saved),
         f"--resume: the flags in {path} were edited after the run wrote them; give changes on the command line, or "
         f"{fix}",
     )
@@ -143,6 +144,8 @@ def resolve_open(cfg: Config) -> Config:
     nothing."""
     if cfg.model.startswith("base:"):
         cfg = fill(cfg, EMBEDDED)
+    elif cfg.dtype is None and flags.names_model(cfg.model):
+        cfg = replace(cfg, dtype=own_dtype(cfg.model))
     cfg = fill(cfg, {"rollout_dtype": cfg.dtype, "grad_clip": 1.0})
     cfg = fill(cfg, corrections.still_read(presets.OBJECTIVES.get(cfg.objective, {}), cfg))
     cfg = fill(cfg, presets.DEFAULTS)
@@ -172,10 +175,12 @@ def unlike_paper(cfg: Config) -> str:
         return ""
     path = Path(__file__).resolve().parent.parent / "configs" / "papers" / f"{name}.toml"
     paper = flags.read_toml(Config, str(path))
-    if cfg.objective == "grpo":  # a different row of the same table
+    if cfg.objective in ("grpo", "gspo"):  # different rows of the same table
         paper |= {"ratio_base": "inf"}
     groups = (LossFlags, DelayFlags, StalenessFlags) if delayed else (LossFlags,)
     compared = {f.name for group in groups for f in fields(group)} - {"kappa"}
+    if cfg.correction not in corrections.USES_Z:
+        compared = {key for key in compared if not key.startswith("obrs_")}
     differs = [
         f"--{key}={getattr(cfg, key)} ({value})"
         for key, value in paper.items()

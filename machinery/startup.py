@@ -5,6 +5,8 @@
   Python's KeyboardInterrupt.
 - Closed standard streams are opened on the null device. Otherwise the next opened file would get
   the stream's descriptor and receive its output.
+- A character that the terminal's encoding lacks is printed as an escape.
+- An empty HOME counts as none: `~` is the home folder that the system knows.
 - Warnings and logs of torch, vLLM and transformers are off without --verbose."""
 
 from __future__ import annotations
@@ -53,6 +55,9 @@ if "--verbose" not in sys.argv:
     silence()
 if is_command():
     open_closed_streams()
+    sys.stdout.reconfigure(errors="backslashreplace")
+    if not os.environ.get("HOME"):
+        os.environ.pop("HOME", None)
     sys.argv = [word for word in sys.argv if word != "--verbose"]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

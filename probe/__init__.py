@@ -70,7 +70,7 @@ class ProbeFlags(ModelFlags):
     """A different model that samples: a run folder, a checkpoint, a Hugging Face folder or
     base:actor."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The learner's compute type (toy models float32)."""
+    """The learner's compute type; default: the checkpoint's."""
     explain: bool = False
     """Also divide the mismatch by source, and name a likely fault of the engine."""
     synced_from: str = ""

@@ -13,7 +13,7 @@ import quant
 import tasks
 from eval import check, filled, find_model, open_setup, write_result
 from machinery import flags
-from machinery.checkpoint.models import check_weights
+from machinery.checkpoint.models import check_weights, own_dtype
 from machinery.flags import check_result, need, parse_flags, run_command
 from machinery.settings import fill
 from probe import PROBLEMS, ProbeFlags, doctor, ladder, probe
@@ -30,6 +30,9 @@ def main(argv: list[str] | None = None) -> dict:
     )
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(ProbeFlags, argv)})
     if cfg.model.strip() and not cfg.model.startswith("base:"):
+        if cfg.dtype is None:
+            own = cfg.model if flags.is_hub_id(cfg.model) else find_model(cfg, "model", cfg.role)
+            cfg = fill(cfg, {"dtype": own_dtype(own)})
         cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
     cfg = filled(cfg, ("max_tokens", "dtype"))
     if cfg.out:

@@ -25,7 +25,7 @@ from safetensors.numpy import load, save
 
 from remote.account import is_stream
 from remote.wire import Number, Seconds, Text, WireError, need, printable
-from rollout import Response, Rollout
+from rollout import LEAST_LOGP, Response, Rollout
 from sampling import Sampling
 
 PER_TOKEN = ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp")
@@ -44,7 +44,6 @@ SHAPES = {  # array -> type, dimensions
     "routed": (np.int16, 3),
 }
 MOST_REWARD = 1e6  # rewards are squared in float32
-LEAST_LOGP = -1e4  # no engine draws a token of probability exp(-10,000)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ MEMORY = 4 << 30  # bytes of address space of each process
 PATIENCE = 10  # wall-clock limit of a call, as a multiple of its limit of processor time
 TICK = 0.2  # polling interval in seconds
 SILENCE = 60.0  # a process is killed after this, plus twice a call's wall-clock limit, of silence
-OUT_OF_TIME = (-signal.SIGPROF, -signal.SIGALRM, -signal.SIGKILL)  # exit codes at a limit
+OUT_OF_TIME = (None, -signal.SIGPROF, -signal.SIGALRM)  # exit codes at a limit; None: it hangs
 MOST_STILLBORN = 3  # number of processes that may end before they are ready
 
 
@@ -247,7 +247,7 @@ class Graders:
                         # it has died, but a forked child keeps its end of the connection open
                         self._bury(p, values, todo)
                     elif p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
-                        p.process.kill()  # stopped, or swapped out
+                        self._bury(p, values, todo)  # stopped, or swapped out
         except BaseException:  # else a later call would receive answers of this call
             self.close()
             raise
@@ -284,10 +284,12 @@ class Graders:
         self.processes.remove(p)
         with contextlib.suppress(subprocess.TimeoutExpired):
             p.process.wait(1.0)  # get its exit code before `end` kills it
+        code = p.process.returncode
         p.end()
-        if p.ready and p.given and p.process.returncode not in OUT_OF_TIME:
-            why = f"it ended its process (exit code {p.process.returncode})"
-            values[p.given[0]] = Failure(why)
+        if p.ready and p.given and code not in OUT_OF_TIME:
+            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            of_memory = "; out of memory?" if code == -signal.SIGKILL else ""
+            values[p.given[0]] = Failure(f"it ended its process ({how}{of_memory})")
         todo.extend(list(p.given)[1 if p.ready else 0 :])
         self.stillborn += not p.ready and bool(p.given)
         if self.stillborn > MOST_STILLBORN:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from config import EMBEDDED, Config
+from machinery.settings import digest_of_flags
 from remote.keys import make_keys
 
 GOOD = '{"problem": "1 + 1 :", "answer": "2"}\n'
@@ -80,8 +81,15 @@ def shuffled_words(folder: Path) -> None:
 
 
 FLAGS = {**asdict(Config(model="base:policy", rollout="hf")), **EMBEDDED}
-RUN = json.dumps({"config": FLAGS, "command": "train.py"})
-RUN_OF_POLICY = json.dumps({"config": {**FLAGS, "model": "POLICY", "actor": "none"}, "command": "train.py"})
+
+
+def run_of(**changes) -> str:
+    """The config.json of a run with these flags."""
+    changed = {**FLAGS, **changes}
+    return json.dumps({"config": changed, "command": "train.py", "config_digest": digest_of_flags(changed)})
+
+
+RUN = run_of()
 DAMAGED = {"digests.json": '{"policy/config.json": "00"}', "policy": {"config.json": "{}"}}
 RESPONSE = {"step": 0, "prompt": "1", "reward": 1.0, "finish_reason": "stop", "gap": 0.0}
 RESPONSE |= {"tokens": ["1"], "gaps": [0.0], "largest": []}
@@ -121,11 +129,14 @@ FILES = {
     "config_damaged": {"config.json": RUN[:99], "metrics.jsonl": ROW},
     "notes": {"notes.txt": "mine", "checkpoints": {"mine": "precious"}},
     "run_cut": {"config.json": RUN[:99]},
-    "run_of_text": {"config.json": RUN.replace('"steps": 150', '"steps": "many"')},
-    "run_spoilt": {
-        "config.json": RUN_OF_POLICY,
-        "checkpoints": {"step_000002": DAMAGED, "step_000004": DAMAGED},
-    },
+    "run_of_text": {"config.json": run_of(steps="many")},
+    "run_spoilt": lambda path: make_file(
+        path,
+        {
+            "config.json": run_of(model=str(MODELS["POLICY"]), actor="none"),
+            "checkpoints": {"step_000002": DAMAGED, "step_000004": DAMAGED},
+        },
+    ),
     # metrics and responses
     "metrics_junk": {"metrics.jsonl": "junk\n" * 50},
     "responses_empty": {"samples.jsonl": ""},
@@ -148,4 +159,4 @@ def make_file(path: Path, content) -> None:
     elif isinstance(content, bytes):
         path.write_bytes(content)
     else:
-        path.write_text(content.replace('"POLICY"', json.dumps(str(MODELS["POLICY"]))))
+        path.write_text(content)

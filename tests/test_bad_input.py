@@ -363,14 +363,31 @@ def test_a_bad_environment_of_torchrun_is_refused(monkeypatch, value, least):
         from_environment("LOCAL_RANK", least)
 
 
-def test_a_world_size_without_ranks(tmp_path):
+TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment and no RANK, MASTER_ADDR, MASTER_PORT: start"),
+        ({**TWO, "RANK": "7"}, "RANK=7 in the environment: must be below WORLD_SIZE=2; start ranks with torchrun"),
+        ({**TWO, "RANK": "x"}, "RANK=x in the environment: must be a whole number"),
+        ({**TWO, "MASTER_PORT": "x"}, "MASTER_PORT=x in the environment: must be a whole number"),
+        ({"LOCAL_RANK": "3", "PYTHONIOENCODING": "ascii", "OUT": "l\u00e4uf"}, "--out=l\\xe4uf: a file, not a folder"),
+    ],
+)
+def test_an_environment_of_torchrun_or_a_terminal(tmp_path, variables, words):
     """Schedulers leave WORLD_SIZE in the environment of a shell."""
-    environment = {name: x for name, x in os.environ.items() if name not in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
-    argv = [*HERE, f"--out={tmp_path / 'run'}"]
-    done = subprocess.run(argv, env={**environment, "WORLD_SIZE": "2"}, capture_output=True, text=True, timeout=60)
+    environment = {name: x for name, x in os.environ.items() if name not in TWO}
+    out = tmp_path / variables.get("OUT", "run")
+    if "OUT" in variables:
+        out.touch()
+    argv = [*HERE, f"--out={out.name}"]
+    options = {"env": environment | variables, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(argv, **options)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: WORLD_SIZE=2 in the environment and no RANK, MASTER_ADDR, MASTER_PORT: start")
-    assert not list(tmp_path.iterdir())
+    assert done.stderr.startswith(f"error: {words}")
+    assert list(tmp_path.iterdir()) == [out] * ("OUT" in variables)
 
 
 def test_closed_streams(tmp_path):

@@ -46,12 +46,14 @@ def test_a_replaced_correction_drops_the_objectives_bounds():
 
 
 def test_a_custom_model_needs_more_flags(solvers):
-    """One sentence names all missing flags; the engine's precision is the learner's by default."""
+    """One sentence names all missing flags; precisions: of the engine the learner's, of this the checkpoint's."""
     common = [f"--model={solvers / 'policy'}", "--actor=none", "--rollout=hf", "--objective=tis"]
     with pytest.raises(UserError) as e:
         parse(common)
-    assert str(e.value).endswith("--task=hf:openai/gsm8k@main/train --max_tokens=4096 --lr=1e-06 --dtype=bfloat16")
-    common += ["--max_tokens=8", "--lr=1", "--task=arith", "--dtype=bfloat16"]
+    assert str(e.value).endswith("--task=hf:openai/gsm8k@main/train --max_tokens=4096 --lr=1e-06")
+    common += ["--max_tokens=8", "--lr=1", "--task=arith"]
+    assert parse(common).dtype == parse(common).rollout_dtype == "float32"  # the checkpoint's
+    common += ["--dtype=bfloat16"]
     assert parse(common).rollout_dtype == "bfloat16"
     assert parse([*common, "--rollout_dtype=float32"]).rollout_dtype == "float32"
     embedded = parse(["--rollout=hf", "--dtype=bfloat16"])

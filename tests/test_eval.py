@@ -259,7 +259,9 @@ class GoldEngine:
             gold = TASK.problem("test", i).answer
             answer = gold if i % self.every == 0 else str((int(gold) + 1) % 200)
             ids = np.array(TOKENIZER.encode("# " + answer) + [1], np.int32)
-            groups.append([Response(ids, np.ones(len(ids), bool), None, None, None, "stop") for _ in of_group])
+            numbers = 0.0 * ids
+            parts = (ids, np.ones(len(ids), bool), numbers, None, numbers[:, None], "stop")
+            groups.append([Response(*parts) for _ in of_group])
         self.seeds += seeds
         return groups
 

@@ -388,6 +388,9 @@ def forks_once(row, text, finish_reason):
 def ends(row, text, finish_reason):
     return os._exit(4) if text == "end" else 1.0
 
+def killed(row, text, finish_reason):
+    return os.kill(os.getpid(), 9) if text == "end" else 1.0
+
 def leaves(row, text, finish_reason):
     return sys.exit(3) if text == "end" else 1.0
 
@@ -418,7 +421,9 @@ def test_a_custom_function_gets_its_row(custom):
 
 
 @pytest.mark.parametrize(
-    "name, why", [("leaves", "SystemExit: 3 (own.py, line"), ("ends", "it ended its process (exit code 4)")]
+    "name, why",
+    [("leaves", "SystemExit: 3 (own.py, line"), ("ends", "it ended its process (exit code 4)")]
+    + [("killed", "it ended its process (SIGKILL; out of memory?)")],
 )
 def test_a_function_that_ends_its_process_fails_only_its_answer(custom, capsys, monkeypatch, pool, name, why):
     """The answer counts as a failure, not as a timeout, and the warning names the cause."""

@@ -232,7 +232,7 @@ def test_bad_calls(probe_with):
 
 
 def test_precisions_of_the_probe_and_its_engine(folders, tmp_path, monkeypatch):
-    """A custom model needs --dtype; a run's models have the run's precision; --rollout_dtype takes precedence."""
+    """A custom model has its checkpoint's, a run's models the run's; --rollout_dtype takes precedence."""
     seen = []
 
     def watched(cfg, *more):
@@ -242,12 +242,11 @@ def test_precisions_of_the_probe_and_its_engine(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(probe_command, "probe", watched)
     monkeypatch.setattr(warmstart, "base_model", lambda *flag: str(folders / "policy"))
     common, custom = ["--rollout=hf", "--max_tokens=8"], f"--model={folders / 'policy'}"
-    with pytest.raises(UserError, match="no default for a custom model; name them, for instance --dtype=bfloat16$"):
-        probe_command.main([*common, custom])
     saved = {"dtype": "bfloat16", "rollout_dtype": "float16", "max_tokens": 8}
     shutil.copytree(folders / "policy", tmp_path / "run" / "policy")
     (tmp_path / "run" / "config.json").write_text(json.dumps({"config": saved}))
     cases = {
+        (custom,): ("float32", "float32"),
         (custom, "--dtype=bfloat16"): ("bfloat16", "bfloat16"),
         (custom, "--dtype=bfloat16", "--rollout_dtype=float16"): ("bfloat16", "float16"),
         ("--model=base:policy", "--dtype=bfloat16"): ("bfloat16", "float32"),

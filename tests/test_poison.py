@@ -14,6 +14,7 @@ import batching
 import eval as evaluation
 import objectives
 from learner import Comm
+from machinery import checkpoint
 from machinery.checkpoint.models import load_model, read_tokenizer
 from machinery.flags import UserError
 from model.engines import HFEngine
@@ -35,6 +36,7 @@ INF, NAN = math.inf, math.nan
         ((-1, -INF, -3), ((-1, -2),) * 3, True),
         ((INF, -2, -3), ((-1, -2),) * 3, True),
         ((-1, -2, 0.5), ((-1, -2),) * 3, True),
+        ((-1, -500, -2), ((-1, -2),) * 3, True),
         ((-1, -2, -3), ((-1, -2), (NAN, -2), (-1, -2)), True),
         ((-1, -2, -3), ((-1, -2), (INF, -2), (-1, -2)), True),
     ],
@@ -86,14 +88,20 @@ def test_one_poisoned_token_costs_one_response(solvers, tmp_path, train_here, mo
     assert rows["poisoned"]["grad_norm"] > 0
 
 
-def test_an_engine_without_finite_values_ends_the_run(solvers, tmp_path, train_here, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("rollout, value", [(1, NAN), (1, -500.0), (2, -1e30)])
+def test_an_engine_without_valid_values_ends_the_run(solvers, tmp_path, train_here, monkeypatch, rollout, value):  # noqa: F811
+    """In the first rollout, or a later one; finished updates are saved."""
+    rollouts = []
+
     def spoil(groups):
-        for r in chain.from_iterable(groups):
-            r.logp_inf[-1] = NAN
+        rollouts.append(1)
+        for r in chain.from_iterable(groups if len(rollouts) >= rollout else []):
+            r.logp_inf[-1] = value
 
     spoil_rollouts(monkeypatch, spoil)
-    with pytest.raises(UserError, match="of the first 32 responses 32 have log-probabilities from the engine that are"):
+    with pytest.raises(UserError, match="of 32 responses 32 have log-probabilities from the engine"):
         train_here(flags(solvers, tmp_path / "run", objective="tis", actor="none", eval_every=-1))
+    assert (checkpoint.newest(tmp_path / "run") is not None) == (rollout == 2)
 
 
 def test_a_weight_that_is_not_finite_is_named(solvers, tmp_path, train_here):  # noqa: F811
@@ -105,6 +113,9 @@ def test_a_weight_that_is_not_finite_is_named(solvers, tmp_path, train_here):  #
     argv = flags(solvers, tmp_path / "run", objective="tis", model=tmp_path / "nan", actor="none")
     with pytest.raises(UserError, match=r"weight policy\.model\.layers\.1\.mlp\.up_proj\.weight is not finite: copy"):
         train_here(argv)
+    argv = ["--task=arith", "--rollout=hf", "--max_tokens=4", "--problems=2"]
+    with pytest.raises(UserError, match="of 8 responses 8 have log-probabilities from the engine that are non-finite"):
+        evaluation.main([*argv, f"--model={tmp_path / 'nan'}"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

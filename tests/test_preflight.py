@@ -113,7 +113,9 @@ def test_a_mix_of_files_and_packed_ones(tmp_path):
     [
         ({"objective": "gepo", "delay": "lognormal"}, ["--cppo_beta=0.0 (0.005)", "--max_staleness=None (64)"]),
         ({"objective": "grpo", "delay": "constant"}, ["--ratio_base=ref (inf)", "--window_seconds=inf (1800.0)"]),
+        ({"objective": "gspo", "delay": "constant"}, ["--ratio_base=ref (inf)", "--window_seconds=inf (1800.0)"]),
         ({"objective": "jackpot"}, ["configs/papers/jackpot.toml"]),
+        ({"objective": "tis_adjusted"}, ["configs/papers/jackpot_stale.toml", "--clip=True (False)"]),
         ({"objective": "grpo"}, []),
     ],
 )

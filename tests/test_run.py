@@ -202,8 +202,16 @@ def test_folders_that_cannot_be_a_runs_are_refused(tmp_path):
     for name, file in (("a", "checkpoints"), ("b", "config.json"), ("c", "notes")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text("{}")
+    for name in ("samples.jsonl", "metrics.jsonl", "config.tmp"):
+        (tmp_path / name / name).mkdir(parents=True)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "checkpoints").symlink_to("nowhere")
     for out, words in {
-        tmp_path / "a": "a file in the place of the folder of checkpoints; move it",
+        tmp_path / "a": "checkpoints: the run cannot write a folder there; move it",
+        tmp_path / "d": "checkpoints: the run cannot write a folder there; move it",
+        tmp_path / "samples.jsonl": "samples.jsonl: the run cannot write a file there; move it",
+        tmp_path / "metrics.jsonl": "metrics.jsonl: the run cannot write a file there; move it",
+        tmp_path / "config.tmp": "config.tmp: the run cannot write a file there; move it",
         tmp_path / "b": "its config.json is not from a run",
         tmp_path / "c": "holds files but no run; name a different folder",
         os.fsdecode(os.fsencode(tmp_path) + b"/\xff"): "the name is not UTF-8, or the locale is not",
@@ -391,7 +399,7 @@ def test_warnings_are_printed_once(tmp_path, capsys):
     rows = {step: {"rejected_steps": float(step), "rollout_corr/seq_false_ess": 0.0} for step in range(3)}
     logged(tmp_path, make_cfg(), 0, rows)
     warnings = capsys.readouterr().err
-    assert warnings.count("every token of an update was rejected") == 1
+    assert warnings.count("every token was rejected") == 1
     assert "update 2" in warnings
     assert "clamp" not in warnings
 
@@ -419,9 +427,11 @@ def test_an_edited_configuration_is_refused(tmp_path):
     config = run.provenance(cfg)
     (out / "config.json").write_text(json.dumps(config))
     assert settings.parse(["--resume", f"--out={out}"]).lr == 1e-3
-    (out / "config.json").write_text(json.dumps({**config, "config": {**config["config"], "lr": 5e-3}}))
-    with pytest.raises(UserError, match="config.json were edited after the run wrote them"):
-        settings.parse(["--resume", f"--out={out}"])
+    edited = {**config, "config": {**config["config"], "lr": 5e-3}}
+    for written in (edited, {**edited, "config_digest": None}):
+        (out / "config.json").write_text(json.dumps(written))
+        with pytest.raises(UserError, match="config.json were edited after the run wrote them"):
+            settings.parse(["--resume", f"--out={out}"])
 
 
 @pytest.mark.parametrize(
@@ -443,5 +453,11 @@ def test_a_result_replaces_only_an_earlier_result(tmp_path, content, replaced):
 def test_the_home_folder_in_a_flag(monkeypatch):
     """A shell does not expand --out=~/x."""
     monkeypatch.setenv("HOME", "/home/me")
-    for text, want in {"~/x": "/home/me/x", "a,~/b": "a,/home/me/b", "~": "/home/me", "a~/b": "a~/b"}.items():
+    for text, want in {
+        "~/x": "/home/me/x",
+        "a,~/b": "a,/home/me/b",
+        "~": "/home/me",
+        "a~/b": "a~/b",
+        "~root/x": "/root/x",
+    }.items():
         assert settings.parse([f"--out={text}"]).out == want

@@ -475,17 +475,19 @@ def test_too_many_skipped_updates_save_and_end_the_run(solvers, tmp_path, train_
 
 
 def test_resume_with_deleted_checkpoints_is_refused(whole, tmp_path, train_here):
-    """save_every is 3: after 6 or 4 updates checkpoints were deleted, after 3 there may be none yet."""
+    """For every --save_every, and without metrics. A run killed before or during its first save starts again."""
     out = tmp_path / "run"
     shutil.copytree(whole[0], out, ignore=shutil.ignore_patterns("checkpoints"))
     logged = (out / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match="metrics of 6 updates but no checkpoint, though .* every 3 updates; restore"):
-        train_here(["--resume", f"--out={out}"])
-    assert (out / "metrics.jsonl").read_text() == logged
+    for left, more in ((logged, ()), (logged, ["--save_every=50"]), ("", ())):
+        (out / "metrics.jsonl").write_text(left)
+        with pytest.raises(UserError, match="has no checkpoint, though the run saved one; restore"):
+            train_here(["--resume", f"--out={out}", *more])
+        assert (out / "metrics.jsonl").read_text() == left
     (out / "checkpoints" / "step_000003.writing").mkdir(parents=True)  # killed while it was written
     checkpoint.check_none_lost(str(out))
     shutil.rmtree(out / "checkpoints")
-    (out / "metrics.jsonl").write_text("".join(logged.splitlines(keepends=True)[:4]))
+    (out / checkpoint.BEGUN).unlink()  # killed before
     checkpoint.check_none_lost(str(out))
 
 

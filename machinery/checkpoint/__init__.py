@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,10 +32,11 @@ from config import Config
 from machinery.checkpoint.models import Export
 from machinery.checkpoint.shards import from_all, own_group, read_shards, whole, write_shards
 from machinery.checkpoint.state import dealt, pack, unpack
-from machinery.flags import need, read_json, read_text
+from machinery.flags import need
 from rollout import Rollout
 
 FORMAT = 4  # a checkpoint of a different format is rejected
+BEGUN = "saved.txt"  # empty file of a run folder: a checkpoint was written, or was begun
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -58,6 +60,8 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
     }
     rank_state = {"source": source.state_dict(), "pending": [pack(groups) for groups in pending]}
     final = Path(cfg.out) / "checkpoints" / f"step_{step:06d}"
+    with suppress(OSError):  # a full disk: `write_at` reports it
+        (Path(cfg.out) / BEGUN).touch()
     why = write_at(final, run, learner, in_bytes(shared), in_bytes(rank_state))
     need(
         not why,
@@ -319,17 +323,13 @@ def to_resume(cfg: Config, comm) -> Path | None:
 
 
 def check_none_lost(out: str) -> None:
-    """Raise UserError if a run without a checkpoint has logged updates after its first save."""
-    fix = "copy it from a backup, or start a new run in a different --out"
-    save_every = read_json(Path(out) / "config.json", fix)["config"]["save_every"]
-    metrics = Path(out) / "metrics.jsonl"
-    text = read_text(metrics) if metrics.is_file() else ""
-    updates = sum('"step": -1' not in line for line in text.splitlines())
+    """Raise UserError if a run has saved a checkpoint and now has none. A kill during the first save
+    leaves an unfinished one."""
     unfinished = any((Path(out) / "checkpoints").glob("step_*.writing"))
     need(
-        unfinished or not 0 < save_every < updates,
-        f"--resume: {out} has metrics of {updates} updates but no checkpoint, though a checkpoint was saved every "
-        f"{save_every} updates; restore {out}/checkpoints, or start a new run in a different --out",
+        unfinished or not (Path(out) / BEGUN).exists(),
+        f"--resume: {out} has no checkpoint, though the run saved one; restore {out}/checkpoints, start again with "
+        "--overwrite, or start a new run in a different --out",
     )
     print(
         f"{out}: no checkpoint was written before the run stopped; the run starts from the first update"

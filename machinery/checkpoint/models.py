@@ -12,7 +12,7 @@ import torch
 
 import quant
 from machinery.checkpoint.tensors import TensorFiles
-from machinery.flags import UserError, need, read_json
+from machinery.flags import UserError, is_hub_id, need, read_json
 
 BASE_DIR = "out/base"  # models made here: toy models, and text models of multimodal models
 
@@ -147,16 +147,18 @@ def one_sentence(folder: Path | str, part: str, fix: str):
         logging.set_verbosity(before)
 
 
-def from_hub(flag: str, name: str, cached: bool = False) -> str:
+FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # of a hub model
+
+
+def from_hub(flag: str, name: str, cached: bool = False, files=FILES) -> str:
     """The local folder of a hub model, owner/name, downloaded if missing. Raises UserError if the
     download fails.
 
     cached: do not download, because a different process of this host has just done so."""
     from huggingface_hub import snapshot_download
 
-    files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
-        return snapshot_download(name, allow_patterns=files, local_files_only=cached)
+        return snapshot_download(name, allow_patterns=list(files), local_files_only=cached)
     except Exception as e:  # offline, unknown or gated: different exception types
         why = " ".join(str(e).split())[:200] or type(e).__name__
         raise UserError(
@@ -277,9 +279,10 @@ def check_angles(folder: str, context: int) -> None:
         )
 
 
-def own_dtype(folder: Path | str) -> str:
-    """The dtype of a checkpoint's weights according to its config.json; float32 if it names
-    none."""
+def own_dtype(model: str) -> str:
+    """The dtype of the weights of a folder or hub model according to its config.json, the default
+    of --dtype and --rollout_dtype; float32 if it names none."""
+    folder = from_hub("model", model, files=["config.json"]) if is_hub_id(model) else model
     named = str(getattr(read_config(folder), "dtype", "")).removeprefix("torch.")
     return named if named in ("float32", "bfloat16", "float16") else "float32"
 

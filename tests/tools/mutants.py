@@ -186,7 +186,7 @@ MUTANTS = {
     ],
     "machinery/settings.py": [
         ("        check_plain_engine(cfg)\n", ""),
-        ('made.get("config_digest") in (None, digest_of_flags(saved))', "True"),
+        ('made.get("config_digest") == digest_of_flags(saved)', "True"),
         (
             "    changed = [\n        k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)\n    ]",  # noqa: E501
             "    changed = []",
@@ -652,7 +652,7 @@ MUTANTS = {
         ("key = (problem.id, text, finish_reason)", "key = (text, finish_reason)"),
     ],
     "tasks/grading.py": [
-        ("p.process.returncode not in OUT_OF_TIME", "True"),
+        ("code not in OUT_OF_TIME", "True"),
         ("signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)", "pass"),
         ("os.killpg(self.process.pid, signal.SIGKILL)", "pass"),
         ("if not all(is_number(x) and math.isfinite(x) for x in numbers):", "if False:"),
@@ -818,7 +818,7 @@ MUTANTS = {
     ],
     "machinery/flags.py": [
         ("or not text.isascii()", ""),
-        ('r"(^|,)~(?=/|$)"', 'r"(^)~(?=/|$)"'),
+        (r'r"(^|,)(~[\w-]*)(?=/|$)"', 'r"(^)~(?=/|$)"'),
         ('replaceable = "command" in before and "config" not in before', 'replaceable = "command" in before'),
         ("        sys.stdout.flush()\n", ""),
     ],
