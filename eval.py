@@ -59,7 +59,6 @@ from machinery.run import EVALUATED, common_tokenizer, holds_run, is_locked, row
 from machinery.settings import check_engine, check_named, fill
 from model import memory
 from model.engines import HFEngine, evaluated_by, make_engine
-from model.streamed import empty_model
 from rollout import request_seed
 from sampling import Sampling
 from source import check_poisoned, set_aside_if_poisoned
@@ -147,7 +146,7 @@ def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
-    full_model = empty_model(model.config)
+    full_model = quant.empty_model(model.config)
     quant.align(
         full_model,
         next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None),

@@ -63,6 +63,7 @@ from sampling import Sampling
 LOCAL_RANK = from_environment("LOCAL_RANK", 0)
 MAX_SKIPS = 5  # consecutive non-finite updates after which a run stops
 WORLD_SIZE = from_environment("WORLD_SIZE", 1)
+GOLDEN = (5**0.5 - 1) / 2  # the step from one version to the next of the tensors compared
 FOREVER = 10 * 365 * 86400.0  # seconds: upper bound of the timeout given to torch
 
 
@@ -494,7 +495,7 @@ class Learner:
             state = self.model_state(name)
             plain = [key.replace(".base_layer.", ".") for key in state if not lora.is_adapters(key)]
             matrices = [key for key in plain if key.endswith("_proj.weight")] or plain
-            at = self.version * sync.GOLDEN % 1
+            at = self.version * GOLDEN % 1
             only = {matrices[int(at * len(matrices))], plain[int(at * len(plain))]}
             expected = lora.merged(model, state, self._whole_for_engine(name, packed), only)
             if self._quantizes(packed):
@@ -503,7 +504,7 @@ class Learner:
                 )
             expected = dict(expected)
             for key, x in published:
-                if key in expected and not sync.same_bytes(x, expected.pop(key)):
+                if key in expected and not same_bytes(x, expected.pop(key)):
                     raise sync.SyncError(
                         f"version {self.version}: the published {key} differs from the learner's: the engine would "
                         f"sample from old weights; {sync.TURN_OFF}"
@@ -703,6 +704,13 @@ def engine_type(cfg: Config) -> torch.dtype | None:
     quantizes = cfg.samplers != "local" and cfg.rollout_quant != "none"
     others = quantizes or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
     return None if others or cfg.rollout_dtype == "float32" else getattr(torch, cfg.rollout_dtype)
+
+
+def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes."""
+    if (x.dtype, x.shape) != (y.dtype, y.shape):
+        return False
+    return torch.equal(*(z.detach().contiguous().reshape(-1).view(torch.uint8) for z in (x, y)))
 
 
 def whole_in(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ saturate, so int8 weights are limited to +-63 (`int8_qmax`)."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -248,18 +249,40 @@ class StraightThroughMatmul(torch.autograd.Function):
         return dx, dw, None, None, None, None
 
 
-class LowBitLinear(nn.Linear):
+class LowBit:
+    """A module with quantized weights; the base class of LowBitLinear and LowBitExperts."""
+
+    # False under FSDP: the version of a gathered weight does not change when its shards change.
+    cache_quantized = True
+
+    def use_format(self, fmt: Format) -> None:
+        """Set the number format, with no quantized weights yet."""
+        self.format = fmt
+        # Published (q_w, s_w) by parameter, in an engine's copy, which has no master weights.
+        self.loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        # By parameter: the master weight's version and address, and its (q_w, s_w).
+        self.cached: dict[str, tuple[tuple, tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def quantized(self, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+        """(q_w, s_w) of a parameter, for the forward pass and for publishing.
+
+        They are computed once per version of the weight."""
+        if name in self.loaded:
+            return self.loaded[name]
+        weight = getattr(self, name)
+        if not self.cache_quantized:
+            return self.format.quantize(weight.detach())
+        version = (weight._version, weight.data_ptr())
+        if name not in self.cached or self.cached[name][0] != version:
+            self.cached[name] = version, self.format.quantize(weight.detach())
+        return self.cached[name][1]
+
+
+class LowBitLinear(LowBit, nn.Linear):
     """A linear layer that computes like the engine. `align` replaces an nn.Linear by it.
 
     The parameters are the same objects, under the same names, as in the replaced layer."""
 
-    # False under FSDP: the version of a gathered weight does not change when its shards change.
-    cache_quantized = True
-    # Published (q_w, s_w), in an engine's copy, which has no master weights.
-    loaded: tuple[torch.Tensor, torch.Tensor] | None = None
-    # (q_w, s_w) of the master weight, and the weight's version and address when they were computed.
-    cached: tuple[torch.Tensor, torch.Tensor] | None = None
-    cached_version: tuple[int, int] | None = None
     multiply = staticmethod(nn.functional.linear)  # model/exact.py replaces this function
 
     @classmethod
@@ -269,22 +292,8 @@ class LowBitLinear(nn.Linear):
         has_bias = linear.bias is not None
         layer = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
-        layer.format = fmt
+        layer.use_format(fmt)
         return layer.train(linear.training)
-
-    def quantized_weight(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q_w, s_w) of the current weight, for the forward pass and for publishing.
-
-        They are computed once per version of the weight."""
-        if self.loaded is not None:
-            return self.loaded
-        fmt, version = self.format, (self.weight._version, self.weight.data_ptr())
-        if self.cached_version != version or not self.cache_quantized:
-            made = fmt.quantize(self.weight.detach())
-            if not self.cache_quantized:
-                return made
-            self.cached, self.cached_version = made, version
-        return self.cached
 
     def forward(self, x):
         device = x.device.type
@@ -293,13 +302,13 @@ class LowBitLinear(nn.Linear):
         with torch.autocast(device, enabled=False):
             flat = x.reshape(-1, x.shape[-1])  # (M, K)
             y = StraightThroughMatmul.apply(
-                flat, self.weight, *self.quantized_weight(), self.format, self.multiply
+                flat, self.weight, *self.quantized(), self.format, self.multiply
             )
             y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class LowBitExperts(nn.Module):
+class LowBitExperts(LowBit, nn.Module):
     """The experts of a layer, with matrices that compute like LowBitLinear. `align` replaces a
     layer's experts by it.
 
@@ -308,11 +317,6 @@ class LowBitExperts(nn.Module):
     The parameters are shared with the replaced experts: gate_up_proj (E, 2 I, H) and down_proj (E,
     H, I)."""
 
-    cache_quantized = True  # this and the next three: as in LowBitLinear, by parameter
-    loaded: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    cached: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    cached_version: dict[str, tuple[int, int]]
-
     def __init__(self, experts, fmt: Format):
         super().__init__()
         self.gate_up_proj, self.down_proj, self.act_fn = (
@@ -320,22 +324,8 @@ class LowBitExperts(nn.Module):
             experts.down_proj,
             experts.act_fn,
         )
-        self.format = fmt
-        self.loaded, self.cached, self.cached_version = {}, {}, {}
+        self.use_format(fmt)
         self.train(experts.training)
-
-    def quantized(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q_w, s_w) of one parameter, for all experts; see LowBitLinear.quantized_weight."""
-        if name in self.loaded:
-            return self.loaded[name]
-        weight = getattr(self, name)
-        fmt, version = self.format, (weight._version, weight.data_ptr())
-        if self.cached_version.get(name) != version or not self.cache_quantized:
-            made = fmt.quantize(weight.detach())
-            if not self.cache_quantized:
-                return made
-            self.cached[name], self.cached_version[name] = made, version
-        return self.cached[name]
 
     def matrices(self, name: str) -> list[tuple]:
         """(master weight, q_w, s_w) of each expert."""
@@ -404,6 +394,12 @@ def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:
         for name, m in experts_of(model).items()
         for kind in m._parameters
     }
+
+
+def matrices_of(model) -> dict[str, tuple[nn.Module, str]]:
+    """(module, parameter name) of all weights to quantize, by full name in the model."""
+    linears = {f"{name}.weight": (m, "weight") for name, m in quantized_linears(model).items()}
+    return linears | expert_parameters(model)
 
 
 def learner_format(cfg: PrecisionFlags) -> Format | None:
@@ -486,16 +482,16 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True, cached: b
     this format, the tensors of their forward pass are yielded. packed False, for engines without a
     kernel: X.weight is the exactly dequantized weight in its original dtype. cached False: quantize
     again even if an aligned layer has cached tensors."""
-    linears, experts = quantized_linears(model), expert_parameters(model)
+    matrices = matrices_of(model)
     for name, x in named_tensors:
-        layer, kind = experts.get(name) or (linears.get(name.removesuffix(".weight")), "weight")
-        if layer is None:
+        if name not in matrices:
             yield name, x
             continue
-        aligned = isinstance(layer, (LowBitLinear, LowBitExperts)) and layer.format == fmt
+        layer, kind = matrices[name]
+        aligned = isinstance(layer, LowBit) and layer.format == fmt
         sharded = hasattr(getattr(layer, kind), "full_tensor")
         if aligned and cached and not sharded:
-            q, s = layer.quantized_weight() if kind == "weight" else layer.quantized(kind)
+            q, s = layer.quantized(kind)
         else:
             q, s = fmt.quantize(x)
         if not packed:
@@ -515,9 +511,8 @@ def dequantize_in_place(model, fmt: Format):
     """Round the weights of the linear layers to the format's grid, in place, and return the model.
 
     The model then computes as in a format without quantized activations."""
-    weights = [linear.weight.data for linear in quantized_linears(model).values()]
-    weights += [getattr(experts, kind).data for experts, kind in expert_parameters(model).values()]
-    for weight in weights:
+    for layer, kind in matrices_of(model).values():
+        weight = getattr(layer, kind).data
         weight.copy_(dequantize(*fmt.quantize(weight)))
     return model
 
@@ -526,33 +521,23 @@ def load_quantized(model, named_tensors):
     """Load published low-bit tensors into the model's aligned layers; yield the remaining tensors.
 
     A layer's scales follow its weight, as in `for_engine`."""
-    layers = {
-        f"{name}.weight": (layer, "weight") for name, layer in quantized_linears(model).items()
-    }
-    layers |= expert_parameters(model)
-    stream = iter(named_tensors)
+    matrices, stream = matrices_of(model), iter(named_tensors)
     for name, x in stream:
-        layer, kind = layers.get(name, (None, ""))
-        if layer is None:
+        if name not in matrices:
             yield name, x
             continue
+        layer, kind = matrices[name]
         behind, scale = next(stream, ("nothing", None))
         if behind != f"{name}_scale":
             raise ValueError(f"{name}: followed by {behind}, not by its scales")
         device = getattr(layer, kind).device
-        loaded = x.to(device, copy=True), scale.to(device, copy=True)
-        if kind == "weight":
-            layer.loaded = loaded
-        else:
-            layer.loaded[kind] = loaded
+        layer.loaded[kind] = x.to(device, copy=True), scale.to(device, copy=True)
 
 
 def held_quantized(model) -> dict[str, torch.Tensor]:
     """The low-bit tensors of a model's aligned layers, under the names of `for_engine`."""
     tensors = {}
-    for name, layer in quantized_linears(model).items():
-        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"] = layer.quantized_weight()
-    for name, (layer, kind) in expert_parameters(model).items():
+    for name, (layer, kind) in matrices_of(model).items():
         tensors[name], tensors[f"{name}_scale"] = layer.quantized(kind)
     return tensors
 
@@ -660,19 +645,30 @@ def check_model(cfg: RolloutFlags, folder: str) -> None:
             align(empty_model(folder), format_of(name, cfg.quant_group))
     no_kernel = cfg.rollout_quant in ("int8", "fp8") and cfg.rollout == "vllm" and not cuda
     need(
-        not no_kernel or not has_experts(folder),
+        not no_kernel or not experts_of(empty_model(folder)),
         f"--rollout_quant={cfg.rollout_quant}: on a CPU vLLM does not support experts in this format; use "
         "w4a16, or --rollout=hf",
     )
 
 
-def has_experts(folder: str) -> bool:
-    return bool(experts_of(empty_model(folder)))
-
-
-def empty_model(folder: str):
-    """The model of a folder without its weights."""
+def empty_model(config):
+    """A model's structure, with its parameters on the meta device. config: of transformers, which
+    is not changed; or a model folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    if isinstance(config, str | Path):
+        config = AutoConfig.from_pretrained(config)
+    register = nn.Module.register_parameter
+
+    def on_meta(module, name, p):
+        if p is not None and not p.is_meta:  # a meta parameter may be tied already
+            p = nn.Parameter(p.to("meta"), requires_grad=False)
+        register(module, name, p)
+
+    random_state = torch.get_rng_state()  # the constructor draws random weights
+    nn.Module.register_parameter = on_meta
+    try:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    finally:
+        nn.Module.register_parameter = register
+        torch.set_rng_state(random_state)

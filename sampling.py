@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from config import COLDEST, Config, RolloutFlags, SamplingFlags
-from machinery.flags import UserError, need
+from machinery.flags import need
 
 KEPT_MAX = 256  # largest recorded set of allowed tokens if only top_p or min_p truncate
 
@@ -100,46 +100,32 @@ def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
     return torch.zeros_like(gone).scatter_(1, order, gone)
 
 
-def ragged(allowed: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Convert a table of candidates to sets of allowed tokens: (offsets int64 [L + 1], ids int32).
-
-    ids [L, K]: candidates; allowed bool [L, K]: whether a candidate is in the set."""
-    sizes = allowed.sum(1)
-    offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int64)
-    return offsets, ids[allowed].astype(np.int32)
-
-
 def allowed_sets(
     ids: np.ndarray, logp: np.ndarray, sampled: np.ndarray, max_allowed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sets of allowed tokens (format of `ragged`) from the K most likely tokens at n positions.
+    """Sets of allowed tokens from the K most likely tokens at n positions: (offsets int64 [n + 1],
+    ids int32).
 
     ids, logp [n, K]: excluded tokens have log-probability -inf. sampled [n]: sampled tokens.
     UserError if a set has more than K tokens: all K tokens are allowed but their total probability
     is below 1, or the sampled token is not among the allowed tokens."""
     finite = np.isfinite(logp)
-    full = finite.all(1)
-    if full.any() and np.exp(logp[full].astype(np.float64)).sum(1).min() < 1 - 1e-4:
-        raise UserError(set_too_large(max_allowed))
-    if not ((ids == sampled[:, None]) & finite).any(1).all():
-        raise UserError(set_too_large(max_allowed))
-    return ragged(finite, ids)
-
-
-def set_too_large(max_allowed: int) -> str:
-    return (
+    full = logp[finite.all(1)].astype(np.float64)
+    whole = np.exp(full).sum(1).min(initial=1.0) >= 1 - 1e-4
+    need(
+        whole and ((ids == sampled[:, None]) & finite).any(1).all(),
         f"truncated sampling allows more than {max_allowed} tokens: bound the number with --top_k; if --top_k is "
-        "set, the cause is ties of rounded logits, and --lm_head_fp32=True has fewer ties"
+        "set, the cause is ties of rounded logits, and --lm_head_fp32=True has fewer ties",
     )
+    offsets = np.concatenate([[0], finite.sum(1).cumsum()]).astype(np.int64)
+    return offsets, ids[finite].astype(np.int32)
 
 
 def truncate(z, sampling: Sampling):
-    """Set scaled logits z (n, V) of excluded tokens to -inf, in place. Returns (z, mask of excluded
-    tokens, (n, V) bool), or (z, None) without truncation."""
-    if not sampling.truncates:
-        return z, None
-    gone = cut(z, sampling.top_p, sampling.top_k, sampling.min_p)
-    return z.masked_fill_(gone, -torch.inf), gone
+    """Set scaled logits z (n, V) of excluded tokens to -inf, in place, and return them."""
+    if sampling.truncates:
+        z.masked_fill_(cut(z, sampling.top_p, sampling.top_k, sampling.min_p), -torch.inf)
+    return z
 
 
 def pick(logp, u):

@@ -56,10 +56,6 @@ CACHE_ERROR = {
 TURN_OFF = "--check_sync=False trains without this check"
 
 
-# golden-ratio step that picks which tensor to compare at each version (learner.py)
-GOLDEN = (5**0.5 - 1) / 2
-
-
 class SyncError(RuntimeError):
     """The engine does not have the weights that were published."""
 
@@ -100,13 +96,6 @@ def checksums(named_tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, to
             sums[places[name]] = checksum(x)
     on_host = dict(zip(sums, to_host(list(sums.values())), strict=True))
     return {name: (on_host[place], place[2]) for name, place in places.items()}
-
-
-def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes."""
-    if (x.dtype, x.shape) != (y.dtype, y.shape):
-        return False
-    return torch.equal(*(z.detach().contiguous().reshape(-1).view(torch.uint8) for z in (x, y)))
 
 
 def to_host(sums: list[torch.Tensor]) -> list[int]:
@@ -216,11 +205,9 @@ class WeightCheck:
         self.version = -1
 
     def load(self, engine, version: int, named_tensors) -> Synced:
-        """Load a stream of named tensors, which can be read more than once. SyncError: the engine
+        """Load named tensors, an iterable that can be read more than once. SyncError: the engine
         does not have these tensors."""
         error = floor = float("nan")
-        if iter(named_tensors) is named_tensors:
-            named_tensors = list(named_tensors)
         if engine is self.engine:
             stream, loaded = self._load(engine, named_tensors)
         if engine is not self.engine or stream.layout != self.layout:

@@ -288,7 +288,7 @@ def through(layers, inputs: dict, backward: bool = False) -> None:
 def anew(layers, inputs: dict) -> None:
     """Compute the products with weights that are quantized again."""
     for m in layers:
-        m.cached_version = None
+        m.cached = {}
     through(layers, inputs)
 
 

@@ -9,81 +9,68 @@ from typing import Any
 import numpy as np
 import torch
 
-from machinery.flags import UserError
 from rollout import Response
-from sampling import set_too_large
+from sampling import allowed_sets
+
+
+def responses_of(ids, logp, ends, finish_reasons, topk: int, max_allowed: int) -> list[Response]:
+    """The responses in a table with a row [sampled, top-1 .. top-K] for each token, one response
+    after the other: ids int32, logp float32 [n, K + 1].
+
+    ends: the number of rows up to the end of each response. UserError: max_allowed > 0, and a set
+    of allowed tokens has more than K tokens."""
+    if max_allowed:
+        offsets, allowed_ids = allowed_sets(ids[:, 1:], logp[:, 1:], ids[:, 0], max_allowed)
+    responses, start = [], 0
+    for end, finish_reason in zip(ends, finish_reasons, strict=True):
+        response = Response(
+            tokens=ids[start:end, 0].copy(),
+            loss_mask=np.ones(end - start, bool),
+            logp_inf=logp[start:end, 0].copy(),
+            topk_ids=ids[start:end, 1 : topk + 1].copy(),
+            topk_logp=logp[start:end, 1 : topk + 1].copy(),
+            finish_reason=finish_reason,
+        )
+        if max_allowed:
+            response.allowed_offsets = offsets[start : end + 1] - offsets[start]
+            response.allowed_ids = allowed_ids[offsets[start] : offsets[end]].copy()
+        responses.append(response)
+        start = end
+    return responses
 
 
 class Records:
-    """Records of N responses of at most T tokens, written during decoding."""
+    """Records of N responses of at most T tokens, written during decoding: the sampled and the K
+    most likely tokens, and their log-probabilities."""
 
-    def __init__(self, N: int, T: int, topk: int, device):
-        self.T, self.topk = T, topk
-        self.tokens = torch.zeros(N, T, dtype=torch.int32, device=device)
-        self.logp = torch.zeros(N, T, device=device)
-        self.top_ids = torch.zeros(N, T, topk, dtype=torch.int32, device=device)
-        self.top_logp = torch.zeros(N, T, topk, device=device)
+    def __init__(self, N: int, T: int, K: int, device):
+        self.ids = torch.zeros(N, T, K + 1, dtype=torch.int32, device=device)
+        self.logp = torch.zeros(N, T, K + 1, device=device)
         self.length = torch.full((N,), T, device=device)  # T also for an unfinished response
-        self.allowed: list[np.ndarray] = []  # per step int64 [3, n]: response, position, token id
 
     def write(self, which, t: int, token, logp) -> None:
         """Record token t of the responses `which` (n,): token (n, 1), log-probabilities (n, V)."""
-        self.tokens[which, t] = token[:, 0].int()
-        self.logp[which, t] = logp.gather(1, token)[:, 0]
-        if self.topk:
-            self.top_logp[which, t], best = logp.topk(self.topk, -1)
-            self.top_ids[which, t] = best.int()
-
-    def write_allowed(self, which, t: int, gone) -> None:
-        """Record the tokens allowed at position t: the complement of `gone`, (n, V) bool."""
-        row, ids = (~gone).nonzero(as_tuple=True)
-        columns = torch.stack([which[row], torch.full_like(row, t), ids])
-        self.allowed.append(columns.cpu().numpy())
+        top_logp, best = logp.topk(self.ids.shape[2] - 1, -1)
+        self.ids[which, t] = torch.cat([token, best], 1).int()
+        self.logp[which, t] = torch.cat([logp.gather(1, token), top_logp], 1)
 
     def end(self, which, t: int, stops):
         """Record that responses with `stops` (n,) end with token t; returns the mask of unfinished
         responses, (n,) bool.
 
         A finished row may stay in the cache for a while; tokens after its end are ignored."""
-        ended = stops & (self.length[which] == self.T)
+        ended = stops & (self.length[which] == self.ids.shape[1])
         self.length[which[ended]] = t + 1
-        return self.length[which] == self.T
+        return self.length[which] == self.ids.shape[1]
 
-    def responses(self, stop_ids, max_allowed: int) -> list[Response]:
-        """All responses, each cut to its length. Raises UserError if a set of allowed tokens is too
-        large."""
-        tokens, logp = self.tokens.cpu().numpy(), self.logp.cpu().numpy()
-        top_ids, top_logp = self.top_ids.cpu().numpy(), self.top_logp.cpu().numpy()
-        responses = []
-        for i, L in enumerate(self.length.tolist()):
-            response = Response(
-                tokens=tokens[i, :L].copy(),
-                loss_mask=np.ones(L, bool),
-                logp_inf=logp[i, :L].copy(),
-                topk_ids=top_ids[i, :L].copy(),
-                topk_logp=top_logp[i, :L].copy(),
-                finish_reason="stop" if int(tokens[i, L - 1]) in stop_ids else "length",
-            )
-            responses.append(response)
-        if max_allowed:
-            self._give_allowed(responses, max_allowed)
-        return responses
-
-    def _give_allowed(self, responses: list[Response], max_allowed: int) -> None:
-        """Set the allowed tokens of each response."""
-        allowed = np.concatenate(self.allowed, 1)
-        place = allowed[0] * self.T + allowed[1]  # response and position as one number
-        sizes = np.bincount(place, minlength=len(responses) * self.T).reshape(-1, self.T)
-        # positions before the end of a response
-        used = np.arange(self.T) < np.array([len(r.tokens) for r in responses])[:, None]
-        if sizes[used].max() > max_allowed:
-            raise UserError(set_too_large(max_allowed))
-        ids = allowed[2, np.lexsort((allowed[2], place))].astype(np.int32)
-        starts = np.concatenate([[0], sizes.sum(1).cumsum()])
-        for i, r in enumerate(responses):
-            ends = sizes[i, : len(r.tokens)].cumsum()
-            r.allowed_offsets = np.concatenate([[0], ends]).astype(np.int64)
-            r.allowed_ids = ids[starts[i] : starts[i] + r.allowed_offsets[-1]]
+    def responses(self, stop_ids, topk: int, max_allowed: int) -> list[Response]:
+        """All responses, each cut to its length; see `responses_of`."""
+        lengths = self.length.cpu().numpy()
+        ends = lengths.cumsum()
+        used = np.arange(self.ids.shape[1]) < lengths[:, None]  # (N, T)
+        ids, logp = self.ids.cpu().numpy()[used], self.logp.cpu().numpy()[used]
+        reasons = ["stop" if last in stop_ids else "length" for last in ids[ends - 1, 0].tolist()]
+        return responses_of(ids, logp, ends, reasons, topk, max_allowed)
 
 
 @dataclass

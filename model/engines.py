@@ -30,7 +30,7 @@ from config import Config, RolloutFlags
 from machinery.checkpoint.models import load_model
 from machinery.flags import from_environment, need
 from model import Routing
-from model.decoding import Records, Rows, give_routed, grouped
+from model.decoding import Records, Rows, give_routed, grouped, responses_of
 from model.exact import as_sampler
 from model.head import Head, rows_at_once
 from model.in_order import in_eight_bits, in_order
@@ -53,7 +53,7 @@ from model.in_vllm import (
 from model.lowbit import quantized_for_a_node
 from model.memory import unread
 from rollout import Response, uniforms
-from sampling import Sampling, allowed_sets, pick, truncate
+from sampling import Sampling, pick, truncate
 from sync import checksums
 
 LOCAL_WORLD_SIZE = from_environment("LOCAL_WORLD_SIZE", 1)  # read before vLLM overwrites it
@@ -108,13 +108,13 @@ class VLLMEngine:
         make_llm, self.make_params = import_vllm()
         self.dtype, self.fmt = dtype, fmt
         cuda = torch.cuda.is_available()
+        shell = unread(folder)
+        self.experts = set(quant.expert_parameters(shell))  # vLLM loads each expert's matrices
         has_kernel = fmt is not None and (
-            fmt.activations or (cuda and fmt.qmax == 7 and not quant.has_experts(folder))
+            fmt.activations or (cuda and fmt.qmax == 7 and not self.experts)
         )
         self.packed = has_kernel  # True: it loads low-bit tensors; False: exactly dequantized ones
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
-        shell = unread(folder)
-        self.experts = set(quant.expert_parameters(shell))  # vLLM loads each expert's matrices
         self._check(folder, head_size(shell.config), cuda)
         if fmt is not None:
             folder = self._quantized_folder(folder)
@@ -215,6 +215,17 @@ class VLLMEngine:
         self._wake()
         K = max(topk, max_allowed)
         requests, params = [], []
+        settings = dict(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=stop_ids,
+            logprobs=K,
+            flat_logprobs=True,  # with `lean_logprobs` this makes log-probabilities cheap
+            detokenize=False,
+        )
         before, offset = self._of_all_ranks((list(prompts), seeds))
         for their_prompts, their_seeds in before:
             for prompt, group in zip(their_prompts, their_seeds, strict=True):
@@ -226,7 +237,7 @@ class VLLMEngine:
                 }
                 for seed in group:
                     requests.append(request)
-                    params.append(self._sampling_params(sampling, seed, K, stop_ids))
+                    params.append(self.make_params(**settings, seed=seed))
         outputs = [
             output.outputs[0] for output in self.llm.generate(requests, params, use_tqdm=False)
         ]
@@ -265,20 +276,6 @@ class VLLMEngine:
         self.llm.wake_up()
         self.asleep = False
 
-    def _sampling_params(self, sampling: Sampling, seed: int, K: int, stop_ids: list[int]):
-        return self.make_params(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
-            seed=seed,
-            stop_token_ids=stop_ids,
-            logprobs=K,
-            flat_logprobs=True,  # with `lean_logprobs` this makes log-probabilities cheap
-            detokenize=False,
-        )
-
     @staticmethod
     def _responses(outputs, K: int, topk: int, max_allowed: int) -> list[Response]:
         """The responses in vLLM's outputs, with the log-probabilities kept by `lean_logprobs`.
@@ -292,27 +289,12 @@ class VLLMEngine:
                 f"vLLM returned log-probabilities of shape {ids.shape} for {ends[-1]} tokens and K = {K}: "
                 f"lean_logprobs (model/in_vllm.py), written for vLLM {VLLM_VERSION}, does not fit the version here"
             )
-        ids = ids.astype(np.int32, copy=False)
-        logp = logp.astype(np.float32, copy=False)
-        if max_allowed:
-            offsets, allowed_ids = allowed_sets(ids[:, 1:], logp[:, 1:], ids[:, 0], max_allowed)
-        responses = []
-        for output, end in zip(outputs, ends, strict=True):
-            start = end - len(output.token_ids)
-            response = Response(
-                tokens=ids[start:end, 0].copy(),
-                loss_mask=np.ones(end - start, bool),
-                logp_inf=logp[start:end, 0].copy(),
-                topk_ids=ids[start:end, 1 : topk + 1].copy(),
-                topk_logp=logp[start:end, 1 : topk + 1].copy(),
-                finish_reason=output.finish_reason,
-            )
+        ids, logp = ids.astype(np.int32, copy=False), logp.astype(np.float32, copy=False)
+        reasons = [output.finish_reason for output in outputs]
+        responses = responses_of(ids, logp, ends, reasons, topk, max_allowed)
+        for response, output in zip(responses, outputs, strict=True):
             if output.routed_experts is not None:
                 response.routed = output.routed_experts.astype(np.int16)
-            if max_allowed:
-                response.allowed_offsets = offsets[start : end + 1] - offsets[start]
-                response.allowed_ids = allowed_ids[offsets[start] : offsets[end]].copy()
-            responses.append(response)
         return responses
 
     def load(self, named_tensors) -> None:
@@ -529,19 +511,17 @@ class HFEngine:
             self.device
         )
         stop = torch.tensor(stop_ids, device=self.device)
-        records = Records(len(u), T, topk, self.device)
+        records = Records(len(u), T, max(topk, max_allowed), self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
         routed = [(rows.index, self.routed)]  # experts of the prompts, then of each later token
         for t in range(T):
             # the same float32 factor as in the learner
-            z, gone = truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)
+            z = truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)
             logp = z.log_softmax(-1)
             token = pick(logp, u[rows.index, t, None])
             if self.raw:
                 logp = logits.log_softmax(-1)
             records.write(rows.index, t, token, logp)
-            if max_allowed:
-                records.write_allowed(rows.index, t, gone)
             going = records.end(rows.index, t, torch.isin(token[:, 0], stop))
             n_going = int(going.sum())
             if t == T - 1 or n_going == 0:
@@ -551,7 +531,7 @@ class HFEngine:
                 token = token[going]
             logits = self._step(token, rows)
             routed.append((rows.index, self.routed))
-        responses = records.responses(stop_ids, max_allowed)
+        responses = records.responses(stop_ids, topk, max_allowed)
         if self.routing is not None:
             give_routed(responses, grouped(responses, seeds), prompts, routed)
         return responses
@@ -620,24 +600,18 @@ class HFEngine:
 
         An unknown name or a wrong shape is an error. A missing name is found by the weight check
         (sync.py)."""
-        parameters = {
-            **dict(self.model.named_parameters(remove_duplicate=False)),
-            **dict(self.model.named_buffers()),
-        }
+        tensors = self.model.state_dict()
         if self.packed:
             named_tensors = quant.load_quantized(self.model, named_tensors)
         for name, tensor in named_tensors:
-            parameters[name].copy_(tensor)
+            tensors[name].copy_(tensor)
 
     def held(self) -> tuple[dict, dict]:
         """The result of VLLMEngine.held; there are no packed tensors."""
-        parameters = {
-            **dict(self.model.named_parameters(remove_duplicate=False)),
-            **dict(self.model.named_buffers()),
-        }
+        tensors = self.model.state_dict()
         if self.packed:
-            parameters |= quant.held_quantized(self.model)
-        return checksums(parameters), {}
+            tensors |= quant.held_quantized(self.model)
+        return checksums(tensors), {}
 
     @torch.no_grad()
     def logprobs(self, ids: np.ndarray) -> np.ndarray:

@@ -21,8 +21,6 @@ import torch
 
 # Logits of a chunk: 128 MiB in float32, or 512 MiB on a GPU, where few large products are faster
 CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
-# whether torch can add a product of 16-bit matrices to a float32 matrix in place (2.8, on a GPU)
-MIXED_ADDMM = hasattr(torch.ops.aten.addmm, "dtype_out")
 CUT = -1e30  # logit of a token that cannot be sampled; finite, so that 0 log 0 is 0
 
 
@@ -190,7 +188,7 @@ def accumulate(d_model, dz, hidden, weight, at) -> None:
         d_hidden[at] = dz @ weight[read]
     if d_weight is not None and d_weight.dtype == dz.dtype:
         d_weight[read].addmm_(dz.t(), hidden[at])  # in place: no second (V, H) tensor
-    elif d_weight is not None and dz.is_cuda and MIXED_ADDMM:
+    elif d_weight is not None and dz.is_cuda:  # float32 += a product of 16-bit matrices, in place
         into = d_weight[read]
         torch.addmm(into, dz.t(), hidden[at], out_dtype=d_weight.dtype, out=into)
     elif d_weight is not None:

@@ -15,7 +15,6 @@ import base64
 import functools
 import os
 import pickle
-import sys
 import tempfile
 import traceback
 from contextlib import contextmanager
@@ -36,7 +35,6 @@ BUCKET = 1 << 28  # maximum bytes of tensors passed at a time, unless one tensor
 # ---------------------------------------------------------------------------------------------------------------------
 
 VLLM_VERSION = "0.32.0"  # the version for which the patches below were written
-VLLM_VERSIONS = ("0.24.0", VLLM_VERSION)  # known to have all functions that the patches replace
 
 
 def change_vllm(low_bits_on_cpu: bool) -> None:
@@ -191,9 +189,9 @@ def without_amx(check_cpu_sgl_kernel):
 def change(owner, name: str, replacement) -> None:
     """Replace vLLM's function owner.name by replacement(original), once in this process.
 
-    Raises UserError if this version of vLLM has no such function. A version outside VLLM_VERSIONS
-    gives a warning. If a patch does not fit it, the check of shapes in `VLLMEngine._responses` or
-    the check of the first weight sync (sync.py) fails."""
+    Raises UserError if this version of vLLM has no such function. If a
+    patch does not fit a version, the check of shapes in `VLLMEngine._responses` or the check of the
+    first weight sync (sync.py) fails."""
     import vllm
 
     original = getattr(owner, name, None)
@@ -204,11 +202,6 @@ def change(owner, name: str, replacement) -> None:
         )
     if getattr(original, "changed_here", False):
         return
-    if vllm.__version__.split("+")[0] not in VLLM_VERSIONS:
-        print(
-            f"vLLM {vllm.__version__}: model/in_vllm.py replaces {owner.__name__}.{name} as it is in {VLLM_VERSION}",
-            file=sys.stderr,
-        )
     changed = functools.wraps(original)(replacement(original))
     changed.changed_here = True
     setattr(owner, name, changed)

@@ -34,7 +34,6 @@ from machinery.checkpoint.models import (
 )
 from machinery.flags import need
 from model import exact, lora
-from model.streamed import empty_model
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reading weights
@@ -57,7 +56,7 @@ class OnDisk:
 def unread(folder: Path | str):
     """The model of a folder, with its parameters on the meta device, where they take no memory;
     `fill` reads them."""
-    model = empty_model(read_config(folder)).requires_grad_(True).eval()
+    model = quant.empty_model(read_config(folder)).requires_grad_(True).eval()
     model.on_disk = OnDisk(str(folder))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is embedding.weight and Stored(folder).has_two(model):
@@ -283,7 +282,7 @@ def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | N
     mesh = init_device_mesh(torch.device(device).type, (n_ranks,))
     for model in models.children():
         for layer in model.modules():
-            if isinstance(layer, LOW_BIT):
+            if isinstance(layer, quant.LowBit):
                 layer.cache_quantized = False
         policy = MixedPrecisionPolicy()
         if travels_in(model, compute):
@@ -324,9 +323,6 @@ def forward_whole(layer, forward, shards: dict, *args, **kwargs):
     return torch.func.functional_call(call, full, args, kwargs)
 
 
-LOW_BIT = (quant.LowBitLinear, quant.LowBitExperts)
-
-
 def compute_type(cfg: OptimizerFlags) -> torch.dtype | None:
     """The 16-bit dtype of the learner's products; None: float32."""
     return None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
@@ -338,7 +334,7 @@ def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | N
     Aligned and exact layers must compute with the published numbers, and torch's LayerNorm does not
     support mixed dtypes on a CPU."""
     needs_float32 = any(
-        isinstance(m, (*LOW_BIT, exact.ExactLinear, nn.LayerNorm)) for m in model.modules()
+        isinstance(m, (quant.LowBit, exact.ExactLinear, nn.LayerNorm)) for m in model.modules()
     )
     return None if needs_float32 else compute
 

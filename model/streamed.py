@@ -6,36 +6,14 @@ compares an engine with this forward pass."""
 
 from __future__ import annotations
 
-import copy
 import functools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 
 import quant
 from model.head import Head, score
-
-
-def empty_model(config):
-    """A model's structure, with its parameters on the meta device. config: of transformers; it is
-    not changed."""
-    from transformers import AutoModelForCausalLM
-
-    register = torch.nn.Module.register_parameter
-
-    def on_meta(module, name, p):
-        if p is not None and not p.is_meta:  # a meta parameter may be tied already
-            p = torch.nn.Parameter(p.to("meta"), requires_grad=False)
-        register(module, name, p)
-
-    random_state = torch.get_rng_state()  # the constructor draws random weights
-    torch.nn.Module.register_parameter = on_meta
-    try:
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
-    finally:
-        torch.nn.Module.register_parameter = register
-        torch.set_rng_state(random_state)
 
 
 class StreamedModel:
@@ -46,7 +24,9 @@ class StreamedModel:
 
     def __init__(self, config, fmt: quant.Format | None = None, vocabulary: int | None = None):
         rounds_activations = fmt is not None and fmt.activations
-        self.model = quant.align(empty_model(config), fmt if rounds_activations else None).eval()
+        self.model = quant.align(
+            quant.empty_model(config), fmt if rounds_activations else None
+        ).eval()
         self.vocabulary = vocabulary
 
     def logprobs(
@@ -74,28 +54,24 @@ class StreamedModel:
             if published_names(module):
                 parent = name.rpartition(".")[0]
                 owners.setdefault(parent if parent in owners else name, []).append((name, module))
-        noise = torch.Generator(stream.device).manual_seed(0)
         for parts in owners.values():
             hooks.append(
                 parts[0][1].register_forward_pre_hook(functools.partial(fill, parts, stream))
             )
-            hooks.append(
-                parts[0][1].register_forward_hook(functools.partial(release, parts, nudge, noise))
-            )
+            hooks.append(parts[0][1].register_forward_hook(functools.partial(release, parts)))
         try:
             ids = ids.to(stream.device)
             for module in self.model.modules():
                 module._buffers.update(
                     {n: x.to(ids.device) for n, x in module._buffers.items() if x is not None}
                 )
-            logp = layer(
-                self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state, ids
-            )
+            with nudged(self.model, nudge, last_half=True) if nudge else nullcontext():
+                out = self.model.base_model(input_ids=ids, use_cache=False)
+                return layer(out.last_hidden_state, ids)
         finally:
             for hook in hooks:
                 hook.remove()
             vars(layer).pop("forward", None)
-        return logp
 
 
 class TensorStream:
@@ -133,9 +109,7 @@ class TensorStream:
     def parts(self, name: str, module) -> list[str]:
         """Names of the published tensors of a parameter: the parameter alone, the parameter with
         its scales, or packed int4 numbers."""
-        if isinstance(module, quant.LowBitExperts) or (
-            isinstance(module, quant.LowBitLinear) and name.endswith(".weight")
-        ):
+        if isinstance(module, quant.LowBit) and not name.endswith(".bias"):
             return [name, f"{name}_scale"]
         if name.endswith(".weight"):
             while name not in self.waiting and f"{name}_packed" not in self.waiting:
@@ -161,46 +135,31 @@ def fill(parts: list, stream: TensorStream, *_) -> None:
     dtype."""
     for name, module in parts:
         tensors = {key: x.to(stream.device) for key, x in stream.tensors_of(name, module).items()}
-        if isinstance(module, quant.LowBitLinear):
-            module.loaded = (tensors["weight"], tensors["weight_scale"])
-        elif isinstance(module, quant.LowBitExperts):
-            module.loaded = {
-                kind: (tensors[kind], tensors[f"{kind}_scale"]) for kind in module._parameters
-            }
-            continue
-        elif "weight_packed" in tensors:
-            tensors["weight"] = quant.unpacked(
-                *(tensors[f"weight_{part}"] for part in ("packed", "scale", "shape"))
-            )
         for key in published_names(module):
+            if f"{key}_packed" in tensors:
+                parts_of_int4 = (tensors[f"{key}_{part}"] for part in ("packed", "scale", "shape"))
+                tensors[key] = quant.unpacked(*parts_of_int4)
+            elif f"{key}_scale" in tensors:
+                module.loaded[key] = (tensors[key], tensors[f"{key}_scale"])
+                continue
             if key in module._buffers:
                 module._buffers[key] = tensors[key].float()
-            elif key != "weight" or not isinstance(module, quant.LowBitLinear):
+            else:
                 weight = tensors[key].to(stream.dtype).float()
                 module._parameters[key] = torch.nn.Parameter(weight, requires_grad=False)
 
 
-def release(parts: list, nudge: float, noise, _module, _inputs, out):
-    """Forward hook: drop these modules' tensors, and return the output with its last half of rows
-    perturbed."""
+def release(parts: list, *_) -> None:
+    """Forward hook: drop the tensors of these (name, module)."""
     for _name, module in parts:
         drop_weights(module)
-    if not nudge or not isinstance(out, torch.Tensor):
-        return out
-    plain, last = out.split([len(out) - len(out) // 2, len(out) // 2])
-    return torch.cat([plain, off(last, nudge, noise)])
-
-
-def off(x: torch.Tensor, nudge: float, noise) -> torch.Tensor:
-    """x (1 + nudge u) with u uniform in [-1, 1]: each entry has a relative rounding error."""
-    u = torch.rand(x.shape, generator=noise, device=x.device) * 2 - 1
-    return (x * (1 + nudge * u)).to(x.dtype)
 
 
 @contextmanager
-def nudged(model, nudge: float):
-    """Context in which the output of each module with parameters has a relative error of up to
-    `nudge`."""
+def nudged(model, nudge: float, last_half: bool = False):
+    """Context in which the output of each module with parameters is multiplied by 1 + nudge u with
+    u uniform in [-1, 1]: each entry has a relative rounding error. last_half: only the last half of
+    the rows."""
     noise, hooks = {}, []
 
     def hook(_module, _inputs, out):
@@ -208,7 +167,9 @@ def nudged(model, nudge: float):
             return out
         if out.device not in noise:
             noise[out.device] = torch.Generator(out.device).manual_seed(0)
-        return off(out, nudge, noise[out.device])
+        plain, x = out.tensor_split([len(out) - len(out) // 2 if last_half else 0])
+        u = torch.rand(x.shape, generator=noise[out.device], device=x.device) * 2 - 1
+        return torch.cat([plain, (x * (1 + nudge * u)).to(x.dtype)])
 
     for module in model.modules():
         if module._parameters:
@@ -222,8 +183,8 @@ def nudged(model, nudge: float):
 
 def drop_weights(module) -> None:
     """Move a module's parameters to the meta device, and drop its low-bit tensors."""
-    if isinstance(module, quant.LowBitLinear | quant.LowBitExperts):
-        module.loaded = None if isinstance(module, quant.LowBitLinear) else {}
+    if isinstance(module, quant.LowBit):
+        module.loaded = {}
     for key, p in list(module._parameters.items()):
         if p is not None:
             module._parameters[key] = torch.nn.Parameter(p.to("meta"), requires_grad=False)

@@ -28,8 +28,8 @@ from machinery.flags import embedded_model, is_hub_id, need
 from machinery.optim import Muon, make_optimizers
 from model import lora
 from model.engines import cache_of_a_token, cache_size, cached_tokens, evaluated_by, sleep_level
-from model.streamed import empty_model
 from plan.footprint import layers_travel_in, measure, of_proof, of_scoring, on_meta, sampler_of
+from quant import empty_model
 from rollout import probe_ids
 from tasks import at_once, make_task, settings_of
 

@@ -36,7 +36,7 @@ from model import (
     memory,
     needs_of_update,
 )
-from model.streamed import StreamedModel, drop_weights, empty_model
+from model.streamed import StreamedModel, drop_weights
 
 DEVICE = "cuda"  # device type of the plan
 
@@ -236,7 +236,7 @@ def of_proof(cfg: EngineFlags, config, ids, gathered: bool) -> int:
 
 def on_meta(cfg: Config, name: str, config):
     """A model as the learner builds it, with its parameters on the meta device."""
-    model = empty_model(config).requires_grad_(True).eval()
+    model = quant.empty_model(config).requires_grad_(True).eval()
     if lora.learns(cfg, name):
         lora.attach(model, cfg)
     if name == sampler_of(cfg):

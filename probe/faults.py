@@ -259,24 +259,25 @@ def scale_of_one(case: Case) -> Iterator[Finding]:
     layers = quant.quantized_linears(case.model) if fmt is not None else {}
     low_bit = [layer for layer in layers.values() if isinstance(layer, quant.LowBitLinear)]
     for layer in low_bit:
-        q, s = layer.quantized_weight()
+        q, s = layer.quantized()
         # a CPU multiplies float8 numbers in float32: cast them once, not in each of the passes
-        layer.loaded = q.float() if q.is_floating_point() and not q.is_cuda else q, s
+        q = q.float() if q.is_floating_point() and not q.is_cuda else q
+        layer.loaded["weight"] = q, s
     for name, layer in layers.items():
         if not case.tries(name):
             continue
         if isinstance(layer, quant.LowBitLinear):
-            q, s = layer.loaded
-            layer.loaded = q, torch.ones_like(s)
+            q, s = layer.loaded["weight"]
+            layer.loaded["weight"] = q, torch.ones_like(s)
             logp = case.logp()
-            layer.loaded = q, s
+            layer.loaded["weight"] = q, s
         else:
             q, _ = quant.quantize(layer.weight, fmt.qmax, fmt.dtype, fmt.group)
             with put({"weight": layer.weight}, {"weight": q.to(layer.weight.dtype)}):
                 logp = case.logp()
         yield case.finding(name, logp)
     for layer in low_bit:
-        layer.loaded = None
+        layer.loaded = {}
 
 
 def truncated_head(case: Case) -> Iterator[Finding]:

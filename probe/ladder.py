@@ -235,7 +235,7 @@ class Scorer(HFEngine):
         distribution."""
         z = logits * (1.0 / torch.tensor(self.recipe.temperature))  # bitwise as in HFEngine
         if self.recipe.cut == "rule":
-            z, _ = truncate(z, self.sampling)
+            z = truncate(z, self.sampling)
         elif self.recipe.cut == "sets":
             z = z.masked_fill_(outside(z, t, responses), -torch.inf)
         logp = z.log_softmax(-1).gather(1, token)[:, 0]

@@ -321,8 +321,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
     cfg = configure(run, flags)
     tokenizer = read_tokenizer(model)
     vocabulary = vocabulary_size(tokenizer)
-    skeleton = quant.empty_model(str(model))
-    write_zeros(skeleton, model)  # the engine starts with zeros; load_weights replaces them
+    write_zeros(model)  # the engine starts with zeros; load_weights replaces them
     engine = make_engine(
         cfg,
         str(model),
@@ -347,7 +346,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         check=WeightCheck(read_config(model), run.probe, fmt, vocabulary)
         if cfg.check_sync
         else None,
-        skeleton=skeleton,
+        skeleton=quant.empty_model(model),
         low_bits=run.packed,
         fmt=fmt,
     )

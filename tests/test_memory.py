@@ -263,8 +263,8 @@ def test_dtypes_of_gathered_parameters(one_rank):
     assert torch.equal(sent["model.layers.0.mlp.up_proj.weight"], q)
     learner.wrapped.unshard()
     learner.models.policy.model.layers[0].unshard()
-    used = layer.quantized_weight()
-    assert torch.equal(used[0], q) and torch.equal(used[1], s) and layer.cached is None
+    used = layer.quantized()
+    assert torch.equal(used[0], q) and torch.equal(used[1], s) and not layer.cached
 
 
 @pytest.mark.parametrize(

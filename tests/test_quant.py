@@ -79,9 +79,9 @@ def test_gradients_are_straight_through(fmt):
     y = layer(x)
     (y * up).sum().backward()
     assert not torch.allclose(y, plain(x), atol=1e-4)  # the layer is quantized
-    assert float(layer.quantized_weight()[0].float().abs().max()) == fmt.qmax
+    assert float(layer.quantized()[0].float().abs().max()) == fmt.qmax
     with torch.no_grad():
-        plain.weight.copy_(dequantize(*layer.quantized_weight()))
+        plain.weight.copy_(dequantize(*layer.quantized()))
     rounded = x.detach()
     if fmt.activations:
         rounded = dequantize(*quantize(rounded, 127.0 if fmt.name == "int8" else 448.0, fmt.dtype))
@@ -95,14 +95,14 @@ def test_gradients_are_straight_through(fmt):
 
 def test_low_bit_weights_follow_the_master():
     layer = LowBitLinear.from_linear(torch.nn.Linear(8, 4), format_of("int8"))
-    first = layer.quantized_weight()
-    assert layer.quantized_weight() is first  # cached
+    first = layer.quantized()
+    assert layer.quantized() is first  # cached
     with torch.no_grad():
         layer.weight.mul_(2.0)
-    second = layer.quantized_weight()
+    second = layer.quantized()
     assert torch.allclose(second[1], 2 * first[1])
     layer.cache_quantized = False
-    third = layer.quantized_weight()
+    third = layer.quantized()
     assert third is not second and torch.equal(third[0], second[0])
 
 
@@ -286,11 +286,13 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
     remote = dict(learner.published("policy", False))
     for n, m in quant.quantized_linears(policy).items():
         if name == "w4a16":
-            assert torch.equal(unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), m.cached[0])
+            assert torch.equal(
+                unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), m.cached["weight"][1][0]
+            )
         else:
-            assert sent[f"{n}.weight"] is m.cached[0]  # the same object: no second quantization
-        assert sent[f"{n}.weight_scale"] is m.cached[1]
-        assert torch.equal(exact[f"{n}.weight"], dequantize(*m.quantized_weight()))
+            assert sent[f"{n}.weight"] is m.cached["weight"][1][0]  # the same object: no second quantization
+        assert sent[f"{n}.weight_scale"] is m.cached["weight"][1][1]
+        assert torch.equal(exact[f"{n}.weight"], dequantize(*m.quantized()))
         assert torch.equal(remote[f"{n}.weight"], m.weight)
     assert sent["lm_head.weight"].dtype == torch.float32 and "model.embed_tokens.weight" in sent
 

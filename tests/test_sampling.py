@@ -1,7 +1,6 @@
 """Sampling settings: allowed tokens, records, and the three modes of the learner's scores."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -223,15 +222,14 @@ def test_the_learners_head_in_float32(fp32):
 
 def test_tokens_after_the_end_have_no_allowed_sets():
     """A row is decoded beyond its end; the sizes of sets after the end do not matter."""
-    records = Records(2, 3, 0, "cpu")
-    per_position = [(0, 0, 2), (0, 1, 5), (1, 0, 1), (1, 1, 2), (1, 2, 2)]  # response, position, size
-    records.allowed = [np.array([[i] * size, [t] * size, list(range(size))]) for i, t, size in per_position]
-    responses = [SimpleNamespace(tokens=np.zeros(n)) for n in (1, 3)]
-    records._give_allowed(responses, 2)
-    assert [r.allowed_ids.tolist() for r in responses] == [[0, 1], [0, 0, 1, 0, 1]]
-    responses[0].tokens = np.zeros(2)
+    records, both, token = Records(2, 2, 2, "cpu"), torch.arange(2), torch.zeros(2, 1, dtype=torch.long)
+    records.write(both, 0, token, torch.tensor([[0.6, 0.4, 0.0], [1.0, 0.0, 0.0]]).log())
+    assert records.end(both, 0, torch.tensor([True, False])).tolist() == [False, True]
+    records.write(both, 1, token, torch.tensor([[0.4, 0.3, 0.3], [0.7, 0.3, 0.0]]).log())
+    assert [r.allowed_ids.tolist() for r in records.responses([0], 0, 2)] == [[0, 1], [0, 0, 1]]
+    records.length[0] = 2
     with pytest.raises(UserError, match="allows more than 2 tokens: bound the number"):
-        records._give_allowed(responses, 2)
+        records.responses([0], 0, 2)
 
 
 def test_the_largest_size_of_a_recorded_set():

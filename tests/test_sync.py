@@ -170,7 +170,7 @@ def test_a_new_engine_or_a_new_layout_is_compared_again():
     assert rig.sync().error >= 0
     reversed_tensors = list(rig.published().items())[::-1]
     assert rig.check.load(rig.engine, 1, reversed_tensors).error >= 0
-    assert np.isnan(rig.check.load(rig.engine, 1, iter(reversed_tensors)).error)
+    assert np.isnan(rig.check.load(rig.engine, 1, reversed_tensors).error)
 
 
 def test_tensors_that_cannot_be_read_back_are_named(monkeypatch, capsys):

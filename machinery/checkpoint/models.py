@@ -114,16 +114,16 @@ def exported(config) -> Export:
     return Export(config, lambda whole: ((name, whole(x)) for name, x in names.items()), None, "")
 
 
-def write_zeros(model, folder: Path) -> None:
-    """Write weights of 0 into a model folder, tensor by tensor, in place of old weights. model: the
-    folder's model, without weights."""
+def write_zeros(folder: Path) -> None:
+    """Write weights of 0 into a model folder, tensor by tensor, in place of old weights."""
     for old in folder.glob("*.safetensors*"):
         old.unlink()
-    layout = exported(model.config).layout
-    model.config.architectures = [type(model).__name__]  # vLLM finds the family by this
-    model.config.save_pretrained(folder)
-    with TensorFiles(folder, layout) as files:
-        for name, (dtype, shape) in layout.items():
+    config = read_config(folder)
+    export = exported(config)
+    config.architectures = [type(export.shell).__name__]  # vLLM finds the family by this
+    config.save_pretrained(folder)
+    with TensorFiles(folder, export.layout) as files:
+        for name, (dtype, shape) in export.layout.items():
             files.write(name, torch.zeros(shape, dtype=dtype))
 
 

@@ -84,7 +84,10 @@ TESTS = {
     "sync.py": ["test_sync.py", "-k", "not vllm and not prefixes"],
     "model/streamed.py": ["test_sync.py", "-k", "stream or nudge"],
     "plan/__init__.py": ["test_plan.py", "-k", "longest_row"],
-    "quant.py": ["test_quant.py", "test_moe.py", "-k", "not vllm"],
+    "quant.py": [
+        *("test_quant.py", "test_moe.py", "test_sync.py::test_a_streamed_model_does_not_change_the_configuration"),
+        *("-k", "not vllm"),
+    ],
     "sampling.py": [
         "test_sampling.py",
         "test_rollout.py",
@@ -217,7 +220,7 @@ MUTANTS = {
     "model/decoding.py": [
         ("self.mask = self.mask[rows]", "pass"),
         ("self.length[which[ended]] = t + 1", "self.length[which[ended]] = t"),
-        ("        if sizes[used].max() > max_allowed:", "        if False:"),
+        ("np.arange(self.ids.shape[1]) < lengths[:, None]", "np.arange(self.ids.shape[1]) <= lengths[:, None]"),
     ],
     "objectives.py": [
         ('{"tbpo_neg_high": math.inf}', "{}"),
@@ -424,7 +427,7 @@ MUTANTS = {
     ],
     "learner.py": [
         ("gpus >= max(ranks_on_host, LOCAL_RANK + 1)", "gpus > LOCAL_RANK"),
-        ("not sync.same_bytes(x, expected.pop(key))", "expected.pop(key) is None"),
+        ("not same_bytes(x, expected.pop(key))", "expected.pop(key) is None"),
         ("alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)", "alone = True"),
         ("self.scaler.scale(loss * self.comm.size).backward()", "self.scaler.scale(loss).backward()"),
         ("rounding, self.models.autocast = self.models.autocast, None", "rounding = self.models.autocast"),
@@ -525,11 +528,11 @@ MUTANTS = {
         ("for a in (1, b)", "for a in (1,)"),
     ],
     "model/streamed.py": [
-        ("copy.deepcopy(config), dtype", "config, dtype"),
         ("(x * (1 + nudge * u))", "x.clone()"),
-        ("drop_weights(module)\n    if not nudge", "pass\n    if not nudge"),
+        ("drop_weights(module)\n\n\n@contextmanager", "pass\n\n\n@contextmanager"),
     ],
     "quant.py": [
+        ("copy.deepcopy(config), dtype", "config, dtype"),
         ("0x7FFF + ((bits >> 16) & 1)", "0x8000"),
         ('if not {*name.split(".")} & {*ROUTERS}', 'if name.rpartition(".")[2] not in ROUTERS'),
         ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = amax / qmax"),
@@ -539,7 +542,7 @@ MUTANTS = {
         ("(y * top_k_weights[token, k, None])", "(y * top_k_weights[token, 0, None])"),
         ("dx = g @ dequantize(qw, sw, g.dtype)", "dx = g @ qw.to(g.dtype)"),
         ("x = qx if sx is None else dequantize(qx, sx, g.dtype)", "x = qx.to(g.dtype)"),
-        ("if self.cached_version != version or not self.cache_quantized:", "if self.cached is None:"),
+        ("if name not in self.cached or self.cached[name][0] != version:", "if name not in self.cached:"),
         (
             '            yield f"{name}_scale", s\n        else:',
             '            yield f"{name}_scale", s * 1.01\n        else:',
