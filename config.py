@@ -424,8 +424,8 @@ class ReportFlags:
     """Evaluation, logging, checkpoints"""
 
     eval_every: int = 0
-    """Updates between held-out evaluations; 0: only before and after the run; -1: never (use python
-    eval.py --follow=RUN)."""
+    """Updates between held-out evaluations; 0: only before and after the run; -1: never (evaluate
+    a checkpoint with eval.py --model=CHECKPOINT)."""
     eval_engine: Literal["own", "torch", "second"] = "own"
     """Sampler of evaluations. own: the rollout engine for the model that samples, plain torch for the
     other model; second: as own, but a policy with an actor gets a second engine; torch: plain torch

@@ -3,7 +3,6 @@
     python eval.py --model=out/demo                           # a run folder: its newest checkpoint's policy
     python eval.py --model=FOLDER --task=a.jsonl,b.jsonl:samples=32:temperature=0.6 --max_tokens=2048 --out=scores.json
     python eval.py --model=FOLDER --task=FILE.jsonl --show_prompt  # print the first prompts
-    python eval.py --follow=out/run         # evaluate each new checkpoint into the run's metrics
     python eval.py --grade_gold=FILE.jsonl  # no model: grade the file's answers with the grader
 
 pass@k of a problem with c correct among n samples is 1 - C(n-c, k) / C(n, k), the mean over all
@@ -14,14 +13,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import machinery.startup  # isort: skip  # noqa: F401
@@ -37,11 +32,8 @@ from config import (
     EMBEDDED,
     PROPOSED,
     Config,
-    EngineFlags,
     OptimizerFlags,
-    PromptFlags,
     SampleFlags,
-    TaskFlags,
 )
 from machinery import checkpoint, flags, warmstart
 from machinery.checkpoint import models
@@ -55,10 +47,10 @@ from machinery.flags import (
     read_json,
     run_command,
 )
-from machinery.run import EVALUATED, common_tokenizer, holds_run, is_locked, rows
+from machinery.run import common_tokenizer
 from machinery.settings import check_engine, check_named, fill
 from model import memory
-from model.engines import HFEngine, evaluated_by, make_engine
+from model.engines import HFEngine, make_engine
 from rollout import request_seed
 from sampling import Sampling
 from source import check_poisoned, set_aside_if_poisoned
@@ -236,9 +228,6 @@ class EvalFlags(ModelFlags):
 
     k: str | None = None
     """pass@k for these k, each at most --samples; default: 1 and --samples."""
-    follow: str = ""
-    """A run folder: evaluate each new checkpoint on the run's --eval_task, append the results to
-    RUN/eval.jsonl, and return when training has ended."""
     show_prompt: bool = False
     """Print the first prompts as the model sees them, and the tokens that end a response; sample
     nothing."""
@@ -529,123 +518,6 @@ def show_prompt(cfg: EvalFlags) -> dict:
     return {}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Following a run
-# ---------------------------------------------------------------------------------------------------------------------
-
-POLL = 5.0  # seconds between two polls of the run's folder
-
-
-def follow(cfg: EvalFlags, argv: list[str]) -> dict:
-    """Evaluate every checkpoint of a run, oldest first, each in a subprocess; append the results to
-    RUN/eval.jsonl.
-
-    argv: flags given here override the run's. Returns when no process trains in the folder and
-    every checkpoint is evaluated."""
-    run, looked_at = Path(cfg.follow), set()
-    need(
-        holds_run(run),
-        f"--follow={run}: not a run folder, or its config.json is not written yet; name a folder with a config.json",
-    )
-    others = "".join(f" --{flag}" for flag in ("model", "out", "show_prompt") if getattr(cfg, flag))
-    need(
-        not others,
-        f"--follow: models and output file are those of the run; leave out{others}",
-    )
-    saved = read_json(run / "config.json", "copy it again, or name a different folder")["config"]
-    given = {key: x for key, x in flags.read(EvalFlags, argv) if key != "follow"}
-    run_flags = flags_of_run(saved, given.get("task")) + [
-        f"--{key}={x}" for key, x in given.items()
-    ]
-    while True:
-        trains = is_locked(run)  # checked before listing, so the last checkpoint is not missed
-        done = {row["step"] for row in rows(run / EVALUATED)} | looked_at
-        todo = [folder for folder in checkpoint.folders(run) if steps_of(folder) - 1 not in done]
-        for folder in todo[:1]:
-            looked_at.add(steps_of(folder) - 1)
-            values = {}
-            for name in ("policy", "actor") if saved["actor"] != "none" else ("policy",):
-                values |= {
-                    f"eval/{name}_{key}": x
-                    for key, x in evaluated(folder, name, saved, run_flags).items()
-                }
-            if values:
-                with open(run / EVALUATED, "a", encoding="utf-8") as f:
-                    f.write(json.dumps({"step": steps_of(folder) - 1, **values}) + "\n")
-        if not todo and not trains:
-            n = len(rows(run / EVALUATED))
-            print(f"{run}: no process trains in this folder; checkpoints evaluated: {n}")
-            return {"run": str(run), "evaluated": n}
-        if not todo:
-            time.sleep(POLL)
-
-
-def steps_of(folder: Path) -> int:
-    """Number of updates before a checkpoint."""
-    return int(folder.name.removeprefix("step_"))
-
-
-def flags_of_run(saved: dict, sets: str | None = None) -> list[str]:
-    """Flags to evaluate the held-out sets of a run. UserError: this run has no held-out set."""
-    task = sets or saved["eval_task"] or saved["task"]
-    need(
-        sets or saved["eval_task"] or task == "arith",
-        "--follow: this run has no held-out set; name sets with --task",
-    )
-    names = {f.name for kind in (TaskFlags, PromptFlags, EngineFlags) for f in fields(kind)}
-    names |= {"max_tokens", "seed", "stop", "lm_head_fp32"}
-    kept_flags = {name: saved[name] for name in sorted(names) if name in saved}
-    kept_flags |= {
-        "problems": saved["eval_problems"],
-        "samples": 1,
-        "rollout_tp": 1,
-        "k": 1,
-        "task": task,
-    }
-    return [f"--{name}={value}" for name, value in kept_flags.items() if value is not None]
-
-
-def evaluated(folder: Path, name: str, saved: dict, own: list[str]) -> dict[str, float]:
-    """The metrics of one model of a checkpoint: runs eval.py in a subprocess; {} on failure."""
-    samples = name == ("actor" if saved["actor"] != "none" else "policy")
-    rounds = (
-        saved["learner_quant"] != "none" or evaluated_by(SimpleNamespace(**saved), name) == "own"
-    )
-    # quantized as in the run's evaluations
-    low_bits = ["rollout_quant", "quant_group"] if samples and rounds else []
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "scores.json"
-        command = [
-            sys.executable,
-            __file__,
-            *(f"--{flag}={saved[flag]}" for flag in low_bits),
-            *own,
-        ]
-        done = subprocess.run(
-            [*command, f"--model={folder / name}", f"--out={out}"], stdout=subprocess.DEVNULL
-        )
-        if done.returncode:
-            why = (
-                "its command failed"
-                if folder.is_dir()
-                else "it was deleted in the meantime; raise the run's --keep"
-            )
-            print(f"{folder.name}: the {name} is not evaluated: {why}", file=sys.stderr)
-            return {}
-        result = read_json(out, "evaluate again")
-    sets = result.get("sets", {"": result})
-    n = {label: score["samples"] for label, score in sets.items()}
-    scores = [
-        (score[f"mean@{n[label]}"], score[f"mean@{n[label]}_se"]) for label, score in sets.items()
-    ]
-    values = over_sets(list(n.items()), scores)
-    print(
-        f"{folder.name}: {name} {100 * values['pass@1']:.2f} +- {100 * values['se']:.2f} %",
-        flush=True,
-    )
-    return values
-
-
 def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
     """The flags with defaults filled in. UserError: a flag of `required` is not set, and the model
     is not a toy model."""
@@ -667,8 +539,6 @@ def main(argv: list[str] | None = None) -> dict:
     """Run the command; return the result, which --out writes. UserError: one sentence."""
     cfg = parse_flags(EvalFlags, argv, "python eval.py --model=FOLDER --key=value ...")
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(EvalFlags, argv)})
-    if cfg.follow:
-        return follow(cfg, argv)
     cfg = filled(cfg, () if cfg.grade_gold else ("max_tokens",))
     if cfg.out:
         check_result("out", cfg.out)

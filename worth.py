@@ -4,7 +4,7 @@ training.
     python worth.py --model=base:policy --actor=base:actor              # sampler: a different model
     python worth.py --model=FOLDER --actor=none --rollout_quant=w2a16   # sampler: low-bit policy
     python worth.py --model=FOLDER --actor=none --stale=OLDER_FOLDER    # sampler: older weights
-    python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --lengths=16,64 --cost
+    python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --cost
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
 worth.py also takes train.py's flags. --rows names objectives (default: 22). Settings that cannot be
@@ -71,7 +71,6 @@ ROWS = (
 OF_ROWS = {f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)}
 PRECISE = 0.25  # relative error of worth above which more batches are proposed
 STEP = 0.005  # root mean square change of log-probabilities by a shift of the weights, nats
-EVERYTHING = (0, 2**31)  # [low, high) of response lengths: all responses
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,6 @@ class WorthFlags:
     """Number of random directions, for bias and noise."""
     noise_batches: int = 4
     """Number of the sampler's batches that are also measured along the random directions."""
-    lengths: str = ""
-    """Lengths at which responses are divided into parts, separated by commas: each part is also
-    measured, and takes as long as all responses together."""
     share: float = 1.0
     """Share of the parameters' entries that is measured, drawn at random: 13 copies of these
     entries are kept in float32."""
@@ -203,7 +199,6 @@ def check(own: WorthFlags) -> None:
         f"--stale={own.stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
     )
     flags.check_result("json", own.json)
-    parts(own)
 
 
 def check_row(row: str, cfg: config.Config) -> None:
@@ -223,20 +218,6 @@ def check_row(row: str, cfg: config.Config) -> None:
         and (cfg.correction not in objectives.USES_Z or cfg.obrs_z != "approx"),
         f"--rows: {row} needs the policy's top-K (--obrs_target=new or --obrs_z=approx), which is unknown here",
     )
-
-
-def parts(own: WorthFlags) -> list[tuple[int, int]]:
-    """[low, high) response lengths of each part: all responses, then the parts of --lengths."""
-    try:
-        edges = [int(edge) for edge in filter(None, own.lengths.split(","))]
-    except ValueError:
-        edges = [-1]
-    need(
-        edges == sorted(set(edges)) and min(edges, default=1) > 0,
-        f"--lengths={own.lengths}: must be rising lengths above 0, such as 16,64",
-    )
-    bounds = [0, *edges, EVERYTHING[1]]
-    return [EVERYTHING, *zip(bounds, bounds[1:], strict=False)] if edges else [EVERYTHING]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,11 +249,6 @@ def coefficients(batch, comm, cfg: Config) -> torch.Tensor:
     unreduced, _ = objectives.loss(new, batch, stats, unregularised(cfg))
     total = objectives.reduce(unreduced, batch.mask, stats, cfg)
     return -torch.autograd.grad(total, logp)[0]
-
-
-def of_length(batch, part: tuple[int, int]) -> torch.Tensor:
-    """(B, 1): 1 for responses with a length in this part, else 0."""
-    return ((batch.length >= part[0]) & (batch.length < part[1]))[:, None].float()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -377,8 +353,7 @@ class Slopes:
     """A batch of the sampler, and the slopes s_t of its log-probabilities."""
 
     batches: dict[str, batching.Batch]  # row -> the batch with the row's ref columns
-    # part -> FOLDS tensors (B, T): s_t along each mean gradient of the reference
-    along: dict[tuple, list[torch.Tensor]]
+    along: list[torch.Tensor]  # (B, T) for each mean gradient of the reference, FOLDS in number
     random: list[torch.Tensor] | None  # (B, T) for each random direction; None if not measured
 
 
@@ -386,7 +361,7 @@ class Measurement:
     """Sampler, policy and the on-policy gradient, over all ranks."""
 
     def __init__(self, own: WorthFlags, rows: dict[str, config.Config], plain: config.Config):
-        self.own, self.rows, self.plain, self.parts = own, rows, plain, parts(own)
+        self.own, self.rows, self.plain = own, rows, plain
         # the engine records the largest top-K of all rows
         lead = max(rows.values(), key=topk_of)
         self.cfg, self.comm = lead, Comm.start(lead.give_up)
@@ -418,29 +393,27 @@ class Measurement:
             str, np.ndarray
         ] = {}  # sums over the responses of each sampler; key order: on_policy, sampler
 
-    def references(self) -> dict[tuple, Reference]:
-        """The on-policy gradient of each part, without parts where it is not above its noise."""
+    def reference(self) -> Reference:
+        """The on-policy gradient. UserError: it is not above its noise."""
         each = self.own.reference // FOLDS
-        means = {
-            part: [[0.0] * len(self.weights.flat) for _ in range(FOLDS)] for part in self.parts
-        }
-        squares = {part: np.zeros(FOLDS) for part in self.parts}
+        means = [[0.0] * len(self.weights.flat) for _ in range(FOLDS)]
+        squares = np.zeros(FOLDS)
         for b in tqdm(range(each * FOLDS), desc="on-policy gradient", disable=self.quiet):
             batch = batching.collate(self.on_policy.next(self.groups, 0), self.plain)
             self.count("on_policy", batch)
-            for part in self.parts:
-                gradient = self.gradient(replace(batch, adv=batch.adv * of_length(batch, part)))
-                squares[part][b // each] += self.weights.dot(gradient, gradient) / each
-                mean = means[part][b // each]
-                mean[:] = [a + x / each for a, x in zip(mean, gradient, strict=True)]
-        estimates = {part: self.reference(means[part], squares[part], each) for part in self.parts}
-        estimates = {part: r for part, r in estimates.items() if r.is_found()}
+            gradient, mean = self.gradient(batch), means[b // each]
+            squares[b // each] += self.weights.dot(gradient, gradient) / each
+            mean[:] = [a + x / each for a, x in zip(mean, gradient, strict=True)]
+        dot = self.weights.dot
+        gram = np.array([[dot(a, b) for b in means] for a in means])
+        across = np.array([[dot(v, m) for m in means] for v in self.random])
+        reference = Reference(means, gram, squares, each, across)
         need(
-            EVERYTHING in estimates,
+            reference.is_found(),
             f"--reference={self.own.reference}: the on-policy gradient is not distinguishable from its noise; use "
             "more batches, or a task that the policy sometimes solves",
         )
-        return estimates
+        return reference
 
     def gradient(self, batch) -> list[torch.Tensor]:
         """The gradient of one on-policy batch, without a correction."""
@@ -450,31 +423,23 @@ class Measurement:
         self.scorer.models.zero_grad(set_to_none=True)
         return gradient
 
-    def reference(self, means, squares, each: int) -> Reference:
-        dot = self.weights.dot
-        gram = np.array([[dot(a, b) for b in means] for a in means])
-        return Reference(
-            means, gram, squares, each, np.array([[dot(v, m) for m in means] for v in self.random])
-        )
-
-    def slopes(self, references: dict[tuple, Reference]) -> Iterator[Slopes]:
+    def slopes(self, reference: Reference) -> Iterator[Slopes]:
         """Yield the sampler's batches with their slopes."""
         for b in tqdm(range(self.own.batches), desc="the sampler's batches", disable=self.quiet):
             batches = batches_of(self.learner, self.sampler.next(self.groups, 0), self.rows)
             batch = next(iter(batches.values()))
             self.count("sampler", batch, token_k3(batch.log_r)[batch.mask].double().sum())
-            along = {part: self.weights.slopes(batch, r.means) for part, r in references.items()}
+            along = self.weights.slopes(batch, reference.means)
             random = None
             if b < self.own.noise_batches:
                 bar = tqdm(self.random, desc="random directions", leave=False, disable=self.quiet)
                 random = self.weights.slopes(batch, bar)
             yield Slopes(batches, along, random)
 
-    def see(self, seen: RowSamples, slopes: Slopes, c: torch.Tensor, part=EVERYTHING) -> None:
+    def see(self, seen: RowSamples, slopes: Slopes, c: torch.Tensor) -> None:
         """Add the measurements of coefficients c (B, T) on a batch to `seen`."""
         batch = next(iter(slopes.batches.values()))
-        c = c * of_length(batch, part)
-        seen.along.append(self.comm.sum([(c * s).sum() for s in slopes.along[part]]))
+        seen.along.append(self.comm.sum([(c * s).sum() for s in slopes.along]))
         if slopes.random is not None:
             shares = torch.stack([(c * s).sum(1) for s in slopes.random], 1)  # (B, directions)
             local_shares = shares.new_zeros(self.groups, len(slopes.random)).index_add_(
@@ -591,24 +556,17 @@ def verdict(x: dict, about: dict) -> list[str]:
 
 
 def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config) -> dict:
-    """Sample and measure all rows: {"about": both samplers, "rows": {row: ...}, "parts": {...}}."""
+    """Sample and measure all rows: {"about": both samplers, "rows": {row: ...}}."""
     start = time.perf_counter()
     m = Measurement(own, rows, plain)
-    references = m.references()
-    seen = {(part, name): RowSamples() for part in references for name in rows}
-    for slopes in m.slopes(references):
+    reference = m.reference()
+    seen = {name: RowSamples() for name in rows}
+    for slopes in m.slopes(reference):
         for name, cfg in rows.items():
-            c = coefficients(slopes.batches[name], m.comm, cfg)
-            for part in references:
-                m.see(seen[part, name], slopes, c, part)
+            m.see(seen[name], slopes, coefficients(slopes.batches[name], m.comm, cfg))
     groups = m.groups * m.comm.size
-    by_part = {
-        part: {name: with_errors(seen[part, name], references[part], groups) for name in rows}
-        for part in references
-    }
-    about = m.about() | {"halves": references[EVERYTHING].halves()}
-    results = {"about": about, "rows": by_part.pop(EVERYTHING)}
-    results["parts"] = {f"{low} to {high - 1} tokens": x for (low, high), x in by_part.items()}
+    measured = {name: with_errors(seen[name], reference, groups) for name in rows}
+    results = {"about": m.about() | {"halves": reference.halves()}, "rows": measured}
     if own.cost:
         results["about"] |= cost(m)
     results["about"] |= {"batches": own.batches, "reference": own.reference}
@@ -677,13 +635,14 @@ def table(results: dict) -> str:
             *about["halves"]
         ),
     ]
-    for title, rows in {"": results["rows"], **results["parts"]}.items():
-        lines.append(f"{title:32s}            worth   kappa  cosine   scale     bias    noise")
-        for name, x in sorted(rows.items(), key=lambda item: -item[1]["worth"]):
-            numbers = " ".join(f"{x[k]:7.3f}" for k in ("kappa", "cosine", "scale"))
-            worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
-            lines.append(f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}")
-    best = max(results["rows"], key=lambda name: results["rows"][name]["worth"])
+    lines.append(f"{'':32s}            worth   kappa  cosine   scale     bias    noise")
+    ordered = sorted(results["rows"], key=lambda name: -results["rows"][name]["worth"])
+    for name in ordered:
+        x = results["rows"][name]
+        numbers = " ".join(f"{x[k]:7.3f}" for k in ("kappa", "cosine", "scale"))
+        worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
+        lines.append(f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}")
+    best = ordered[0]
     lines += more_batches(results["rows"][best], about)
     if "price" in about:
         among = f"{best}, chosen as the best of {len(results['rows'])} rows by the same numbers"

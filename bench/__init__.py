@@ -1,9 +1,8 @@
 """Timing of alternating pairs, because a machine's speed drifts, and inputs to time. Used by
-bench/gpu.py, results/against_trl.py and tests/remote_tools/bench.py."""
+bench/gpu_parts.py, results/plans.py and results/against_trl.py."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 
@@ -108,17 +107,6 @@ def resolved(**changes) -> config.Config:
     return settings.resolve(config.Config(**{"rollout": "hf", "actor": "none", **changes}), 1)
 
 
-def random_prompts(rng, n: int = 32) -> list[np.ndarray]:
-    """n random prompts of 10 tokens."""
-    return [rng.integers(2, 200, 10).astype(np.int32) for _ in range(n)]
-
-
-def numbered_seeds(groups: int = 32, samples: int = 8, step: int = 8) -> list[list[int]]:
-    """A different seed for each response to each prompt; the first seeds of two groups differ by
-    `step`."""
-    return [list(range(step * i, step * i + samples)) for i in range(groups)]
-
-
 def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
     """n groups of 8 responses of `length` random tokens."""
     prompts, responses = [], []
@@ -144,37 +132,3 @@ def update(learner, groups: list[Rollout]) -> None:
     """Do one optimizer step on these groups."""
     batch = batching.collate(groups, learner.cfg, learner.version)
     learner.update(batch, objectives.prepare(batch, learner.comm, learner.cfg, {}))
-
-
-def print_table(results: dict[str, dict]) -> None:
-    """Print one table and one JSON line. results: name -> a row, or several rows by name.
-
-    A row has the values that `compare` returns, and further values by name; without "ratio" it has
-    only further values."""
-    rows = {}
-    for name, result in results.items():
-        if all(isinstance(row, dict) for row in result.values()):
-            for part, row in result.items():
-                rows[f"{name} {part}"] = row
-        else:
-            rows[name] = result
-    width = max(10, *(len(name) + 1 for name in rows))
-    print(
-        f"{'':{width}s}{'ratio':>8s}{'95 % interval':>18s}{'ours, s':>10s}{'other, s':>10s}   more"
-    )
-    for name, row in rows.items():
-        measured = " " * 46
-        if "ratio" in row:
-            interval = f"{row['low']:10.3f} -{row['high']:6.3f}"
-            measured = f"{row['ratio']:8.3f}{interval}{row['a_s']:10.3f}{row['b_s']:10.3f}"
-        print(f"{name:{width}s}{measured}   {extra(row)}")
-    print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), **results}))
-
-
-def extra(row: dict) -> str:
-    """The values of a row that `compare` does not return, as text."""
-    cells = []
-    for name, value in row.items():
-        if name not in ("ratio", "low", "high", "a_s", "b_s", "pairs"):
-            cells.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
-    return ", ".join(cells)

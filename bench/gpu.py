@@ -1,8 +1,8 @@
 """The GPU list: measurements that need a GPU. Each part runs in a process with a time limit.
 
-    python -m bench gpu                                # all parts in 30 minutes: results/gpu.md and gpu.json
-    python -m bench gpu --parts=learner,linears        # some parts; other results stay on the page
-    python -m bench gpu --device=cpu --scale=tiny      # the script itself, on a CPU: out/gpu
+    python -m bench                                    # all parts in 30 minutes: results/gpu.md and gpu.json
+    python -m bench --parts=learner,linears            # some parts; other results stay on the page
+    python -m bench --device=cpu --scale=tiny          # the script itself, on a CPU: out/gpu
 
 tests        tests/test_gpu.py: rollouts, sync and check (IPC too), low bits, sleep, FSDP2, a run
 vllm         vLLM: tokens per second, publication and its check, sleep and wake
@@ -13,7 +13,7 @@ kernels      the learner's updates with each choice of --kernels
 learner      tokens per second, share of the device's peak, the plan's memory, by model and length
 memory       checkpointing, two models, FSDP2 on one rank, aligned learners: time, memory and plan
 rollouts     the plain torch engine: tokens per second, publication and its check
-exact        largest difference of sampler and learner: --exact, and batch-invariant vLLM
+trl, ours    TRL's step (PYTHONPATH=.trl, see results/against_trl.py) and our step
 
 Models have Qwen3's shapes and random weights. A failed part becomes a line of the page, and the
 next part starts. A part that reaches its limit keeps the rows that it has measured. Shares of the
@@ -42,7 +42,7 @@ from typing import Literal
 import torch
 
 from bench.gpu_parts import PARTS, Setting
-from machinery.flags import UserError, check_output, need, parse_flags, run_command
+from machinery.flags import UserError, check_output, need, parse_flags
 from results import sweep
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,7 +104,7 @@ def run_part(name: str, flags: GpuFlags, limit: float) -> dict:
     command = [
         sys.executable,
         "-m",
-        "bench.gpu",
+        "bench",
         f"--part={name}",
         f"--device={flags.device}",
         f"--scale={flags.scale}",
@@ -139,7 +139,7 @@ def about(flags: GpuFlags, part: str) -> dict[str, str]:
         names = installed.get(package)
         found[package] = importlib.metadata.version(names[0]) if names else "not installed"
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    command = f"`python -m bench gpu --parts={part} --device={flags.device} --scale={flags.scale}`"
+    command = f"`python -m bench --parts={part} --device={flags.device} --scale={flags.scale}`"
     python = sys.version.split()[0]
     return {
         **found,
@@ -169,7 +169,7 @@ def line_of(r: dict) -> list[str]:
 def text_of(records: dict[str, dict]) -> str:
     """The text of the page below its marker."""
     parts = [
-        "Written by `python -m bench gpu` from gpu.json; a spread is the range over repeats, or a 95 % interval.\n"
+        "Written by `python -m bench` from gpu.json; a spread is the range over repeats, or a 95 % interval.\n"
     ]
     for name in PARTS:
         if name not in records:
@@ -245,7 +245,7 @@ def run_list(flags: GpuFlags, names: list[str]) -> dict[str, dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run `python -m bench gpu`, or one part of it."""
+    """Run `python -m bench`, or one part of it."""
     flags = parse_flags(GpuFlags, argv, __doc__.strip())
     if flags.device == "cuda" and not torch.cuda.is_available():
         raise UserError("gpu: there is no GPU here; try the script with --device=cpu --scale=tiny")
@@ -255,7 +255,3 @@ def main(argv: list[str] | None = None) -> None:
         return
     for one in PARTS[flags.part][0](Setting(flags.device, flags.scale == "tiny")):
         print(json.dumps(one), flush=True)
-
-
-if __name__ == "__main__":
-    run_command(main)

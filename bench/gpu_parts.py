@@ -38,7 +38,7 @@ from model import Needs, OneModelRows, Scored
 from model.engines import HFEngine, VLLMEngine
 from model.head import ChunkedHead, Head, chunk_rows
 from results import against_trl
-from rollout import as_groups, uniforms
+from rollout import uniforms
 from sampling import Sampling
 from sync import WeightCheck
 from tasks import arithmetic_tokenizer
@@ -133,9 +133,6 @@ class Setting:
             return 0.0
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated() / GIB
-
-    def flops_of_device(self) -> float:
-        return peak_of(self.device)
 
 
 def row(
@@ -457,7 +454,7 @@ def updates(s: Setting, cfg: Config, names: tuple[str, ...], n: int = 3) -> Meas
     gib = held + s.peak_of(run)
     spent = [s.seconds(run) for _ in range(n)]
     tokens = int(batch.ids.numel())
-    share = work * tokens / float(np.median(spent)) / s.flops_of_device()
+    share = work * tokens / float(np.median(spent)) / peak_of(s.device)
     return Measured(tokens, spent, gib, planned(s, cfg, names), share)
 
 
@@ -553,8 +550,9 @@ def one_rank(device: str):
 def sampled(s: Setting, engine, what: str, tokens: int) -> Iterator[dict]:
     """Tokens per second of an engine, with 64 prompts and 8 responses to each."""
     n = s.pick(64, 2)
-    prompts = bench.random_prompts(np.random.default_rng(0), n)
-    seeds = bench.numbered_seeds(n)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 200, 10).astype(np.int32) for _ in range(n)]
+    seeds = [list(range(8 * i, 8 * i + 8)) for i in range(n)]
     sampling = Sampling(max_tokens=tokens)
     engine.generate(prompts, seeds, replace(sampling, max_tokens=2), 0, [])
     times = [s.seconds(lambda: engine.generate(prompts, seeds, sampling, 0, [])) for _ in range(2)]
@@ -627,68 +625,6 @@ def vllm(s: Setting) -> Iterator[dict]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# exact
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def exact(s: Setting) -> Iterator[dict]:
-    """The largest |log p_inf - log p_ref| of 10^4 sampled tokens on Qwen3-0.6B's shape: plain torch
-    with --exact and without it, and vLLM with VLLM_BATCH_INVARIANT=1. This mode replaces torch's
-    matrix products and means in the whole process, so the learner uses them too; attention differs.
-    It has never run on a GPU, so 0 is only expected there."""
-    for dtype in ("float32", "bfloat16"):
-        for flag in (True, False):
-            what = f"plain torch, {dtype}, {'--exact' if flag else 'without --exact'}"
-            yield from softly(what, torch_gap(s, what, dtype, flag))
-    if not s.cuda:
-        return
-    if not importlib.util.find_spec("vllm"):
-        yield missing("vLLM, batch-invariant", "not installed")
-        return
-    os.environ["VLLM_BATCH_INVARIANT"] = (
-        "1"  # the first vLLM engine here imports vLLM, which then reads it
-    )
-    yield from softly("vLLM, batch-invariant", vllm_gap(s, "vLLM, batch-invariant, bfloat16"))
-
-
-def torch_gap(s: Setting, what: str, dtype: str, flag: bool) -> Iterator[dict]:
-    learner = s.learner(
-        configured(s, 8, s.pick(160, 8), dtype=dtype, rollout_dtype=dtype, exact=flag), "0.6B"
-    )
-    model = s.model("0.6B", 1)
-    engine = HFEngine(
-        model if flag else model.to(getattr(torch, dtype)), dtype=dtype, device=s.device, exact=flag
-    )
-    yield gap_row(s, what, engine, learner, goal="0" if flag else "")
-
-
-def vllm_gap(s: Setting, what: str) -> Iterator[dict]:
-    learner = s.learner(configured(s, 8, s.pick(160, 8)), "0.6B")
-    with tempfile.TemporaryDirectory() as folder:
-        learner.models.policy.save_pretrained(folder)
-        engine = VLLMEngine(
-            folder, max_len=256, max_logprobs=1, dtype="bfloat16", memory_gib=s.pick(0.3, 0.05)
-        )
-    yield gap_row(s, what, engine, learner)
-    engine.close()
-
-
-def gap_row(s: Setting, what: str, engine, learner: Learner, goal: str = "") -> dict:
-    """The line for tokens that an engine samples with the learner's weights and the learner
-    scores."""
-    engine.load(learner.published("policy", engine.packed))
-    n, sampling = s.pick(8, 2), Sampling(max_tokens=learner.cfg.max_tokens)
-    prompts = bench.random_prompts(np.random.default_rng(0), n)
-    rows = engine.generate(prompts, bench.numbered_seeds(n), sampling, 1, [])
-    batch = batching.collate(as_groups("exact", prompts, rows, sampling), learner.cfg)
-    apart = (learner.score(batch, Needs()).logp - batch.logp_inf)[batch.exists].abs().max()
-    met = float(apart) == 0 if goal else None
-    return row(
-        f"{what}, {int(batch.exists.sum()):,} tokens", float(apart), "nats", goal=goal, met=met
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # trl
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -733,7 +669,7 @@ def trl(s: Setting) -> Iterator[dict]:
     title = f"TRL's step, {flags['train_batch']} responses of {flags['max_tokens']}"
     yield repeats_row(title, theirs, "s")
     scale = "tiny" if s.tiny else "full"
-    command = [sys.executable, "-m", "bench.gpu", "--part=ours"]
+    command = [sys.executable, "-m", "bench", "--part=ours"]
     done = subprocess.run(
         [*command, f"--device={s.device}", f"--scale={scale}"], capture_output=True, text=True
     )
@@ -767,7 +703,6 @@ PARTS = {
     "learner": (learner, 160),
     "memory": (memory, 130),
     "rollouts": (rollouts, 100),
-    "exact": (exact, 150),
     "trl": (trl, 200),
     "ours": (ours, 100),
 }

@@ -183,7 +183,7 @@ FOLDS = 4  # folds of the on-policy batches, and of the jackknife over groups an
 
 @dataclass
 class Reference:
-    """The on-policy gradient of responses in one range of lengths, as FOLDS independent means."""
+    """The on-policy gradient, as FOLDS independent means."""
 
     means: list[list[torch.Tensor]]  # mean gradient of the batches of each fold
     gram: np.ndarray  # (FOLDS, FOLDS) <mean, mean>

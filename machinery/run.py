@@ -2,7 +2,6 @@
 
 OUT/config.json      flags, command, versions, git revision
 OUT/metrics.jsonl    one line an update (`Log`); metrics.py explains the names
-OUT/eval.jsonl       results of eval.py --follow
 OUT/checkpoints/     checkpoint/
 """
 
@@ -262,11 +261,10 @@ def topk_of(cfg: LossFlags) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 LOCK = "lock"
-EVALUATED = "eval.jsonl"  # results of `eval.py --follow`, with the step of the preceding update
 # Files of a run folder. --overwrite deletes only these files. config.json, which marks the folder
 # of a run, is deleted last, so that an interrupted deletion can be repeated.
-WRITTEN = ("checkpoints", "versions", "wandb", "remote*.log*", "samples.jsonl", "eval.jsonl")
-WRITTEN += ("curves.png", "metrics.jsonl", checkpoint.BEGUN, "config.json")
+WRITTEN = ("checkpoints", "versions", "wandb", "remote*.log*", "samples.jsonl", "curves.png")
+WRITTEN += ("metrics.jsonl", checkpoint.BEGUN, "config.json")
 
 
 @contextmanager
@@ -336,18 +334,6 @@ def lock_folder(folder: Path):
         lock.close()
         return None
     return lock
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a process has locked the folder. The test holds a shared lock for a moment."""
-    if not (folder / LOCK).exists():
-        return False
-    with open(folder / LOCK) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 def check_folder(cfg: RunFlags) -> None:
@@ -575,7 +561,6 @@ class Log:
     def __init__(self, run: Path, cfg: ReportFlags, step: int):
         self.path = run / "metrics.jsonl"
         truncate(self.path.with_name("samples.jsonl"), step)
-        truncate(self.path.with_name(EVALUATED), step)
         # step 0 also removes the evaluation before training (step -1)
         truncate(self.path, step or -1)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
@@ -686,12 +671,10 @@ def rows(path: Path) -> list[dict]:
 
 
 def read_metrics(run: Path | str) -> list[dict]:
-    """The lines of a run's metrics.jsonl, joined with the results of eval.py --follow by step.
-    Raises UserError if the file has no lines."""
+    """The lines of a run's metrics.jsonl. Raises UserError if the file has no lines."""
     path = Path(run) / "metrics.jsonl"
     need(path.is_file(), f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
-    later = {row["step"]: row for row in rows(path.with_name(EVALUATED))}
-    lines = [row | later.get(row["step"], {}) for row in rows(path)]
+    lines = rows(path)
     need(
         lines,
         f"{path}: no line of metrics in it; wait for the run's first update, or give the folder of a different run",

@@ -52,7 +52,6 @@ class States:
     tensor: int  # the largest tensor
     layer: int  # the largest layer, in float32
     gathered: int  # with FSDP: embedding, head and two layers, in the gathered type
-    travels: int  # with FSDP: all weights, in the gathered type
 
     @classmethod
     def of(cls, cfg: Config, name: str, config) -> States:
@@ -74,7 +73,6 @@ class States:
             tensor=max(4 * p.numel() for p in model.parameters()),
             layer=max(layers),
             gathered=int(weights - sum(layers) + 2 * max(layers) * share),
-            travels=int(weights - sum(layers) + sum(layers) * share),
         )
 
 
@@ -99,7 +97,6 @@ class Plan:
     stages: dict[str, list[str]]
     checkpoint: int  # bytes on disk, for all ranks together
     host: int  # bytes in host memory: a sleeping engine
-    moved: int  # bytes that a rank sends to other ranks in an update of one micro-batch
 
     def sum_of(self, *kinds: str) -> int:
         """Total bytes of the categories with names that begin with one of `kinds`."""
@@ -118,7 +115,7 @@ class Plan:
         return self.of_stage(self.worst)
 
     def text(self) -> str:
-        """The plan as text: the categories, the stages, the disk and the network."""
+        """The plan as text: the categories, the stages, host memory and disk."""
         rows, width = self.micro
         lines = [
             f"GiB on one rank of {self.ranks}; the largest micro-batch has {rows} x {width} tokens"
@@ -131,9 +128,6 @@ class Plan:
         lines += ["and"]
         lines += [f"  {'host memory: a sleeping engine':<50}{self.host / GIB:9.2f}"]
         lines += [f"  {'a checkpoint on disk, all ranks':<50}{self.checkpoint / GIB:9.2f}"]
-        lines += [
-            f"  {'sent to other ranks in an update of one micro-batch':<50}{self.moved / GIB:8.2f}"
-        ]
         return "\n".join(lines)
 
 
@@ -183,7 +177,7 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     saved = sum(on_disk(cfg, name, model) for name, model in models.items())
     host = engine_weights(cfg, configs[sampler_of(cfg)]) if laid_down else 0
     categories = states | gradients | activations | others
-    return Plan(ranks, (rows, width), categories, stages, saved, host, moved(cfg, models, ranks))
+    return Plan(ranks, (rows, width), categories, stages, saved, host)
 
 
 def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
@@ -220,15 +214,6 @@ def gathered(models: dict[str, States]) -> int:
     return sum(model.gathered for model in models.values()) + max(
         model.layer for model in models.values()
     )
-
-
-def moved(cfg: OptimizerFlags, models: dict[str, States], ranks: int) -> int:
-    """Bytes that a rank sends: all gradients twice (DDP), or all gradients once and the weights
-    twice (FSDP)."""
-    gradients = sum(model.gradients for model in models.values())
-    weights = sum(model.travels for model in models.values())
-    share = (ranks - 1) / ranks
-    return int(share * (2 * gradients if cfg.parallel == "ddp" else gradients + 2 * weights))
 
 
 def engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
@@ -326,7 +311,7 @@ def mends(cfg: Config, width: int, ranks: int):
         if cfg.rollout == "vllm" and cfg.rollout_tp < n and ranks % n == 0 and not apart:
             yield f"--rollout_tp={n}", {"rollout_tp": n}, ranks
     if cfg.eval_every >= 0:
-        yield "--eval_every=-1", {"eval_every": -1}, ranks  # python eval.py --follow=RUN
+        yield "--eval_every=-1", {"eval_every": -1}, ranks  # python eval.py --model=CHECKPOINT
     if cfg.rollout == "vllm" and cfg.rollout_memory > 0.4:
         yield "--rollout_memory=0.4", {"rollout_memory": 0.4}, ranks
     if not cfg.gradient_checkpointing:
@@ -359,35 +344,6 @@ def fitting(
         if made.peak <= gpu_gib * GIB:
             return flags, made
     return flags, None
-
-
-def longest_row(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:
-    """Tokens, prompt included, of the longest row that fits, to within a hundredth of the memory. A
-    row is not split over GPUs.
-
-    The result is at most the models' context. 0: the prompt and one token exceed the memory or the
-    context. The peak grows about linearly, so each trial length is a linear interpolation between a
-    length that fits and a length that does not."""
-
-    def peak(length):
-        return plan_of(
-            replace(cfg, max_tokens=length - prompt), configs, prompt, ranks, gpu_gib
-        ).peak
-
-    limit = gpu_gib * GIB
-    fits, too_long = prompt + 1, min(config.max_position_embeddings for config in configs.values())
-    if too_long < fits or (low := peak(fits)) > limit:
-        return 0
-    if (high := peak(too_long)) <= limit:
-        return too_long
-    while too_long - fits > 1 and limit - low > limit / 100:
-        length = fits + round((too_long - fits) * (limit - low) / (high - low))
-        length = min(max(length, fits + 1), too_long - 1)
-        if (there := peak(length)) <= limit:
-            fits, low = length, there
-        else:
-            too_long, high = length, there
-    return fits
 
 
 def largest_micro(cfg: Config, made: Plan, configs: dict, prompt: int, gpu_gib: float) -> int:
@@ -443,13 +399,6 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
     print(made.text())
     if gpu_gib:
         print(verdict(cfg, configs, prompt, made, gpu_gib)[1])
-        longest = longest_row(cfg, configs, prompt, ranks, gpu_gib)
-        sentence = (
-            f"the longest row that fits has {longest} tokens, including {prompt} of the prompt"
-            if longest
-            else "no length fits"
-        )
-        print(f"no row is split over GPUs: {sentence}")
         print(
             f"the largest micro-batch that fits: --micro_tokens={largest_micro(cfg, made, configs, prompt, gpu_gib)}"
         )

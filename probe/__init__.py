@@ -51,7 +51,7 @@ from model import Needs
 from model.engines import make_engine
 from probe.figures import draw_ladder, draw_mismatch
 from probe.floor import floors
-from probe.gaps import PIECES, by_length, by_prefix, by_turn, control, ess, exists
+from probe.gaps import PIECES, by_length, by_prefix, by_turn, control, ess
 from probe.ladder import explain
 from probe.page import text, with_format
 from probe.verdicts import Evidence, judged
@@ -101,65 +101,13 @@ class ScoredTokens:
         """|p_inf - p_ref|, (B, T)."""
         return np.abs(self.p_inf - self.p_ref)
 
-    @property
-    def exists(self) -> np.ndarray:
-        """(B, T) bool: the positions that hold a token."""
-        return exists(self.log_r, self.length)
-
-
-@dataclass
-class Report:
-    """Results of the probe. The field names are the keys of the JSON file of --out."""
-
-    model: str  # of the learner
-    sampler: str  # the model that samples
-    engine: str  # the sampler's engine, precision and low-bit format
-    learner: str  # precision and low-bit format
-    lm_head_fp32: bool
-    sampling: dict  # the flags that determine the sampler's distribution
-    vocabulary: int
-    responses: int
-    tokens: int  # of all responses
-    length: dict  # tokens of a response: "mean", "95 %" (quantile), "max"
-    kl: float  # KL(inf || ref), nats a token: the larger of the two estimates
-    k1_kl: float  # mean of -log r
-    k3_kl: float  # mean of r - 1 - log r
-    chi2_token: float  # mean of r^2, minus 1
-    chi2_seq: float  # mean of R^2, minus 1
-    ratio_mean: float  # mean of r: 1 if the learner scores the distribution that was sampled from
-    token_ess: float  # ESS of r over the number of tokens
-    seq_ess: float  # ESS of R over the number of responses
-    seq_clamped: float  # share of the responses with log R at the clamp
-    max_mismatch: float  # largest |p_inf - p_ref| of a response, mean over responses
-    mean_mismatch: float  # mean |p_inf - p_ref| of a response, mean over responses
-    largest_mismatch: float  # largest |p_inf - p_ref| of all tokens
-    above_half: float  # share of the responses with a token of |p_inf - p_ref| > 0.5
-    cut_fraction: float  # share of the sampled tokens to which the learner's own truncation gives probability 0
-    reward: float  # mean reward of the sampler's responses
-    reward_weighted: float  # reward of the learner, estimated with capped R
-    clamp: float  # of log-ratios
-    t_max: float  # clamp / KL, tokens
-    t_half: float  # log 2 / log(1 + chi2): number of tokens that halves the ESS of R
-    by_turn: list[dict]  # gaps by turn; empty without an environment
-    retokenized: float  # share of responses with text that is tokenized differently
-    by_length: list[dict]  # gaps of responses in buckets of length
-    by_prefix: list[dict]  # sequence weights of responses cut off earlier
-    floor: list[dict]  # distances of learner and engine, each from itself
-    control: dict | None  # does length or number of tokens matter? None: too few long responses
-    verdicts: list[dict]  # rows of "correction", "viable", "why"
-    ladder: dict | None  # --explain: shares of the sources, and suspected faults
-
-    def as_dict(self) -> dict:
-        """The report as a dictionary for JSON."""
-        return dataclasses.asdict(self)
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling and scoring
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = None) -> Report:
+def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = None) -> dict:
     """Sample, score, print and draw; return the report.
 
     setup: the learner's model and its problems. actor: folder of a different model that samples, or
@@ -187,15 +135,16 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
         explain(cfg, setup, learner, engine, scored, actor, floor, start) if cfg.explain else None
     )
     engine.close()
-    report = summarize(cfg, setup, scored, floor)
-    report.ladder = ladder
-    report.control = control(scored.gap[:: cfg.samples], first, short.gap, short.length, piece)
+    report = summarize(cfg, setup, scored, floor) | {
+        "control": control(scored.gap[:: cfg.samples], first, short.gap, short.length, piece),
+        "ladder": ladder,
+    }
     print(text(report))
     picture = Path(cfg.out).with_suffix(".png") if cfg.out else Path("out/mismatch.png")
     print(f"figure: {draw_mismatch(report, scored, cfg.log_ratio_clamp, picture)}")
     if ladder is not None:
         picture = picture.with_name(f"{picture.stem}-ladder.png")
-        print(f"figure: {draw_ladder([ladder], [''], picture)}")
+        print(f"figure: {draw_ladder(ladder, picture)}")
     return report
 
 
@@ -301,54 +250,55 @@ def retokenized(tokenizer, groups: list[Rollout]) -> float:
     return float(np.mean(changed))
 
 
-def summarize(cfg: Config, setup, scored: ScoredTokens, floor: list[dict]) -> Report:
+def summarize(cfg: Config, setup, scored: ScoredTokens, floor: list[dict]) -> dict:
     """The report without the control and the ladder."""
     m = {name.removeprefix("rollout_corr/"): value for name, value in scored.metrics.items()}
-    length = scored.length
+    length, clamp = scored.length, cfg.log_ratio_clamp
     # k3 is too small if tokens were cut; k1 alone can be negative
     kl = max(m["kl"], m["k3_kl"])
-    evidence = Evidence.of(scored.log_r, length, kl, cfg.log_ratio_clamp)
+    evidence = Evidence.of(scored.log_r, length, kl, clamp)
     shaping = ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode")
-    return Report(
-        model=cfg.model,
-        sampler=cfg.actor or cfg.model,
-        engine=with_format(f"{cfg.rollout} {cfg.rollout_dtype}", cfg.rollout_quant),
-        learner=with_format(cfg.dtype, cfg.learner_quant),
-        lm_head_fp32=cfg.lm_head_fp32,
-        sampling={name: getattr(cfg, name) for name in shaping},
-        vocabulary=setup.vocabulary,
-        responses=len(length),
-        tokens=int(length.sum()),
-        length={
+    return {
+        "model": cfg.model,
+        "sampler": cfg.actor or cfg.model,
+        "engine": with_format(f"{cfg.rollout} {cfg.rollout_dtype}", cfg.rollout_quant),
+        "learner": with_format(cfg.dtype, cfg.learner_quant),
+        "lm_head_fp32": cfg.lm_head_fp32,
+        "sampling": {name: getattr(cfg, name) for name in shaping},
+        "vocabulary": setup.vocabulary,
+        "responses": len(length),
+        "tokens": int(length.sum()),
+        "length": {
             "mean": float(length.mean()),
             "95 %": int(np.quantile(length, 0.95)),
             "max": int(length.max()),
         },
-        kl=kl,
-        k1_kl=m["kl"],
-        k3_kl=m["k3_kl"],
-        chi2_token=m["chi2_token"],
-        chi2_seq=m["chi2_seq"],
-        ratio_mean=m["ratio_mean"],
-        token_ess=ess(evidence.token_ratio),
-        seq_ess=m["seq_eff_sample_size"],
-        seq_clamped=m["seq_clamped_fraction"],
-        max_mismatch=m["max_mismatch"],
-        mean_mismatch=m["mean_mismatch"],
-        largest_mismatch=m["largest_mismatch"],
-        above_half=m["mismatch_above_half"],
-        cut_fraction=m.get("cut_fraction", 0.0),
-        reward=m["reward"],
-        reward_weighted=m["reward_weighted"],
-        clamp=cfg.log_ratio_clamp,
-        t_max=cfg.log_ratio_clamp / kl if kl > 0 else math.inf,
-        t_half=math.log(2) / math.log1p(m["chi2_token"]) if m["chi2_token"] > 0 else math.inf,
-        by_turn=by_turn(scored.gap, scored.log_r, scored.turn, length),
-        retokenized=retokenized(setup.tokenizer, scored.groups),
-        by_length=by_length(scored.gap, length, scored.log_r),
-        by_prefix=by_prefix(scored.log_r, length, cfg.log_ratio_clamp),
-        floor=floor,
-        control=None,
-        verdicts=judged(evidence, floor),
-        ladder=None,
-    )
+        "kl": kl,  # KL(inf || ref), nats a token: the larger of the two estimates
+        "k1_kl": m["kl"],  # mean of -log r
+        "k3_kl": m["k3_kl"],  # mean of r - 1 - log r
+        "chi2_token": m["chi2_token"],  # mean of r^2, minus 1
+        "chi2_seq": m["chi2_seq"],  # mean of R^2, minus 1
+        "ratio_mean": m["ratio_mean"],  # 1 if the learner scores the sampled distribution
+        "token_ess": ess(evidence.token_ratio),
+        "seq_ess": m["seq_eff_sample_size"],
+        "seq_clamped": m["seq_clamped_fraction"],  # share of the responses with log R at the clamp
+        # |p_inf - p_ref|: largest and mean of a response, mean over responses; largest of all tokens
+        "max_mismatch": m["max_mismatch"],
+        "mean_mismatch": m["mean_mismatch"],
+        "largest_mismatch": m["largest_mismatch"],
+        "above_half": m["mismatch_above_half"],  # share of the responses with a gap above 0.5
+        # share of the sampled tokens to which the learner's truncation gives probability 0
+        "cut_fraction": m.get("cut_fraction", 0.0),
+        "reward": m["reward"],  # mean of the sampler's responses
+        "reward_weighted": m["reward_weighted"],  # of the learner, estimated with capped R
+        "clamp": clamp,
+        "t_max": clamp / kl if kl > 0 else math.inf,
+        # number of tokens that halves the ESS of R
+        "t_half": math.log(2) / math.log1p(m["chi2_token"]) if m["chi2_token"] > 0 else math.inf,
+        "by_turn": by_turn(scored.gap, scored.log_r, scored.turn, length),
+        "retokenized": retokenized(setup.tokenizer, scored.groups),
+        "by_length": by_length(scored.gap, length, scored.log_r),
+        "by_prefix": by_prefix(scored.log_r, length, clamp),
+        "floor": floor,
+        "verdicts": judged(evidence, floor),
+    }

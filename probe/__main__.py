@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> dict:
             "weights of that model",
         )
         check_weights(start)
-    result = probe(cfg, setup, actor, start).as_dict()
+    result = probe(cfg, setup, actor, start)
     write_result(cfg.out, result)
     return result
 

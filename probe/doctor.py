@@ -18,14 +18,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from batching import pad
 from config import Config
 from eval import write_result
 from machinery.flags import UserError, check_result, need, parse_flags
-from probe.gaps import by_length, by_prefix, distances, ess, k3
+from probe.gaps import by_length, by_prefix, distances, ess, exists, k3
+from probe.page import lengths_text, verdicts_text
 from probe.verdicts import Evidence, judged
 from tasks.data import from_file, named_columns
 
@@ -76,15 +79,12 @@ class Dump:
 
     @property
     def on(self) -> np.ndarray:
-        return np.arange(self.inf.shape[1])[None] < self.length[:, None]
+        return exists(self.inf, self.length)
 
     @property
     def log_r(self) -> np.ndarray:
         """log p_trainer - log p_sampler, (B, T), clamped to +- 20."""
         return (self.ref - self.inf).clip(-20, 20)
-
-    def flat(self, x) -> np.ndarray:
-        return x[self.on]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,9 +124,12 @@ def read(path: str, columns: str = "") -> Dump:
         )
     parts = [part for part in parts if len(part[0])]
     need(parts, f"--rollouts={path}: no token has a mask other than 0")
-    ids = None if any(part[2] is None for part in parts) else padded([part[2] for part in parts])
     length = np.array([len(part[0]) for part in parts])
-    return Dump(padded([p[0] for p in parts]), padded([p[1] for p in parts]), length, ids, notes)
+    inf, ref, ids = (
+        None if any(x is None for x in rows) else pad(rows, dtype=np.float64).numpy()
+        for rows in zip(*parts, strict=True)
+    )
+    return Dump(inf, ref, length, ids, notes)
 
 
 def column_of(kind: str, row: dict) -> str:
@@ -147,20 +150,13 @@ def numbers(row: dict, column: str, place: str) -> np.ndarray:
     return x
 
 
-def padded(rows: list[np.ndarray]) -> np.ndarray:
-    out = np.zeros((len(rows), max(map(len, rows))))
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = row
-    return out
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Causes: each rule returns the evidence in one sentence, or "" if its sign is missing
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def not_finite(d: Dump) -> str:
-    sides = {"sampler": d.flat(d.inf), "trainer": d.flat(d.ref)}
+    sides = {"sampler": d.inf[d.on], "trainer": d.ref[d.on]}
     bad = {side: int((~np.isfinite(x)).sum()) for side, x in sides.items()}
     return ", ".join(
         f"{n} of the {side}'s log-probabilities are NaN or infinite" for side, n in bad.items() if n
@@ -168,13 +164,13 @@ def not_finite(d: Dump) -> str:
 
 
 def not_recorded(d: Dump) -> str:
-    sides = {"sampler": d.flat(d.inf), "trainer": d.flat(d.ref)}
+    sides = {"sampler": d.inf[d.on], "trainer": d.ref[d.on]}
     zero = [side for side, x in sides.items() if (x == 0).mean() > 0.9]
     return f"nine in ten log-probabilities of the {' and the '.join(zero)} are 0" if zero else ""
 
 
 def not_logarithms(d: Dump) -> str:
-    sides = {"sampler": d.flat(d.inf), "trainer": d.flat(d.ref)}
+    sides = {"sampler": d.inf[d.on], "trainer": d.ref[d.on]}
     positive = [side for side, x in sides.items() if (x > 1e-3).mean() > 0.5]
     return f"the {' and the '.join(positive)}'s numbers are above 0" if positive else ""
 
@@ -182,7 +178,7 @@ def not_logarithms(d: Dump) -> str:
 def base_of_the_logarithm(d: Dump) -> str:
     """A line through the origin of slope 0.69 (ln against log2) or 2.3 (log10) fits without
     residual."""
-    inf, ref = d.flat(d.inf), d.flat(d.ref)
+    inf, ref = d.inf[d.on], d.ref[d.on]
     slope = (inf * ref).sum() / max((inf**2).sum(), 1e-30)
     residual = ((ref - slope * inf) ** 2).sum() / max(((ref - inf) ** 2).sum(), 1e-30)
     for base in (2, 10):
@@ -247,7 +243,7 @@ def one_token(d: Dump) -> str:
     """The gap is at one token id."""
     if d.tokens is None:
         return ""
-    ids, gap = d.flat(d.tokens).astype(int), k3(d.flat(d.log_r))
+    ids, gap = d.tokens[d.on].astype(int), k3(d.log_r[d.on])
     total = Counter()
     for token, x in zip(ids.tolist(), gap.tolist(), strict=True):
         total[token] += x
@@ -258,29 +254,22 @@ def one_token(d: Dump) -> str:
     return ""
 
 
-def truncated_sampler(d: Dump) -> str:
-    """The sampler normalises over its kept tokens and the trainer does not: r <= 1 nearly
-    everywhere."""
-    log_r = d.flat(d.log_r)
-    above, mean = (log_r > 2e-2).mean(), np.exp(log_r).mean()
-    if above < 0.01 and mean < 0.995:
-        return f"the mean of r is {mean:.3f}, and r is above 1 in {100 * above:.1f} % of the tokens"
-    return ""
-
-
-def truncated_trainer(d: Dump) -> str:
-    """The trainer normalises over kept tokens and the sampler does not: r >= 1 nearly
-    everywhere."""
-    log_r = d.flat(d.log_r)
-    below, mean = (log_r < -2e-2).mean(), np.exp(log_r).mean()
-    if below < 0.01 and mean > 1.005:
-        return f"the mean of r is {mean:.3f}, and r is below 1 in {100 * below:.1f} % of the tokens"
+def truncated(d: Dump, sign: int) -> str:
+    """One side normalises over its kept tokens and the other does not: log r <= 0 nearly everywhere
+    if the side is the sampler (sign 1), >= 0 if it is the trainer (sign -1)."""
+    log_r = d.log_r[d.on]
+    against, mean = (sign * log_r > 2e-2).mean(), np.exp(log_r).mean()
+    if against < 0.01 and sign * (mean - 1) < -0.005:
+        side = "above" if sign > 0 else "below"
+        return (
+            f"the mean of r is {mean:.3f}, and r is {side} 1 in {100 * against:.1f} % of the tokens"
+        )
     return ""
 
 
 def temperature(d: Dump) -> str:
     """log r is proportional to log p: p_trainer ~ p_sampler^c."""
-    inf, log_r = d.flat(d.inf), d.flat(d.log_r)
+    inf, log_r = d.inf[d.on], d.log_r[d.on]
     slope, start = np.polyfit(inf, log_r, 1)
     residual = ((log_r - slope * inf - start) ** 2).sum() / max(
         ((log_r - log_r.mean()) ** 2).sum(), 1e-30
@@ -316,7 +305,7 @@ def arithmetic(d: Dump) -> str:
 def another_policy(d: Dump) -> str:
     """E r = 1, and the gap is too large for 16-bit arithmetic."""
     rms, mean = of_r(d)
-    error = np.exp(d.flat(d.log_r)).std() / math.sqrt(d.length.sum())
+    error = np.exp(d.log_r[d.on]).std() / math.sqrt(d.length.sum())
     if rms >= PRECISION and abs(mean - 1) < max(0.01, 4 * error):
         r = f"the mean of r is {mean:.3f} +- {error:.1g}: both sides are normalised"
         return f"the root mean square of log r is {rms:.2g}, and {r}"
@@ -338,7 +327,7 @@ def gap_between(d: Dump, start: int, end: int | None) -> float:
 
 def of_r(d: Dump) -> tuple[float, float]:
     """(root mean square of log r, mean of r)."""
-    log_r = d.flat(d.log_r)
+    log_r = d.log_r[d.on]
     return float(np.sqrt((log_r**2).mean())), float(np.exp(log_r).mean())
 
 
@@ -390,12 +379,12 @@ CAUSES = (
     ),
     (
         "truncated sampling",
-        truncated_sampler,
+        partial(truncated, sign=1),
         "top-p, top-k, min-p: score within the kept set (here --keep_sampling_mask=replay)",
     ),
     (
         "raw log-probabilities",
-        truncated_trainer,
+        partial(truncated, sign=-1),
         "whether the engine returns numbers before truncation (vLLM: processed_logprobs)",
     ),
     ("temperature", temperature, "that both sides divide the logits by the same temperature"),
@@ -522,25 +511,16 @@ def text(o: dict) -> str:
         f"ESS                      {o['token_ess']:.3f} of the tokens, {o['seq_ess']:.3f} of the responses",
         f"T_max                    {o['t_max']:,.0f} tokens: the length at which sequence weights reach the clamp",
         "",
-        "length          responses   largest gap    mean gap    KL a token",
+        *lengths_text(o),
+        "",
+        "largest gaps: response, place, token, p of sampler and trainer",
     ]
-    for row in o["by_length"]:
-        lines.append(
-            f"{row['from']:5d} - {row['to']:<7d} {row['responses']:9d}   {row['max_mismatch']:11.3g} "
-            f"{row['mean_mismatch']:11.3g} {row['kl']:13.3g}"
-        )
-    lines += ["", "largest gaps: response, place, token, p of sampler and trainer"]
     for row in o["largest"]:
         lines.append(
             f"   {row['response']:6d} {row['place']:6d} {row['token'] if row['token'] is not None else '-':>8} "
             f"{row['p_sampler']:10.4f} {row['p_trainer']:10.4f}"
         )
-    lines += ["", "corrections with even weights at these lengths"]
-    for row in o["verdicts"]:
-        lines.append(
-            f"   {'yes' if row['viable'] else 'no':4s} {row['correction']:14s} {row['why']}"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *verdicts_text(o)])
 
 
 def main(argv: list[str] | None = None) -> dict:

@@ -36,7 +36,6 @@ ALIKE = 0.02  # if two explanations differ by less, the likelihood of the sample
 BOUND = 20.0  # differences of log-probabilities are clamped to +- this
 LARGEST_FLOAT16 = 65504.0
 ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of common models
-CACHE_BLOCKS = (1, 4, 8, 16, 32)  # tokens per block of a prefix cache
 RANDOM = 0.1  # share of noise in the remainder above which an engine counts as random
 RESAMPLED = 200  # bootstrap samples
 
@@ -236,16 +235,6 @@ def stale_layer(case: Case) -> Iterator[Finding]:
         for place, names in places(case.model).items():
             if case.tries(place):
                 yield stale(case, place, names)
-
-
-def stale_prefix(case: Case) -> Iterator[Finding]:
-    """Yield the cases of a prefix cache that kept the prompts' keys and values of the older
-    weights."""
-    shortest = min(len(g.prompt_ids) for g in case.groups)
-    for block in CACHE_BLOCKS if case.old is not None else ():
-        if block < shortest:
-            variant = f"in blocks of {block}" if block > 1 else ""
-            yield case.finding(variant, case.scorer.score(case.groups, case.old, block))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -464,7 +453,6 @@ FAULTS = {
     "stale weights": stale_weights,
     "stale head": stale_head,
     "stale layer": stale_layer,
-    "prefix cache of old weights": stale_prefix,
     "a scale at 1": scale_of_one,
     "truncated head": truncated_head,
     "wrong rope base": wrong_rope,

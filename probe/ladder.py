@@ -171,31 +171,25 @@ class Scorer(HFEngine):
         self.recipe, self.sampling = recipe, sampling
         self.autocast = getattr(torch, dtype) if scope else None
 
-    def score(self, groups, reader: HFEngine | None = None, block: int = 1) -> np.ndarray:
-        """log p (B, T) of the groups' responses, 0 after their ends. reader: a different engine
-        that reads the beginning of each prompt: all whole blocks before its last token."""
+    def score(self, groups) -> np.ndarray:
+        """log p (B, T) of the groups' responses, 0 after their ends."""
         prompts = [g.prompt_ids for g in groups]
         responses = [g.responses for g in groups]
         rows = []
         for batch in self._batches(prompts, responses, self.sampling.max_tokens):
-            logp = self._force(*batch, reader, block).double().cpu().numpy()
+            logp = self._force(*batch).double().cpu().numpy()
             told = chain.from_iterable(batch[1])
             rows += [row[: len(r.tokens)] for row, r in zip(logp, told, strict=True)]
         return pad(rows, dtype=np.float64).numpy()
 
     @torch.no_grad()
-    def _force(self, prompts, groups, reader, block: int) -> torch.Tensor:
+    def _force(self, prompts, groups) -> torch.Tensor:
         """Run HFEngine._decode with given tokens."""
         responses = list(chain.from_iterable(groups))
         length = torch.tensor([len(r.tokens) for r in responses], device=self.device)
         tokens = pad([r.tokens for r in responses], dtype=np.int64).to(self.device)
         out = torch.zeros(tokens.shape, device=self.device)
-        sizes = [len(group) for group in groups]
-        logits, rows = (
-            self._read_on(prompts, sizes, reader, block)
-            if reader
-            else self._read_prompts(prompts, sizes)
-        )
+        logits, rows = self._read_prompts(prompts, [len(group) for group in groups])
         for t in range(tokens.shape[1]):
             token = tokens[rows.index, t, None]
             out[rows.index, t] = self._logp(
@@ -210,25 +204,6 @@ class Scorer(HFEngine):
                 token = token[going]
             logits = self._step(token, rows)
         return out
-
-    def _read_on(self, prompts, sizes: list[int], reader, block: int):
-        """Do the work of _read_prompts, starting from the keys and values that `reader` has of the
-        prompts' beginnings."""
-        known = [(len(p) - 1) // block * block for p in prompts]
-        _, rows = reader._read_prompts([p[:n] for p, n in zip(prompts, known, strict=True)], sizes)
-        suffixes = [p[n:].astype(np.int64) for p, n in zip(prompts, known, strict=True)]
-        ids = pad([p[::-1] for p in suffixes], dtype=np.int64).flip(1)  # padded on the left
-        mask = pad([np.ones_like(p) for p in suffixes], dtype=np.int64).flip(1)
-        of_response = torch.arange(len(prompts)).repeat_interleave(torch.tensor(sizes))
-        ids, mask = ids[of_response].to(self.device), mask[of_response].to(self.device)
-        before = mask.new_ones(len(mask), max(known)) if rows.mask is None else rows.mask
-        rows.mask = torch.cat([before, mask], 1)
-        position = rows.position[:, None] + (mask.cumsum(1) - 1).clamp_min(0)
-        logits, rows.cache = self._forward(
-            ids, attention_mask=rows.mask, past_key_values=rows.cache, position_ids=position
-        )
-        rows.position = rows.position + mask.sum(1)
-        return logits, rows
 
     def _logp(self, logits, token, t: int, responses) -> torch.Tensor:
         """log p (n,) of the t-th tokens (n, 1) of these responses under the recipe's

@@ -1,4 +1,5 @@
-"""Text of the report: one function for each table. o: probe.Report."""
+"""Text of the report: one function for each table. o: the report of probe.summarize. The doctor's
+report has no floor."""
 
 from __future__ import annotations
 
@@ -19,67 +20,68 @@ def text(o) -> str:
         models_text,
         distances_text,
         floor_text,
-        *([turns_text] if o.by_turn else []),
+        *([turns_text] if o["by_turn"] else []),
         lengths_text,
         prefixes_text,
         control_text,
         verdicts_text,
     ]
-    if o.ladder is not None:
+    if o["ladder"] is not None:
         tables += [ladder_text, suspects_text]
     parts = [table(o) for table in tables]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def models_text(o) -> list[str]:
-    who = f"{o.sampler} in {o.engine} samples, {o.model} in {o.learner} learns"
-    if o.lm_head_fp32:
+    who = f"{o['sampler']} in {o['engine']} samples, {o['model']} in {o['learner']} learns"
+    if o["lm_head_fp32"]:
         who += ", heads in float32"
-    s = o.sampling
+    s = o["sampling"]
     return [
         who,
         f"   temperature {s['temperature']:g}, top_p {s['top_p']:g}, top_k {s['top_k']}, min_p {s['min_p']:g}, "
         f"kept sets {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities",
-        f"   {o.responses} responses, {o.tokens:,} tokens; length: mean {o.length['mean']:.1f}, 95 % quantile "
-        f"{o.length['95 %']}, maximum {o.length['max']}",
+        f"   {o['responses']} responses, {o['tokens']:,} tokens; length: mean {o['length']['mean']:.1f}, 95 % quantile "
+        f"{o['length']['95 %']}, maximum {o['length']['max']}",
     ]
 
 
 def distances_text(o) -> list[str]:
-    floor = largest(o.floor)
-    kl = f"{o.k1_kl:.3g} by k1 (floor {floor['k1']:.1g}), {o.k3_kl:.3g} by k3 (floor {floor['kl']:.1g}) nats a token"
-    ratio = f"mean {o.ratio_mean:.4f} (floor 1 +- {floor['ratio']:.1g})"
-    if o.cut_fraction:
-        ratio += f"; {100 * o.cut_fraction:.2f} % of the sampled tokens cut by the learner"
+    floor = largest(o["floor"])
+    kl = f"{o['k1_kl']:.3g} by k1 (floor {floor['k1']:.1g}), "
+    kl += f"{o['k3_kl']:.3g} by k3 (floor {floor['kl']:.1g}) nats a token"
+    ratio = f"mean {o['ratio_mean']:.4f} (floor 1 +- {floor['ratio']:.1g})"
+    if o["cut_fraction"]:
+        ratio += f"; {100 * o['cut_fraction']:.2f} % of the sampled tokens cut by the learner"
         ratio += f" (floor {100 * floor['cut']:.2f} %)"
-    chi2 = f"{o.chi2_token:.3g} a token (floor {floor['chi2']:.1g}), "
-    chi2 += f"{o.chi2_seq:.3g} a response (floor {floor['chi2_seq']:.1g})"
-    effective = f"{o.token_ess:.3f} of the tokens (floor {ess_floor(floor['chi2'])}), "
-    effective += f"{o.seq_ess:.3f} of the responses (floor {ess_floor(floor['chi2_seq'])})"
-    if o.seq_clamped > 0.5:
+    chi2 = f"{o['chi2_token']:.3g} a token (floor {floor['chi2']:.1g}), "
+    chi2 += f"{o['chi2_seq']:.3g} a response (floor {floor['chi2_seq']:.1g})"
+    effective = f"{o['token_ess']:.3f} of the tokens (floor {ess_floor(floor['chi2'])}), "
+    effective += f"{o['seq_ess']:.3f} of the responses (floor {ess_floor(floor['chi2_seq'])})"
+    if o["seq_clamped"] > 0.5:
         effective += " (false: they are clamped)"
     kl_floor = max(floor["k1"], floor["kl"])
-    end = o.clamp / kl_floor if kl_floor else math.inf
-    t_max = f"{o.t_max:,.0f} tokens (floor {end:,.0f})"
+    end = o["clamp"] / kl_floor if kl_floor else math.inf
+    t_max = f"{o['t_max']:,.0f} tokens (floor {end:,.0f})"
     t_max += ": clamp / KL, the length at which sequence weights reach the clamp"
-    if o.t_half < math.inf:
-        t_max += f"; their ESS is halved every {o.t_half:,.0f}, by chi2"
-    gap = f"{o.max_mismatch:.3g} largest of a response (floor {floor['max']:.1g}), {o.mean_mismatch:.3g} mean"
+    if o["t_half"] < math.inf:
+        t_max += f"; their ESS is halved every {o['t_half']:,.0f}, by chi2"
+    gap = f"{o['max_mismatch']:.3g} largest of a response (floor {floor['max']:.1g}), {o['mean_mismatch']:.3g} mean"
     return [
         f"|p_inf - p_ref|    {gap} (floor {floor['mean']:.1g})",
-        f"                   {o.largest_mismatch:.3g} largest of all tokens, above 0.5 in "
-        f"{100 * o.above_half:.1f} % of the responses",
+        f"                   {o['largest_mismatch']:.3g} largest of all tokens, above 0.5 in "
+        f"{100 * o['above_half']:.1f} % of the responses",
         f"KL(inf || ref)     {kl}",
         f"r = p_ref / p_inf  {ratio}",
         f"chi2               {chi2}",
         f"ESS                {effective}",
         f"T_max              {t_max}",
         (
-            f"tokenization       {100 * o.retokenized:.1f} % of the responses would be tokenized differently "
+            f"tokenization       {100 * o['retokenized']:.1f} % of the responses would be tokenized differently "
             "from their text"
         ),
-        f"reward             {o.reward:.3f} earned by the sampler, {o.reward_weighted:.3f} estimated for the learner "
-        f"(floor +- {floor['reward']:.1g})",
+        f"reward             {o['reward']:.3f} earned by the sampler, {o['reward_weighted']:.3f} estimated "
+        f"for the learner (floor +- {floor['reward']:.1g})",
     ]
 
 
@@ -93,7 +95,7 @@ def floor_text(o) -> list[str]:
     """Distances of the learner from itself and of the engine from itself, by rounding."""
     distances = "largest gap    mean gap    KL a token  chi2 a token  chi2 a response"
     lines = [f"the floor: against itself     tokens   {distances}"]
-    for row in o.floor:
+    for row in o["floor"]:
         numbers = f"{row['max']:11.2g} {row['mean']:11.2g} {row['kl']:13.2g} {row['chi2']:13.2g}"
         numbers += f" {row['chi2_seq']:16.2g}"
         lines.append(f"   {row['name']:26s} {row['tokens']:6d}   {numbers}")
@@ -102,7 +104,7 @@ def floor_text(o) -> list[str]:
 
 def turns_text(o) -> list[str]:
     lines = ["turn    sampled tokens   largest gap    mean gap    KL a token"]
-    for row in o.by_turn:
+    for row in o["by_turn"]:
         lines.append(
             f"{row['turn']:4d} {row['tokens']:17d}   {row['largest_mismatch']:11.3g} "
             f"{row['mean_mismatch']:11.3g} {row['kl']:13.3g}"
@@ -112,26 +114,26 @@ def turns_text(o) -> list[str]:
 
 def lengths_text(o) -> list[str]:
     lines = ["length          responses   largest gap    mean gap    KL a token"]
-    for row in o.by_length:
+    for row in o["by_length"]:
         lines.append(
             f"{row['from']:5d} - {row['to']:<7d} {row['responses']:9d}   "
             f"{row['max_mismatch']:11.3g} {row['mean_mismatch']:11.3g} {row['kl']:13.3g}"
         )
-    floor = largest(o.floor)
-    lines.append(
-        f"the floor {'':18s} {floor['max']:11.2g} {floor['mean']:11.2g} {floor['k1']:13.2g}"
-    )
+    if "floor" in o:
+        floor = largest(o["floor"])
+        numbers = f"{floor['max']:11.2g} {floor['mean']:11.2g} {floor['k1']:13.2g}"
+        lines.append(f"the floor {'':18s} {numbers}")
     return lines
 
 
 def prefixes_text(o) -> list[str]:
     lines = ["after tokens    responses    ESS of R    R < 1/4    clamped"]
-    for row in o.by_prefix:
+    for row in o["by_prefix"]:
         lines.append(
             f"{row['tokens']:12d} {row['responses']:12d} {row['ess']:11.3f} "
             f"{100 * row['low_weight']:8.1f} % {100 * row['clamped']:8.1f} %"
         )
-    floor = largest(o.floor)
+    floor = largest(o["floor"])
     return [
         *lines,
         f"the floor, whole responses {ess_floor(floor['chi2_seq']):>9s}   "
@@ -140,18 +142,18 @@ def prefixes_text(o) -> list[str]:
 
 
 def control_text(o) -> list[str]:
-    if o.control is None:
+    if o["control"] is None:
         return ["length or number of tokens? too few responses are long enough to tell"]
-    k = o.control["piece"]
+    k = o["control"]["piece"]
     labels = {
         "one_short": f"one response of {k}",
         f"{PIECES}_short": f"{PIECES} responses of {k}",
         "long_beginning": f"the first {k} of a response of {PIECES * k}",
         "long": f"all {PIECES * k} of this response",
     }
-    lines = [f"length or number of tokens? largest gap (floor {largest(o.floor)['max']:.1g}) in"]
+    lines = [f"length or number of tokens? largest gap (floor {largest(o['floor'])['max']:.1g}) in"]
     for name, label in labels.items():
-        mean, se = o.control[name]
+        mean, se = o["control"][name]
         lines.append(f"   {label:32s} {mean:.3g} +- {se:.2g}")
     return lines
 
@@ -160,7 +162,7 @@ def verdicts_text(o) -> list[str]:
     lines = [
         "are weights even at these lengths? (noise of the weights; worth.py measures gradients)"
     ]
-    for row in o.verdicts:
+    for row in o["verdicts"]:
         viable = "yes" if row["viable"] else "no "
         lines.append(f"   {viable}  {row['correction']:14s} {row['why']}")
     return lines
@@ -171,11 +173,11 @@ def ladder_text(o) -> list[str]:
     heads = "".join(
         f"{head:^34s}" for head in ("KL a token", "|dp| a token", "var(R) of responses")
     )
-    if o.ladder["responses"] < o.responses:
-        heads += f"  ({o.ladder['responses']} of {o.responses} responses)"
+    if o["ladder"]["responses"] < o["responses"]:
+        heads += f"  ({o['ladder']['responses']} of {o['responses']} responses)"
     lines = [f"mismatch by source {heads}"]
-    total = o.ladder["total"]
-    for row in o.ladder["rows"]:
+    total = o["ladder"]["total"]
+    for row in o["ladder"]["rows"]:
         lines.append(
             f"   {row['source']:19s}"
             + "".join(share_text(row[name], total[name]) for name in total)
@@ -183,7 +185,7 @@ def ladder_text(o) -> list[str]:
     lines.append(f"   {'total':19s}" + "".join(f"{x:8.2g}{'':26s}" for x in total.values()))
     lines.append(
         f"   {'the floor':19s}"
-        + "".join(f"{o.ladder['floor'][name]:8.2g}{'':26s}" for name in total)
+        + "".join(f"{o['ladder']['floor'][name]:8.2g}{'':26s}" for name in total)
     )
     return lines
 
@@ -197,7 +199,7 @@ def share_text(x: dict, total: float) -> str:
 
 def suspects_text(o) -> list[str]:
     """The faults that explain the largest parts of the remainder."""
-    suspects = o.ladder["suspects"]
+    suspects = o["ladder"]["suspects"]
     if not suspects:
         return ["the remainder is rounding, so there is no search for a fault"]
     first = suspects[0]

@@ -8,6 +8,7 @@ low-variance weight: worth.py measures both."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,14 +76,12 @@ class Evidence:
         """Whether the weights of whole responses stay below the clamp."""
         return self.longest * self.kl < self.clamp and self.clamped < 0.01
 
-    @property
     def states(self) -> str:
         """The text on the error that token weights do not correct: the share of the sampler's
         states, sum min(inf, ref), that the learner would visit as often."""
         shared = np.minimum(self.before_ratio, 1).mean()
         return f"states keep the sampler's distribution ({100 * shared:.0f} % shared with the learner's)"
 
-    @property
     def reach(self) -> str:
         """The text on the distance of the longest responses from the clamp."""
         product = self.longest * self.kl
@@ -98,76 +97,15 @@ def judge_none(x: Evidence):
     """Judge no correction: viable if the KL of a whole response is below 0.1 nats."""
     T = float(x.length.mean())
     apart = T * x.kl
-    return (
-        apart < 0.1,
-        f"the distributions of a whole response are {apart:.2g} nats apart (KL x {T:.0f} tokens)",
-    )
-
-
-def judge_tis(x: Evidence):
-    """Viable if the ESS of min(r, C) is above 1/2."""
-    C = bound("tis", "is_cap")
-    share = ess(x.token_ratio.clip(max=C))
-    return share > 0.5 and not x.biased, f"ESS of min(r, {C:g}) is {share:.2f}; {x.states}"
+    why = f"the distributions of a whole response are {apart:.2g} nats apart (KL x {T:.0f} tokens)"
+    return apart < 0.1, why
 
 
 def judge_jackpot(x: Evidence):
     """Viable if more than 80 % of the tokens are accepted, by min(1, r)."""
     accepted = np.minimum(1, x.token_ratio).mean()
-    why = f"{100 * accepted:.1f} % of the tokens would be accepted; {x.states}"
+    why = f"{100 * accepted:.1f} % of the tokens would be accepted; {x.states()}"
     return accepted > 0.8 and not x.biased, why
-
-
-def judge_seq_is(x: Evidence):
-    """Viable if R stays below the clamp and its ESS is above 1/2."""
-    share = ess(x.seq_ratio)
-    viable = x.sequence_weights_fit and share > 0.5 and not x.biased
-    return viable, f"{seq_ess_text(x, share)}; {x.reach}"
-
-
-def judge_seq_tis(x: Evidence):
-    """Viable if R stays below the clamp and the ESS of min(R, C) is above 1/2."""
-    C = bound("seq_tis", "is_cap")
-    share = ess(x.seq_ratio.clip(max=C))
-    light = f"{100 * (x.seq_ratio < 1 / C).mean():.0f} % of the responses weigh less than 1/{C:g}"
-    viable = x.sequence_weights_fit and share > 0.5 and not x.biased
-    return viable, f"{seq_ess_text(x, share)}; {light}; {x.reach}"
-
-
-def judge_seq_tis_1(x: Evidence):
-    """Viable if the ESS of min(R, 1) is above 1/2."""
-    return even(x, x.seq_ratio.clip(max=1), "min(R, 1)")
-
-
-def judge_prefix_tis(x: Evidence):
-    """Viable if the ESS of min(R_t, C) is above 1/2."""
-    C = bound("prefix_tis", "is_cap")
-    return even(x, x.prefix_ratio.clip(max=C), f"min(R_t, {C:g})")
-
-
-def judge_retrace_seq(x: Evidence):
-    """Viable if the ESS of prod_{s<=t} min(r_s, 1) min(R, 1) is above 1/2."""
-    return even(x, x.traces * x.seq_of_token.clip(max=1), "prod min(r_s, 1) min(R, 1)")
-
-
-def even(x: Evidence, weight, name: str):
-    """Viable if the ESS is above 1/2 and at most half of the weights are clamped."""
-    share = ess(weight)
-    clamped = (weight <= math.exp(-x.clamp)).mean() > 0.5
-    false = " but misleading: the weights are clamped" if clamped else ""
-    return share > 0.5 and not clamped and not x.biased, f"ESS of {name} is {share:.2f}{false}"
-
-
-def judge_seq_mis(x: Evidence):
-    """Viable if R stays below the clamp, more than half of the responses are kept, and the ESS is
-    above 1/2 with weight 0 for dropped responses."""
-    keep = x.seq_ratio <= bound("seq_mis", "rs_high")
-    share = ess(x.seq_ratio * keep)
-    viable = x.sequence_weights_fit and keep.mean() > 0.5 and share > 0.5 and not x.biased
-    return (
-        viable,
-        f"keeps {100 * keep.mean():.0f} % of the responses, ESS with dropped responses as weight 0 is {share:.2f}",
-    )
 
 
 def judge_geo_rs(x: Evidence):
@@ -179,23 +117,43 @@ def judge_geo_rs(x: Evidence):
     return keep.mean() > 0.5, why
 
 
-def seq_ess_text(x: Evidence, share: float) -> str:
-    """The text on the ESS of responses. Equal weights have ESS 1, even if all of them are
-    clamped."""
-    false = " but misleading: the weights are clamped" if x.clamped > 0.5 else ""
-    return f"ESS of the responses is {share:.2f}{false}"
+def even(weights: Callable, name: str, whole: bool = False, more: Callable | None = None):
+    """A rule for weights(x): viable if their ESS is above 1/2 and at most half of them are clamped.
+    Equal weights have ESS 1, even if all of them are clamped.
+
+    name: of the weights. whole: R must stay below the clamp. more: a further text of x."""
+
+    def judge(x: Evidence):
+        weight = weights(x)
+        share = ess(weight)
+        clamped = (x.clamped if whole else (weight <= math.exp(-x.clamp)).mean()) > 0.5
+        why = f"ESS of {name} is {share:.2f}"
+        why += " but misleading: the weights are clamped" if clamped else ""
+        why += f"; {more(x)}" if more else ""
+        fits = x.sequence_weights_fit if whole else not clamped
+        return share > 0.5 and fits and not x.biased, why
+
+    return judge
 
 
+TIS, SEQ_TIS = bound("tis", "is_cap"), bound("seq_tis", "is_cap")
+PREFIX_TIS, SEQ_MIS = bound("prefix_tis", "is_cap"), bound("seq_mis", "rs_high")
+REACH = {"whole": True, "more": Evidence.reach}
 VERDICTS = {
     "none": judge_none,
-    "tis": judge_tis,
+    "tis": even(lambda x: x.token_ratio.clip(max=TIS), f"min(r, {TIS:g})", more=Evidence.states),
     "jackpot": judge_jackpot,
-    "seq_is": judge_seq_is,
-    "seq_tis": judge_seq_tis,
-    "seq_tis, C = 1": judge_seq_tis_1,
-    "prefix_tis": judge_prefix_tis,
-    "retrace_seq": judge_retrace_seq,
-    "seq_mis": judge_seq_mis,
+    "seq_is": even(lambda x: x.seq_ratio, "R", **REACH),
+    "seq_tis": even(lambda x: x.seq_ratio.clip(max=SEQ_TIS), f"min(R, {SEQ_TIS:g})", **REACH),
+    "seq_tis, C = 1": even(lambda x: x.seq_ratio.clip(max=1), "min(R, 1)"),
+    "prefix_tis": even(lambda x: x.prefix_ratio.clip(max=PREFIX_TIS), f"min(R_t, {PREFIX_TIS:g})"),
+    "retrace_seq": even(
+        lambda x: x.traces * x.seq_of_token.clip(max=1), "prod min(r_s, 1) min(R, 1)"
+    ),
+    # the ESS with weight 0 for dropped responses is at most the kept share
+    "seq_mis": even(
+        lambda x: x.seq_ratio * (x.seq_ratio <= SEQ_MIS), f"R, 0 if R > {SEQ_MIS:g},", **REACH
+    ),
     "geo_rs": judge_geo_rs,
 }
 

@@ -11,6 +11,7 @@ After that our step is timed with vLLM. Only this file and tests/tools/conform.p
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench import compare, print_table, resolved, seconds, shaped, update
+from bench import compare, resolved, seconds, shaped, update
 from config import Config
 from learner import Comm, Learner
 from machinery.checkpoint.models import load_model, read_config
@@ -142,4 +143,4 @@ def against_trl(root: str) -> dict:
 if __name__ == "__main__":
     sweep.no_arguments("against_trl")
     with tempfile.TemporaryDirectory() as root:
-        run_command(lambda: print_table({"trl": against_trl(root)}))
+        run_command(lambda: print(json.dumps(against_trl(root), indent=1)))

@@ -90,7 +90,6 @@ HEAD = [
     "engine",
     "peak",
     "checkpoint",
-    "sent an update",
     "does it fit?",
 ]
 
@@ -123,7 +122,6 @@ def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> lis
         made.sum_of("engine"),
         made.peak,
         made.checkpoint,
-        made.moved,
     ]
     return [name, str(ranks), *(f"{x / plan.GIB:.1f}" for x in numbers), says]
 

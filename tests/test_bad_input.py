@@ -252,7 +252,7 @@ train.py --resume --out=run_spoilt | run_spoilt: all checkpoints are damaged; ..
 -m machinery.warmstart --rollout=hf --model=POLICY --task=arith --max_tokens=8 --lr=1 --dtype=float32 | leave --model
 mini.py --stps=3 | --stps=3: write --name=value, with a name from the settings in mini.py
 metrics.py out/demo | out/demo: metrics.py takes no arguments; leave them out
--m bench haed | haed: no such list; write python -m bench gpu
+-m bench --parts=haed --device=cpu | --parts=haed: no such part; there are tests
 tests/remote_tools/fuzz.py --frames=29 | --frames=29: at least 30
 -m remote | --connect: name the learner's address, tcp://HOST:PORT, or a shared folder
 -m remote --conect=tcp://127.0.0.1:9 | --conect: no such flag; did you mean --connect?

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import shutil
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -458,34 +458,3 @@ def test_the_setup_of_several_sets(folders, tmp_path):
     (sampler / "config.json").write_text(json.dumps(config_json))
     with pytest.raises(UserError, match="it exceeds the model's context of"):
         setup(sets, str(sampler))
-
-
-def test_following_a_folder_without_training(tmp_path, capsys):
-    """In one process; flags of another model are refused."""
-    saved = asdict(config.Config(rollout="vllm", rollout_tp=2, eval_task="a.jsonl", max_tokens=64))
-    cfg = parse_flags(evaluation.EvalFlags, [*evaluation.flags_of_run(saved), "--model=anything"])
-    assert (cfg.rollout, cfg.rollout_tp, cfg.max_tokens, cfg.task) == ("vllm", 1, 64, "a.jsonl")
-    (tmp_path / "config.json").write_text(json.dumps({"config": saved, "objective": "x", "command": "x"}))
-    with pytest.raises(UserError, match="leave out --model --show_prompt"):
-        evaluation.main([f"--follow={tmp_path}", "--model=x", "--show_prompt"])
-    assert evaluation.main([f"--follow={tmp_path}"]) == {"run": str(tmp_path), "evaluated": 0}
-    assert "no process trains in this folder" in capsys.readouterr().out
-
-
-ALIGNED = {"eval_engine": "torch", "learner_quant": "aligned"}
-ROUNDS = [
-    ("x", "policy", {}, False),
-    ("x", "actor", {}, True),
-    ("none", "policy", {}, True),
-    ("x", "actor", ALIGNED, True),
-]
-ROUNDS += [("none", "policy", changes, False) for changes in ({"eval_engine": "torch"}, {"samplers": "zmq"})]
-
-
-@pytest.mark.parametrize("actor, name, changes, rounds", ROUNDS)
-def test_a_follower_rounds_only_the_sampling_model(actor, name, changes, rounds, tmp_path, monkeypatch):
-    seen, failed = [], SimpleNamespace(returncode=1)
-    monkeypatch.setattr(evaluation.subprocess, "run", lambda command, **_: seen.append(command) or failed)
-    saved = asdict(config.Config(actor=actor, rollout_quant="w2a16", quant_group=32)) | changes
-    evaluation.evaluated(tmp_path, name, saved, [])
-    assert ["--rollout_quant=w2a16" in command for command in seen] == [rounds]

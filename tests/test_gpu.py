@@ -1,6 +1,6 @@
 """GPU versions of CPU tests, and tests that need a GPU. Skipped without a GPU.
 
-python -m pytest tests/test_gpu.py                        # the whole GPU list: python -m bench gpu
+python -m pytest tests/test_gpu.py                        # the whole GPU list: python -m bench
 GPU_LIST_DEVICE=cpu python -m pytest tests/test_gpu.py    # the same tests on a CPU"""
 
 import contextlib

@@ -162,7 +162,7 @@ def test_the_verdicts_on_capped_weights_by_hand():
     """Two responses of 3 and 1 tokens, r = 1/2, 2, 1/4 and 3."""
     log_r = np.log([[0.5, 2.0, 0.25], [3.0, 1.0, 1.0]])
     evidence = verdicts.Evidence.of(log_r, np.array([3, 1]), 0.1, 20.0)
-    assert evidence.states.endswith("(88 % shared with the learner's)")  # states 1, 1/2, 1; and 1: 3.5 of 4
+    assert evidence.states().endswith("(88 % shared with the learner's)")  # states 1, 1/2, 1; and 1: 3.5 of 4
     rows = {row["correction"]: row["why"] for row in verdicts.judged(evidence, [])}
     assert "min(R, 1) is 0.74" in rows["seq_tis, C = 1"]  # 1/4, 1
     assert "min(R_t, 1) is 0.82" in rows["prefix_tis"]  # 1/2, 1, 1/4; 1
@@ -237,7 +237,7 @@ def test_precisions_of_the_probe_and_its_engine(folders, tmp_path, monkeypatch):
 
     def watched(cfg, *more):
         seen.append((cfg.dtype, cfg.rollout_dtype))
-        return SimpleNamespace(as_dict=dict)
+        return {}
 
     monkeypatch.setattr(probe_command, "probe", watched)
     monkeypatch.setattr(warmstart, "base_model", lambda *flag: str(folders / "policy"))

@@ -63,7 +63,7 @@ def test_states_by_hand():
     layer = (P - 2 * 151_936 * 4096 - 4096) // 36
     assert states.layer == 4 * layer
     root = P - 36 * layer
-    assert (states.gathered, states.travels) == (4 * (root + 2 * layer), 4 * P)  # DDP: no communication in 16 bits
+    assert states.gathered == 4 * (root + 2 * layer)  # DDP: no communication in 16 bits
 
 
 def test_states_of_shards_and_muon(unmeasured):
@@ -72,12 +72,10 @@ def test_states_of_shards_and_muon(unmeasured):
     states = plan.States.of(cfg, "policy", config)
     embedding, vectors = V * H, 6 * (2 * D + 2 * H) + H
     assert states.optimizer == 8 * (embedding + vectors) + 4 * (P - embedding - vectors)
-    assert states.travels == 4 * (embedding + H) + 2 * (P - embedding - H)
     made = plan.plan_of(cfg, {"policy": config}, 8, ranks)
     assert config.dtype == torch.bfloat16  # a checkpoint writes its folder in this dtype
     sizes = {"weights, policy": 4 * P, "gradients, policy": 4 * P, "optimizer, policy": states.optimizer}
     assert {name: made.categories[name] for name in sizes} == {name: size // ranks for name, size in sizes.items()}
-    assert made.moved == int(2 / 3 * (4 * P + 2 * states.travels))
 
 
 def test_states_of_adapters(unmeasured):
@@ -283,25 +281,10 @@ def test_proposals_are_tried_in_order(monkeypatch):
     assert "; with --gradient_checkpointing=True it needs" in sentence
 
 
-def test_the_longest_row_and_the_largest_micro_batch_that_fit(monkeypatch):
-    """A row may be shorter by a hundredth of the memory: the context's length if it fits, 0 if no token fits. A
-    micro-batch is a power of two, or one row."""
-    cfg, configs = make_cfg(**BIG), {"policy": small(max_position_embeddings=200)}
-
-    def peak(length):
-        return 10**6 + 3000 * length + 40 * length**2
-
-    def of_length(cfg, configs, prompt, *more):
-        return SimpleNamespace(peak=peak(prompt + cfg.max_tokens))
-
-    monkeypatch.setattr(plan, "plan_of", of_length)
-    response = plan.longest_row(cfg, configs, 37, 1, (peak(110) + 10) / plan.GIB)
-    assert 100 < response <= 110 and 0.99 * peak(110) < peak(response)
-    assert plan.longest_row(cfg, configs, 37, 1, peak(200) / plan.GIB) == 200
-    assert plan.longest_row(cfg, configs, 37, 1, (peak(38) - 10) / plan.GIB) == 0
-    assert plan.longest_row(cfg, configs, 200, 1, 80.0) == 0  # a prompt as long as the context
+def test_the_largest_micro_batch_that_fits(monkeypatch):
+    """A power of two, or one row."""
     monkeypatch.setattr(plan, "plan_of", lambda cfg, *more: SimpleNamespace(peak=cfg.micro_tokens * plan.GIB // 1024))
-    made = SimpleNamespace(micro=(3, 700), ranks=2)
+    cfg, made = make_cfg(**BIG), SimpleNamespace(micro=(3, 700), ranks=2)
     for gpu_gib, tokens in ((5.0, 4096), (4.0, 4096), (3.99, 2048), (100.0, 32768), (0.9, 700)):
         assert plan.largest_micro(cfg, made, {}, 37, gpu_gib) == tokens
 
@@ -313,7 +296,6 @@ def test_the_command(tmp_path, capsys):
     print_plan([*argv, "--max_prompt_tokens=32", "--gpu_gib=80", "--rollout=hf", "--ranks=4"])
     printed = capsys.readouterr().out
     assert "one rank of 4" in printed and "it fits --gpu_gib=80" in printed
-    assert "the longest row that fits has 512 tokens, including 32 of the prompt" in printed  # the model's context
     assert "the largest micro-batch that fits: --micro_tokens=32768" in printed
     weights = float(re.search(r"weights, policy +([\d.]+)", printed)[1])
     assert weights == pytest.approx(4 * P / plan.GIB, abs=0.005)

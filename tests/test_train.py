@@ -1,13 +1,11 @@
 """The whole loop: real vLLM, kill and resume, stop by a signal, two ranks, every preset."""
 
-import json
 import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,7 @@ from corrections import USES_Z
 from learner import Comm
 from machinery import checkpoint, plot, session, settings
 from machinery.flags import UserError
-from machinery.run import Log, lock_folder, open_run, read_metrics
+from machinery.run import open_run, read_metrics
 from machinery.run import rows as run_rows
 from model.engines import HFEngine
 from sampling import Sampling
@@ -602,41 +600,9 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
         settings.parse(flags(solvers, tmp_path / "one", actor="none", eval_engine="second"))
 
 
-@SEVERAL_PROCESSES
-def test_follow_evaluates_every_checkpoint(solvers, tmp_path, train_here, monkeypatch):
-    """One command with the run's settings gives the same numbers as in training. It waits while a process locks the
-    folder, and ends after it. A second call finds every evaluation done."""
-    out = tmp_path / "run"
-    changes = {"objective": "tis", "actor": "none", "steps": 2, "save_every": 1, "lr": 0.02, "model": solvers / "actor"}
-    changes |= {"rollout_quant": "int8", "learner_quant": "aligned", "eval_problems": 64, "eval_every": 1}
-    _, rows = train_here(flags(solvers, out, **changes))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    bare = [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in lines]
-    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in bare))
-    assert not any(evals(read_metrics(out)))
-    monkeypatch.setattr(evaluation, "POLL", 0.1)
-    trainer = lock_folder(out)
-    ends = []
-    follower = threading.Thread(target=lambda: ends.append(evaluation.main(["--follow", str(out)])))
-    follower.start()
-    deadline = time.time() + 300
-    while not all(evals(read_metrics(out))[1:]) and time.time() < deadline:
-        time.sleep(0.1)
-    assert evals(read_metrics(out))[1:] == evals(rows)[1:]
-    time.sleep(1)
-    assert follower.is_alive()
-    trainer.close()
-    follower.join(60)
-    assert ends == [{"run": str(out), "evaluated": 2}]
-    monkeypatch.setattr(subprocess, "run", None)
-    assert evaluation.main([f"--follow={out}"]) == ends[0]
-    truncated = Log(out, SimpleNamespace(wandb=""), 1)  # as in a resume after update 1
-    truncated.close()
-    assert [row["step"] for row in run_rows(out / "eval.jsonl")] == [0]
-
-
 def test_the_report_ends_with_the_last_evaluation_of_each_model():
-    """If a follower evaluates the last checkpoint, the actor can be missing in the last row."""
+    """Also if a model is missing in the last row. Engines with low-bit weights are noted, unless the learner's weights
+    are in low bits too, or another engine evaluates."""
     first = {"eval/policy_pass@1": 0.25, "eval/policy_se": 0.5, "eval/actor_pass@1": 0.75, "eval/actor_se": 0.125}
     rows = [{"update_s": 2.0}, first, {**first, "eval/policy_pass@1": 0.5}]
     del rows[-1]["eval/actor_pass@1"]

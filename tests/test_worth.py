@@ -11,7 +11,6 @@ import torch
 from conftest import TINY_TASK, f64, make_cfg, make_groups, tiny_model
 from torchrun import torchrun
 
-import batching
 import objectives
 import worth
 from learner import Comm, Learner
@@ -19,7 +18,7 @@ from machinery import measure, run
 from machinery.flags import UserError
 from machinery.measure import FOLDS, Reference, RowSamples
 from objectives import REF
-from worth import EVERYTHING, Measurement, Weights
+from worth import Measurement, Weights
 
 
 def ragged(n_groups: int, seed: int):
@@ -260,29 +259,18 @@ def test_a_policy_without_rewards_has_no_gradient(tmp_path, folders):
         weigh(tmp_path, folders, *LEAST, "--rows=none")
 
 
-def test_parts_by_length_and_by_group_add_up(measured, monkeypatch):
-    """The parts' gradients sum to the whole gradient; a row's samples along any direction sum too."""
+def test_the_samples_of_a_row_by_hand(measured, monkeypatch):
+    """Sums over all tokens along the gradient, sums over the tokens of each group along random directions."""
     monkeypatch.setattr(run, "sleep_level", pytest.fail)  # on a GPU the engine would drop its weights
-    m = measured("--rows=is", "--lengths=3,6")
-    assert m.parts == [EVERYTHING, (0, 3), (3, 6), (6, EVERYTHING[1])]
-    batch = batching.collate(ragged(8, seed=5), m.cfg)
-    whole, *parts = (m.gradient(replace(batch, adv=batch.adv * worth.of_length(batch, part))) for part in m.parts)
-    for entry, *shares in zip(whole, *parts, strict=True):
-        assert torch.allclose(entry, sum(shares), atol=1e-6)
-    assert all(m.weights.dot(g, g) > 0 for g in parts)
+    m = measured("--rows=is")
     batch = worth.batches_of(m.learner, ragged(8, seed=5), m.rows)["is"]
     slopes = m.weights.slopes(batch, m.random)
-    c = worth.coefficients(batch, m.comm, m.cfg)
-    seen = [RowSamples() for _ in m.parts]
-    for samples, part in zip(seen, m.parts, strict=True):
-        m.see(samples, worth.Slopes({"is": batch}, {part: slopes[:FOLDS]}, slopes), c, part)
-    assert np.allclose(np.sum([s.along[0] for s in seen[1:]], 0), seen[0].along[0])
-    assert np.allclose(np.sum([s.noise[0] for s in seen[1:]], 0), seen[0].noise[0])
-    middle, third = (batch.length >= 3) & (batch.length < 6), batch.group == 2
-    assert seen[2].along[0][1] == pytest.approx(float((c * slopes[1])[middle].sum()))
-    assert seen[0].noise[0].shape == (8, 8)  # groups, directions
-    assert seen[0].noise[0].sum(0) == pytest.approx([float((c * s).sum()) for s in slopes])
-    assert seen[0].noise[0][2, 5] == pytest.approx(float((c * slopes[5])[third].sum()))
+    c, seen = worth.coefficients(batch, m.comm, m.cfg), RowSamples()
+    m.see(seen, worth.Slopes({"is": batch}, slopes[:FOLDS], slopes), c)
+    assert seen.along[0][1] == pytest.approx(float((c * slopes[1]).sum()))
+    assert seen.noise[0].shape == (8, 8)  # groups, directions
+    assert seen.noise[0].sum(0) == pytest.approx([float((c * s).sum()) for s in slopes])
+    assert seen.noise[0][2, 5] == pytest.approx(float((c * slopes[5])[batch.group == 2].sum()))
 
 
 def test_the_cost_of_a_response_by_hand(monkeypatch):

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -36,7 +36,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from conftest import make_groups
 from test_hub import Raw, opened_objects, started, until
 
-from bench import print_table
 from machinery.flags import need, parse_flags, run_command
 from remote import wire
 from remote.groups import encode_group
@@ -321,7 +320,8 @@ def fuzz(frames: int, seed: int) -> dict[str, Report]:
 def main(argv: list[str]) -> None:
     flags = parse_flags(FuzzFlags, argv, usage="python tests/remote_tools/fuzz.py [--frames=100000] [--seed=0]")
     reports = fuzz(flags.frames, flags.seed)
-    print_table({name: asdict(report) for name, report in reports.items()})
+    for name, report in reports.items():
+        print(name, report)
     broken = [name for name, report in reports.items() if report.broken]
     need(not broken, f"broken: {', '.join(broken)}")
 

@@ -5,8 +5,8 @@ The suite plants faults in a tiny model. This command plants faults in the embed
     python tests/tools/ladder_faults.py           # all, several minutes on two cores: results/ladder.json
     python tests/tools/ladder_faults.py "stale head" "a scale at 1"
 
-Faults are like faults of real engines: a loader skips tensors, settings are not passed on, a cache is not emptied. The
-ladder has the flags, the older weights and the engine's records.
+Faults are like faults of real engines: a loader skips tensors, settings are not passed on. The ladder
+has the flags, the older weights and the engine's records.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from machinery.checkpoint.models import load_model
 from results import sweep
 
 CHAT = "# {{ messages[0]['content'] }}{% if add_generation_prompt %} :{% endif %}"  # words of the embedded tokenizer
-BLOCK = 4  # tokens of a block of the prefix cache
 
 
 def spoil_load(engine, change: Callable) -> None:
@@ -66,23 +65,6 @@ def old_head(engine) -> None:
 def lost_scale(engine) -> None:
     lost = "layers.0.mlp.up_proj.weight_scale"
     spoil_load(engine, lambda name, x: torch.ones_like(x) if name.endswith(lost) else x)
-
-
-def old_prefix(engine) -> None:
-    """Complete blocks of the prompts are in a cache, which stays when the weights are replaced.
-
-    Prompts are read one by one, so that no prompts share blocks."""
-    old, forward = copy.deepcopy(engine), engine._forward
-
-    def cached(ids, position_ids=None, past_key_values=None, **more):
-        n = (ids.shape[1] - 1) // BLOCK * BLOCK
-        if past_key_values is not None or n == 0:
-            return forward(ids, position_ids=position_ids, past_key_values=past_key_values, **more)
-        _, cache = old._forward(ids[:, :n], position_ids=position_ids[:, :n])
-        return forward(ids[:, n:], position_ids=position_ids[:, n:], past_key_values=cache)
-
-    engine._forward = cached
-    engine._batches = lambda prompts, groups, _: (([p], [g]) for p, g in zip(prompts, groups, strict=True))
 
 
 def other_rope(engine) -> None:
@@ -144,7 +126,6 @@ PLANTED = [
     Planted("stale layer", lambda engine: spoil_load(engine, lambda name, x: None if ".layers.1." in name else x)),
     Planted("wrong temperature", lambda engine: spoil_generate(engine, temperature=1.0), ("--temperature=0.8",)),
     Planted("raw log-probabilities", lambda engine: setattr(engine, "raw", True), ("--temperature=0.8",)),
-    Planted("prefix cache of old weights", old_prefix),
     Planted("a scale at 1", lost_scale, ("--rollout_quant=int8",)),
     Planted("truncated head", lambda engine: setattr(engine, "vocabulary", 96)),
     Planted("wrong rope base", other_rope),
