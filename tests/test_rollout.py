@@ -175,21 +175,18 @@ def test_an_engine_with_a_cache_in_int8(folders):
     assert len(gaps) > 40 and 1e-5 < np.abs(gaps).mean() < 0.05
 
 
-def test_changes_of_vllm_are_made_once_and_refused_without_a_target(monkeypatch, capsys):
-    vllm = pytest.importorskip("vllm")
+def test_changes_of_vllm_are_made_once_and_refused_without_a_target():
+    pytest.importorskip("vllm")
 
     def twice(function):
         return lambda: 2 * function()
 
-    owner = SimpleNamespace(__name__="owner", one=lambda: 1, three=lambda: 3)
+    owner = SimpleNamespace(__name__="owner", one=lambda: 1)
     in_vllm.change(owner, "one", twice)
     in_vllm.change(owner, "one", twice)  # by the second engine in this process
-    assert owner.one() == 2 and not capsys.readouterr().err
+    assert owner.one() == 2
     with pytest.raises(UserError, match=r"has no owner.two, which model/in_vllm.py replaces; .* --rollout=hf"):
         in_vllm.change(owner, "two", twice)
-    monkeypatch.setattr(vllm, "__version__", "9.9.9")
-    in_vllm.change(owner, "three", twice)  # a different version with the function: changed, with a warning
-    assert owner.three() == 6 and "vLLM 9.9.9: model/in_vllm.py replaces owner.three" in capsys.readouterr().err
 
 
 def test_head_sizes_without_vllm_attention_are_refused(tmp_path):
