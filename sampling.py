@@ -111,9 +111,9 @@ def allowed_sets(
     is below 1, or the sampled token is not among the allowed tokens."""
     finite = np.isfinite(logp)
     full = logp[finite.all(1)].astype(np.float64)
-    whole = np.exp(full).sum(1).min(initial=1.0) >= 1 - 1e-4
+    complete = np.exp(full).sum(1).min(initial=1.0) >= 1 - 1e-4
     need(
-        whole and ((ids == sampled[:, None]) & finite).any(1).all(),
+        complete and ((ids == sampled[:, None]) & finite).any(1).all(),
         f"truncated sampling allows more than {max_allowed} tokens: bound the number with --top_k; if --top_k is "
         "set, the cause is ties of rounded logits, and --lm_head_fp32=True has fewer ties",
     )

@@ -107,15 +107,13 @@ class WorthFlags:
 def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
     """The flags, the configuration of each row, and the configuration of g (`on_policy_config`).
     UserError: one sentence."""
-    both = dataclass(frozen=True)(type("Flags", (WorthFlags, config.Config), {}))
-    pairs = flags.read(both, argv, "python worth.py --key=value ...", also={"config"})
-    names = {f.name for f in fields(WorthFlags)}
-    worth_flags = WorthFlags(**{k: flags.convert(WorthFlags, k, v) for k, v in pairs if k in names})
+    usage = "python worth.py --key=value ..."
+    worth_flags, pairs = flags.parse_own(WorthFlags, config.Config, argv, usage)
     given = {k for k, _ in pairs}
     defaults = {"lr": "1", "actor_lr": "1", "dtype": "float32"}  # required flags, not used here
     defaults["rollout_dtype"] = engine_dtype(pairs)
     pairs = [*((k, v) for k, v in defaults.items() if k not in given), *pairs]
-    shared = [f"--{k}={v}" for k, v in pairs if k not in names]
+    shared = [f"--{k}={v}" for k, v in pairs]
     for name in ("objective", "correction"):
         need(name not in given, f"--{name}: name the objectives to measure with --rows")
     of_all = [f"--{k}={v}" for k, v in pairs if k in OF_ROWS - {"advantage", "reduction"}]
@@ -153,7 +151,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
         "--rows: the rows have different --obrs_topk; measure these rows in separate runs",
     )
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
-    of_g = [f"--{k}={v}" for k, v in pairs if k not in names | of_rows]
+    of_g = [f"--{k}={v}" for k, v in pairs if k not in of_rows]
     plain = settings.parse([*of_g, "--objective=none"])
     need(
         not worth_flags.stale or plain.actor == "none",

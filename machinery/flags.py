@@ -28,7 +28,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -224,6 +224,15 @@ def parse_flags(cls, argv: list[str] | None = None, usage: str = ""):
 
     Raises UserError."""
     return cls(**{key: convert(cls, key, value) for key, value in read(cls, argv, usage)})
+
+
+def parse_own(own, cls, argv: list[str] | None, usage: str) -> tuple:
+    """(an instance of the dataclass `own`, the (flag, value) pairs of `cls` and of --config) from
+    arguments that may name flags of both."""
+    both = dataclass(frozen=True)(type("Flags", (own, cls), {}))
+    pairs, names = read(both, argv, usage, also={"config"}), types_of(own)
+    values = {key: convert(own, key, value) for key, value in pairs if key in names}
+    return own(**values), [(key, value) for key, value in pairs if key not in names]
 
 
 def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[tuple[str, str]]:

@@ -278,7 +278,10 @@ def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: floa
                     * eval_set["samples"]
                 )
                 longest = width - cfg.max_tokens + eval_set["max_tokens"]
-                sizes.append(plain_sampler(cfg, config, rows, longest, ranks))
+                # plain torch: eval.sampler_of copies a sharded model
+                sharded = cfg.parallel == "fsdp" and ranks > 1
+                copied = weights_of(empty_model(config)) if sharded else 0
+                sizes.append(copied + torch_cache(config, 4, rows, longest))
     return max(sizes)
 
 
@@ -287,13 +290,6 @@ def second_engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -
     one engine of a process can sleep."""
     wanted = cfg.eval_every >= 0 and evaluated_by(cfg, "policy") == "second"
     return engine(cfg, config, width, ranks, gpu_gib) if wanted else 0
-
-
-def plain_sampler(cfg: OptimizerFlags, config, rows: int, width: int, ranks: int) -> int:
-    """Bytes of a plain torch sampler for `rows` responses. It copies a sharded model
-    (eval.sampler_of)."""
-    copied = weights_of(empty_model(config)) if cfg.parallel == "fsdp" and ranks > 1 else 0
-    return copied + torch_cache(config, 4, rows, width)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

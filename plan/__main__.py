@@ -5,7 +5,7 @@ python -m plan --ranks=8 --gpu_gib=80 --config=configs/papers/jackpot.toml --max
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import config
 from machinery import flags, settings
@@ -26,15 +26,11 @@ class PlanFlags:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the plan of a configuration. UserError: a flag is wrong."""
-    both = dataclass(frozen=True)(type("Flags", (PlanFlags, config.Config), {}))
-    pairs = flags.read(both, argv, "python -m plan --key=value ...", also={"config"})
-    names = {f.name for f in fields(PlanFlags)}
-    asked = PlanFlags(**{k: flags.convert(PlanFlags, k, v) for k, v in pairs if k in names})
+    usage = "python -m plan --key=value ..."
+    asked, pairs = flags.parse_own(PlanFlags, config.Config, argv, usage)
     need(asked.ranks >= 1, f"--ranks={asked.ranks}: must be at least 1")
     need(asked.gpu_gib >= 0, f"--gpu_gib={asked.gpu_gib}: must not be negative")
-    cfg = settings.parse(
-        [f"--{k}={v}" for k, v in pairs if k not in names], asked.ranks, installed=False
-    )
+    cfg = settings.parse([f"--{k}={v}" for k, v in pairs], asked.ranks, installed=False)
     report(cfg, asked.ranks, asked.gpu_gib)
 
 

@@ -91,7 +91,7 @@ def measure(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -
         moment, forward = of_logits(cfg, configs, *batch)
         for name, config in configs.items():
             two, four = (of_layers(cfg, name, config, n, *batch) for n in (2, 4))
-            kept[name] = two.kept + (four.kept - two.kept) * (n_layers(config) - 2) // 2
+            kept[name] = two.kept + (four.kept - two.kept) * (config.num_hidden_layers - 2) // 2
             moment = max(moment, two.layer, two.embedding - sum(kept.values()))
     return Activations(kept, moment, forward)
 
@@ -321,10 +321,6 @@ def shapes_of_batch(rows: int, prompt: int, response: int) -> Batch:
 
 def sampler_of(cfg: RunFlags) -> str:
     return "policy" if cfg.actor == "none" else "actor"
-
-
-def n_layers(config) -> int:
-    return config.get_text_config().num_hidden_layers
 
 
 def layers_travel_in(cfg: OptimizerFlags, model) -> int:

@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> dict:
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(ProbeFlags, argv)})
     if cfg.model.strip() and not cfg.model.startswith("base:"):
         if cfg.dtype is None:
-            own = cfg.model if flags.is_hub_id(cfg.model) else find_model(cfg, "model", cfg.role)
-            cfg = fill(cfg, {"dtype": own_dtype(own)})
+            model = cfg.model if flags.is_hub_id(cfg.model) else find_model(cfg, "model", cfg.role)
+            cfg = fill(cfg, {"dtype": own_dtype(model)})
         cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
     cfg = filled(cfg, ("max_tokens", "dtype"))
     if cfg.out:

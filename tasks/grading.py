@@ -287,9 +287,9 @@ class Graders:
         code = p.process.returncode
         p.end()
         if p.ready and p.given and code not in OUT_OF_TIME:
-            how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             of_memory = "; out of memory?" if code == -signal.SIGKILL else ""
-            values[p.given[0]] = Failure(f"it ended its process ({how}{of_memory})")
+            values[p.given[0]] = Failure(f"it ended its process ({cause}{of_memory})")
         todo.extend(list(p.given)[1 if p.ready else 0 :])
         self.stillborn += not p.ready and bool(p.given)
         if self.stillborn > MOST_STILLBORN:
