@@ -30,7 +30,7 @@ import torch
 
 import obrs
 from config import Config, LossFlags, ObjectiveFlags
-from machinery.flags import UserError, choice, need
+from machinery.flags import UserError, choice, need, number
 from sampling import Sampling
 
 CLAMP = obrs.CLAMP
@@ -507,13 +507,13 @@ def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
         name, *numbers = part.split(":")
         choice("reject", name, list(REJECTIONS))
         row = REJECTIONS[name]
-        try:
-            low, high = [float(number) for number in numbers] or row.bounds.values()
-        except ValueError:
-            raise UserError(
-                f"--reject={cfg.reject}: {part} is not a statistic with two bounds; write {name}:LOW:HIGH, such as "
-                f"{name}:{row.bounds['rs_low']:g}:{row.bounds['rs_high']:g}"
-            ) from None
+        bounds = [number(text) for text in numbers] or [*row.bounds.values()]
+        need(
+            len(bounds) == 2 and not any(map(math.isnan, bounds)),
+            f"--reject={cfg.reject}: {part} is not a statistic with two bounds; write {name}:LOW:HIGH, such as "
+            f"{name}:{row.bounds['rs_low']:g}:{row.bounds['rs_high']:g}",
+        )
+        low, high = bounds
         need(
             low < high,
             f"--reject={cfg.reject}: the bounds of {part} are crossed; the first must be below the second",

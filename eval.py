@@ -56,6 +56,7 @@ from sampling import Sampling
 from source import check_poisoned, set_aside_if_poisoned
 from tasks import EvalSet, encode, eval_sets, grade_all, prompts, stop_ids, turns
 from tasks.gold import grade_gold
+from tasks.preflight import warnings_of
 
 PROBLEMS = 512  # default of --problems
 
@@ -288,6 +289,8 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     )
     for eval_set in sets:
         check_context(eval_set, longest[eval_set.label], limit)
+        for sentence in warnings_of(eval_set.task, tokenizer):
+            print(f"warning: {sentence}", file=sys.stderr)
         if getattr(eval_set.task, "dropped", 0):
             print(
                 f"{eval_set.label}: {eval_set.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped"
@@ -400,9 +403,9 @@ def ks_of(text: str | None, n: int) -> list[int]:
     """--k as a list of numbers; default [1, n]. UserError: a number is not between 1 and n."""
     if text is None:
         return sorted({1, n})
-    ks = [int(k) if k.strip().isdecimal() else 0 for k in text.split(",")]
+    ks = [flags.number(k, int) for k in text.split(",")]
     need(
-        1 <= min(ks) <= max(ks) <= n,
+        all(1 <= k <= n for k in ks),
         f"--k={text}: each k must be between 1 and --samples={n}, as in 1,{n}",
     )
     return ks
@@ -552,7 +555,7 @@ def main(argv: list[str] | None = None) -> dict:
             not cfg.model,
             f"--model={cfg.model}: --grade_gold grades a file's gold answers and evaluates no model; leave --model out",
         )
-        tasks.check(cfg)
+        tasks.check(replace(cfg, task=cfg.grade_gold))
         result = grade_gold(cfg.grade_gold, cfg)
     elif cfg.show_prompt:
         result = show_prompt(cfg)

@@ -392,7 +392,7 @@ if __name__ == "__main__":
     for argument in sys.argv[1:]:
         flag, _, value = argument.partition("=")
         name = flag.removeprefix("--").upper()
-        if name not in globals() or not value:
+        if name not in globals() or not value or re.search(r"[^\D0-9]", value):
             sys.exit(
                 f"error: {argument}: write --name=value, with a name from the settings in mini.py"
             )

@@ -106,6 +106,11 @@ def read_json(path: Path | str, fix: str) -> dict:
     return value
 
 
+def shortened(e: BaseException) -> str:
+    """The message of an exception in one line of at most 200 characters, or its type."""
+    return " ".join(str(e).split())[:200] or type(e).__name__
+
+
 def is_hub_id(name: str) -> bool:
     """Whether this can be the id of a hub model: the form owner/name, and no local path."""
     return (
@@ -123,12 +128,8 @@ def embedded_model(flag: str, name: str) -> tuple[str, float]:
     """("policy" or "actor", target accuracy of its warm start), from base:KIND[@ACCURACY]."""
     kind, at, accuracy = name.removeprefix("base:").partition("@")
     choice(flag, f"base:{kind}", ["base:policy", "base:actor"])
-    wrong = f"--{flag}={name}: the accuracy after @ must be a share between 0 and 1"
-    try:
-        share = float(accuracy) if at else BASE_ACCURACY
-    except ValueError:
-        raise UserError(wrong) from None
-    need(0 < share < 1, wrong)
+    share = number(accuracy) if at else BASE_ACCURACY
+    need(0 < share < 1, f"--{flag}={name}: the accuracy after @ must be a share between 0 and 1")
     return kind, share
 
 
@@ -286,6 +287,7 @@ ELSEWHERE = {
     "n": "--group_size",
     "learning_rate": "--lr",
     "max_grad_norm": "--grad_clip",
+    "clip_ratio": "--clip_low and --clip_high",
     "epsilon": "--clip_low",
     "epsilon_high": "--clip_high",
     "mask_truncated_completions": "--mask_cut",
@@ -293,9 +295,13 @@ ELSEWHERE = {
     "use_vllm": "--rollout=vllm",
     "gradient_accumulation_steps": "--micro_tokens",
     "per_device_train_batch_size": "--train_batch, over all ranks",
+    "ppo_mini_batch_size": "--train_batch, over all ranks",
     "num_train_epochs": "--epochs",
     "max_steps": "--steps",
     "output_dir": "--out",
+    "save_steps": "--save_every",
+    "prompt_key": "--columns=prompt=NAME",
+    "gpu_memory_utilization": "--rollout_memory",
     "tensor_parallel_size": "--rollout_tp",
     "model_name_or_path": "--model",
     "vllm_importance_sampling_cap": "--is_cap",
@@ -304,8 +310,9 @@ ELSEWHERE = {
 
 def nearest(key: str, names) -> str:
     """'; did you mean --NAME?', or a pointer to --help if no name is similar."""
-    if key in ELSEWHERE and "objective" in names:
-        return f"; here it is {ELSEWHERE[key]}"
+    here = ELSEWHERE.get(key, "")
+    if set(re.findall(r"--(\w+)", here)) & set(names):
+        return f"; here it is {here}"
     near = difflib.get_close_matches(key, list(names), 1, NEAR)
     return f"; did you mean --{near[0]}?" if near else "; see --help"
 
@@ -342,15 +349,19 @@ def convert(cls, key: str, text: str):
         return TRUTH[text]
     if kind is str:
         return at_home(text)
+    value = number(text, kind)
+    wanted = "a whole number" if kind is int else "a number"
+    need(not math.isnan(value), f"--{key}={text[:40]}: must be {wanted}")
+    return finite(cls, key, value)
+
+
+def number(text: str, kind: type = float):
+    """The number that a text writes in ASCII digits, as an int or a float; NaN if it is none."""
     try:
-        if "_" in text or not text.isascii():  # Python accepts 0.5_5 as 0.55, and non-ASCII digits
-            raise ValueError
-        return finite(cls, key, kind(text))
-    except UserError:
-        raise
+        # Python accepts 0.5_5 as 0.55, and non-ASCII digits
+        return math.nan if "_" in text or not text.isascii() else kind(text)
     except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
-        raise UserError(f"--{key}={text[:40]}: must be {wanted}") from None
+        return math.nan
 
 
 def at_home(text: str) -> str:
@@ -359,13 +370,10 @@ def at_home(text: str) -> str:
     return re.sub(r"(^|,)(~[\w-]*)(?=/|$)", lambda m: m[1] + os.path.expanduser(m[2]), text)
 
 
-def finite(cls, key: str, value, place: str = "--"):
-    """The value itself. Raises UserError for NaN, for a number out of range, and for infinity
-    unless the class lists the flag in UNBOUNDED.
-
-    place: prefix of the flag in the message."""
-    flag = f"{place}{key}={str(value)[:40]}"
-    need(not (isinstance(value, float) and math.isnan(value)), f"{flag}: must be a number")
+def finite(cls, key: str, value):
+    """The number itself. Raises UserError for a number out of range, and for infinity unless the
+    class lists the flag in UNBOUNDED."""
+    flag = f"--{key}={str(value)[:40]}"
     need(type(value) is not int or abs(value) < 10**18, f"{flag}: must have at most 18 digits")
     infinite = isinstance(value, float) and math.isinf(value)
     need(not infinite or key in getattr(cls, "UNBOUNDED", ()), f"{flag}: must be finite")
@@ -389,49 +397,25 @@ def read_toml(cls, path: str) -> dict:
     kinds = types_of(cls)
     for key, value in values.items():
         need(key in kinds, f"{path}: {key}: no such flag{nearest(key, kinds)}")
-        values[key] = of_toml(cls, path, key, value)
+        values[key] = of_file(cls, path, key, value)
     return values
 
 
-def of_toml(cls, path: str, key: str, value):
-    """A TOML value checked against the flag's type; an integer is converted to a float flag."""
-    kind = types_of(cls)[key]
-    check_word(key, value, kind, f"{path}: ")
-    if choices_of(kind) and type(value) is str:
-        return value
-    if type(value) is str:
-        value = at_home(value)
-    accepted = [t for t in (bool, float, int, str) if t is kind or t in get_args(kind)]
-    accepted += [int] * (float in accepted)
-    need(
-        type(value) in accepted,
-        f"{path}: {key} = {shortened(value)} is not of type {accepted[0].__name__}",
-    )
-    finite(cls, key, value, f"{path}: ")
-    return float(value) if float in accepted and type(value) is int else value
+def of_file(cls, path: str, key: str, value):
+    """The value of a flag in a TOML or JSON file, read as on the command line. Raises UserError."""
+    try:
+        return convert(cls, key, str(value))
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from None
 
 
-def shortened(value) -> str:
-    """The repr of a value for an error message, cut after 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
-
-
-def check_word(key: str, value, kind, place: str = "") -> None:
-    """Raise UserError if a type has choices and the value is not among them."""
-    words = choices_of(kind)
-    if words:
-        choice(key, value, words, place)
-
-
-def choice(key: str, value, known, place: str = "") -> None:
-    """Raise UserError, which names the most similar choice, unless `value` is in `known`. place:
-    prefix of the flag in the message."""
+def choice(key: str, value, known) -> None:
+    """Raise UserError, which names the most similar choice, unless `value` is in `known`."""
     if value not in known:
         near = difflib.get_close_matches(str(value), list(known), 1, LIKE)
         guess = f"; did you mean {near[0]}?" if near else ""
         listed = [*known] if len(known) <= LISTED else [*known][:LISTED] + ["..."]
-        raise UserError(f"{place}--{key}={value}: not one of {', '.join(listed)}{guess}")
+        raise UserError(f"--{key}={value}: not one of {', '.join(listed)}{guess}")
 
 
 def groups_of(cls) -> list[type]:

@@ -128,7 +128,7 @@ def saved_flags(path: Path) -> dict:
         f"{fix}",
     )
     return {
-        k: v if v is None else flags.of_toml(Config, str(path), k, v)
+        k: v if v is None else flags.of_file(Config, str(path), k, v)
         for k, v in saved.items()
         if k in FIELDS
     }
@@ -213,7 +213,8 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     ]
     cfg = fill(cfg, EMBEDDED)
     for key, kind in flags.types_of(Config).items():
-        flags.check_word(key, getattr(cfg, key), kind)
+        if words := flags.choices_of(kind):
+            choice(key, getattr(cfg, key), words)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)
     sampling.check_with_actor(cfg)
@@ -274,7 +275,7 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
         f"--eval_every={cfg.eval_every}: must be a number of updates, 0 (only before and after the run) or -1 (never)",
     )
     schedule = ("warmup_steps", "save_every", "epochs", "dynamic_sampling")
-    for name in (*schedule, "weight_decay", "distill_kl_target"):
+    for name in (*schedule, "weight_decay", "distill_kl_target", "obrs_topk"):
         need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     warmup, is_whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
     need(

@@ -23,7 +23,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from config import COLDEST, Config, PromptFlags, SampleFlags, TaskFlags
-from machinery.flags import from_environment, need, read_json
+from machinery.flags import from_environment, need, number, read_json
 from tasks import arith, builtin, prompts, rewards
 from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
 from tasks.data import (
@@ -35,27 +35,13 @@ from tasks.data import (
     file_of,
     is_own,
     label_of,
+    mixed,
     parsed,
     read_rows,
 )
 from tasks.prompts import Answer, Problem, Style, encode, stop_ids
 
-__all__ = ["VOCAB", "Answer", "Arithmetic", "OwnTask", "Problem", "Table"]
-__all__ += [
-    "arithmetic_tokenizer",
-    "as_trained",
-    "check",
-    "digest_of",
-    "digests",
-    "encode",
-    "eval_sets",
-    "grade_all",
-    "make_task",
-    "names_of",
-    "parsed",
-    "settings_of",
-    "stop_ids",
-]
+__all__ = ["VOCAB", "Arithmetic", "Problem", "arithmetic_tokenizer", "encode", "parsed", "stop_ids"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,6 +162,12 @@ def names_of(value: str) -> list[str]:
     return [name for name, _ in map(parts_of, value.split(",")) if name]
 
 
+def places_of(names: list[str]) -> set[str]:
+    """The resolved files, data sets and classes of several tasks."""
+    parts = [part for name in names for part in mixed(name)]
+    return {str(Path(part).resolve()) if file_of(part) == part else part for part in parts}
+
+
 def digests(cfg: TaskFlags) -> dict[str, str]:
     """SHA-256 of each text and file named by the flags of task, reward and prompts."""
     # only a run has --eval_task, and only a run's --task is a single name
@@ -208,10 +200,7 @@ def setting(flag: str, name: str, part: str) -> tuple[str, float]:
     key, _, text = part.partition("=")
     known = ", ".join(f"{key}=" for key in SETTINGS)
     need(key in SETTINGS, f"--{flag}={name}:{part}: no such setting; the settings are {known}")
-    try:
-        value = SETTINGS[key](text)
-    except ValueError:
-        value = math.nan
+    value = number(text, SETTINGS[key])
     need(
         math.isfinite(value) and value >= SMALLEST[key],
         f"--{flag}={name}:{part}: must be a number of at least {SMALLEST[key]}",
@@ -268,10 +257,10 @@ def check(cfg: Config) -> None:
         arith.of_settings(cfg.arith)
         return
     eval_every = getattr(cfg, "eval_every", 0)
-    same = cfg.task in names_of(getattr(cfg, "eval_task", ""))
-    if same and from_environment("RANK", 0) == 0:
+    shared = places_of([cfg.task]) & places_of(names_of(getattr(cfg, "eval_task", "")))
+    if shared and from_environment("RANK", 0) == 0:
         print(
-            f"warning: --eval_task={cfg.task}: these are the problems of --task, so this is no held-out accuracy",
+            f"warning: --eval_task={min(shared)}: these are problems of --task, so this is no held-out accuracy",
             file=sys.stderr,
         )
     need(
@@ -302,16 +291,14 @@ def as_trained(cfg: Config, given: set[str]):
     if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
         names.add("arith")
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
-    if of_run.get("reward") and not grades_all(cfg, saved):
+    of_the_run = {saved.get("task"), *names_of(saved.get("eval_task", ""))}
+    if of_run.get("reward") and not of_the_run.issuperset(names_of(cfg.task)):
         print(
-            f"not as in {cfg.model}: --reward={saved['reward']} and --prompt_template, since this is a "
-            "different kind of task"
+            f"not as in {cfg.model}: --reward={saved['reward']} and --prompt_template, since the run has a "
+            "different --task and --eval_task; name these flags to keep them"
         )
-        of_run = {
-            name: value
-            for name, value in of_run.items()
-            if name not in ("reward", "prompt_template")
-        }
+        for name in ("reward", "prompt_template"):
+            of_run.pop(name, None)
     asked = {name: value for name, value in of_run.items() if value != getattr(cfg, name)}
     if asked:
         told = [f"--{k}={v}" for k, v in asked.items() if k != "chat_date"]
@@ -329,32 +316,6 @@ def config_of_run(model: Path) -> dict | None:
             if isinstance(made.get("config"), dict):  # the config.json of a model has no such key
                 return made["config"]
     return None
-
-
-def grades_all(cfg: Config, saved: dict) -> bool:
-    """Whether a run's --reward can grade the sets of --task. Raises UserError if it can grade only
-    some of them."""
-    others = [name for name in names_of(cfg.task) if name != saved.get("task")]
-    fits = {is_graded_by(saved["reward"], name, cfg) for name in others} or {True}
-    need(
-        len(fits) == 1,
-        f"--task={cfg.task}: --reward={saved['reward']} of {cfg.model} can grade only some of these sets; name "
-        "--reward, or evaluate the sets separately",
-    )
-    return fits.pop()
-
-
-def is_graded_by(reward: str, name: str, cfg: TaskFlags) -> bool:
-    """Whether a different task's reward can grade the task `name`. `letter` needs rows with
-    choices, #### needs plain numbers, and arith and classes have their own rewards."""
-    if name == "arith" or is_own(name):
-        return False
-    rows = read_rows(name, "task", columns_of(cfg), needed=False)
-    first = rewards.Reward(rewards.parts_of(reward)[:1])
-    by_letter = first.parts[0].name == "letter"
-    return all(choices_of(row["row"]) for row in rows) == by_letter and all(
-        first.can_grade(x["answer"]) for x in rows
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, fields
 
-from machinery.flags import UserError, need
+from machinery.flags import UserError, need, number
 from tasks.prompts import Answer, Problem
 
 NUMBERS = 200  # the numbers 0..199 are one token each
@@ -145,13 +145,13 @@ def of_settings(text: str) -> Arithmetic:
     known = [field.name for field in fields(Arithmetic)]
     values = {}
     for part in filter(None, text.split(",")):
-        name, _, number = part.partition("=")
+        name, _, value = part.partition("=")
         need(
             name in known,
             f"--arith={text}: {name} is not a setting; the settings are {', '.join(known)}",
         )
-        need(number.isdecimal(), f"--arith={text}: {part}: must be a whole number, 0 or more")
-        values[name] = int(number)
+        values[name] = number(value, int)
+        need(values[name] >= 0, f"--arith={text}: {part}: must be a whole number, 0 or more")
     task = Arithmetic(**values)
     need(
         1 <= task.min_ops <= task.max_ops,

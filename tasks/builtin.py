@@ -18,8 +18,8 @@ def math_answer(row, text, finish_reason) -> bool:
 
     sympy.core.random.seed(0)
     answer = row["answer"]
-    if re.search(ELLIPSIS, answer):  # math-verify ignores ellipses
-        box = last_box(text)
+    box = last_box(text)
+    if re.search(ELLIPSIS, answer + (box or "")):  # math-verify ignores ellipses
         response = box[len("\\boxed{") : -1] if box else text
         return without_dress(response) == without_dress(answer)
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
@@ -30,8 +30,9 @@ def math_answer(row, text, finish_reason) -> bool:
 
 
 def as_sums(text: str) -> str:
-    """The text with mixed numbers as sums, because math-verify reads 1 1/4 as 11/4, not as 5/4."""
-    return re.sub(MIXED, r"\1(\2 + \3/\4)", text)
+    """The text without a full stop at the end of its box, and with mixed numbers as sums, because
+    math-verify reads 1 1/4 as 11/4, not as 5/4."""
+    return re.sub(MIXED, r"\1(\2 + \3/\4)", re.sub(r"(?<=\d)\.(?=\}$)", "", text))
 
 
 def far_apart(gold: list, parsed: list) -> bool:
@@ -55,10 +56,11 @@ def without_dress(text: str) -> str:
 
 
 def gsm8k(row, text, finish_reason) -> bool:
-    """Whether the number after the last #### is the gold answer. 3, +3, 3.0, $3, **3** are
-    equal."""
-    answers = re.findall(HASHES, text)
-    return bool(answers) and plain_number(answers[-1]) == plain_number(row["answer"])
+    """Whether the line after the last #### has the gold answer as its only number. 3, +3, 3.0, $3,
+    **3**, x = 3 are equal."""
+    behind = [part for part in text.split("####")[1:] if part.strip()]
+    answer = re.match(HASHES, behind[-1]) if behind else None
+    return answer is not None and plain_number(answer[1]) == plain_number(row["answer"])
 
 
 def praxis(row, text, finish_reason) -> bool:
@@ -112,14 +114,21 @@ TEMPLATE_OF = {
     "praxis": "hashes",
     "letter": "letter",
 }
-NUMBER = r"[-+−–]?[\s$\\]*[0-9.][0-9.,]*+"  # possessive: no part of 3/4 or 5:30
-HASHES = rf"####[\s*$\\({{]*({NUMBER})(?![ ]?[/^:][ ]?[0-9])"
-ELLIPSIS = r"\\(?:l|c|d)?dots\b|\.\.\.|…"
-MIXED = r"(?<![\w./^}])(-?)(\d+) +(\d+)/(\d+)(?![\w./^])"
+# possessive: no part of 3,4
+NUMBER = r"[-+−–]?[\s$€£\\]*(?:[0-9]{1,3}(?:[, ][0-9]{3})++(?:\.[0-9]*+)?|[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)"
+# a number with no second number, factorial, or single letter behind it on its line
+HASHES = rf"(?:\s*[A-Za-z]?\s*=|\\boxed|[\s*$\\({{])*({NUMBER})(?!!|[^\W\d_](?![^\W\d_])|[^\n]*[\d²³¹¼-¾])"
+ELLIPSIS = r"\\(?:l|c|d)?dots[cbmio]?\b|\.\.\.|…"
+MIXED = r"(?<![\w./^}])(-?)(\d+)(?: |\\[ ,;])+(\d+)/(\d+)(?![\w./^])"
 # signs before a letter
 SIGNS = r"(?:\\(?:text|math|bold)[a-z]*|\\?[\s{($,;!*:])*(?:[Oo]ption\s+|[Cc]hoice\s+)?\(?"
-IN_BOX = rf"^\\boxed{SIGNS}([A-Za-z])\b"
-ANSWER_IS = rf"(?i:answer)[\s*]*(?:is\b|:){SIGNS}([A-Z])\b"
+# no second letter, and not the word A or I
+ALONE = (
+    r"\b(?![^\w\n]*(?:[,;/&]|or\b|and\b)[^\w\n]*[A-HJ-Z]\b)"
+    r"(?!(?<=[AIai])\s+(?!(?:because|since|as|is|which|for|and|but)\b)[a-z])"
+)
+IN_BOX = rf"^\\boxed{SIGNS}([A-Za-z]){ALONE}"
+ANSWER_IS = rf"(?i:answer)[\s*]*(?:is\b|:){SIGNS}([A-Z]){ALONE}"
 
 
 def loaded(name: str):
@@ -131,7 +140,7 @@ def loaded(name: str):
 
 def plain_number(text: str) -> Decimal | str:
     """The Decimal of a text such as 1,200. or $1200.00 or -3 or .5; the text if it is no number."""
-    digits = re.sub(r"[\s,$\\*+]", "", text).replace("−", "-").replace("–", "-").rstrip(".")
+    digits = re.sub(r"[\s,$€£\\*+]", "", text).replace("−", "-").replace("–", "-").rstrip(".")
     try:
         return Decimal(digits)
     except InvalidOperation:

@@ -22,10 +22,11 @@ import re
 import zlib
 from collections import Counter
 from decimal import Decimal
+from itertools import accumulate
 from pathlib import Path
 
 from config import TaskFlags
-from machinery.flags import UserError, need, read_text
+from machinery.flags import UserError, need, read_text, shortened
 from tasks.builtin import last_box
 from tasks.grading import attribute_of, described
 from tasks.prompts import Answer, Problem, Style, encode, encode_all, opens_think
@@ -41,8 +42,10 @@ ANSWERS = (
     "Answer",
 )
 NEEDS = "a row needs `problem` (or `question`, `prompt`) and `answer`, or --columns=prompt=NAME,answer=NAME"
-# never meant in an answer: \f, \b and the like, and \n in front of "u", "eq", "abla", "ot"
-CONTROL = r"[\x00-\x09\x0b-\x1f\x7f]|\n(?=u\b|eq\b|abla|ot\b)"
+# never meant in a problem: \f, \b and the like, and \r except at the end of a line
+CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n|$)"
+# nor in an answer: also \t, and \n in front of the rest of a LaTeX command
+IN_ANSWER = CONTROL + r"|\t|\n(?=(?:u|eq?|eg|abla|ot(?:in)?|leq|geq|mid)\b)"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -52,9 +55,9 @@ class Table:
     style: form of the prompts; reward: grading. The train split is a new shuffle of all rows in
     every epoch; the test split is the rows in order."""
 
-    def __init__(self, name: str, rows: list[dict], style: Style, reward: Reward, seed: int = 0):
+    def __init__(self, name: str, rows: list[dict], style: Style, reward: Reward):
         self.name, self.rows = name, rows
-        self.style, self.reward, self.seed = style, reward, seed
+        self.style, self.reward = style, reward
         self.stem = label_of(name)
         self.used = list(range(len(rows)))  # indices of the rows that are not dropped
         self.dropped = 0
@@ -71,7 +74,7 @@ class Table:
             return self.find(f"{self.stem}/{self.used[at]}")
         if epoch != self.epoch:
             self.epoch, self.order = epoch, list(self.used)
-            random.Random(f"{self.seed}/{epoch}").shuffle(self.order)
+            random.Random(f"0/{epoch}").shuffle(self.order)
         return self.find(f"{self.stem}/{self.order[at]}")
 
     def find(self, id: str) -> Problem:
@@ -84,9 +87,6 @@ class Table:
     def rewards(self, answers: list[Answer]) -> tuple[list[float], Counter]:
         """The reward of each answer, and counts (rewards.Reward.of)."""
         return self.reward.of(answers)
-
-    def max_prompt(self) -> int:
-        return 0  # unknown without a tokenizer: see fit
 
     def fit(self, tokenizer, limit: int = 0) -> int:
         """Drop rows with prompts of more than `limit` tokens (0: keep all); returns the length of
@@ -116,13 +116,16 @@ class Table:
         return max(lengths[i] for i in self.used)
 
 
-class OwnRows:
-    """Rows from a class in a user's file.
+class OwnTask(Table):
+    """A Table over a class in a user's file, which makes rows on request; both splits have the
+    order of indices.
 
     The class has `problem(split, index)`, which returns a row; `size`, the number of problems or
     None (endless); and, unless --reward is set, `reward(row, text, finish_reason)`."""
 
-    def __init__(self, name: str, needed: bool = True, columns: tuple[str, str] = ("", "")):
+    def __init__(self, name: str, style: Style, reward, columns: tuple[str, str] = ("", "")):
+        super().__init__(name, [], style, reward)
+        self.columns, self.needed = columns, reward.needs_answer  # needed: every row has an answer
         path, _, attribute = name.rpartition(":")
         try:
             self.made = attribute_of(path, attribute)()
@@ -141,36 +144,11 @@ class OwnRows:
             size is None or counts,
             f"--task={name}: its size is {size!r:.50}; it must be a whole number of problems above 0, or None: endless",
         )
-        self.name, self.needed, self.columns = (
-            name,
-            needed,
-            columns,
-        )  # needed: every row has an answer
-
-    def row(self, split: str, index: int) -> dict:
-        """The row of a problem, as returned by `read_row`."""
-        try:
-            made = self.made.problem(split, index)
-        except Exception as e:
-            raise UserError(
-                f"--task={self.name}: problem({split!r}, {index}) raised {described(e)}"
-            ) from None
-        return read_row(
-            made, f"{self.name}, {split} problem {index}", *self.columns, needed=self.needed
-        )
-
-
-class OwnTask(Table):
-    """A Table over a class, which makes rows on request; both splits have the order of indices."""
-
-    def __init__(self, name: str, style: Style, reward, columns: tuple[str, str] = ("", "")):
-        self.own = OwnRows(name, reward.needs_answer, columns)
         # the function that replies to the model's turns (tasks/turns.py), or ""
-        replies = callable(getattr(self.own.made, "reply", None))
+        replies = callable(getattr(self.made, "reply", None))
         self.environment = f"{name}.reply" if replies else ""
-        super().__init__(name, [], style, reward)
         # indices of the problems that are not dropped, for both splits
-        self.used = list(range(self.own.made.size or 0))
+        self.used = list(range(size or 0))
         self.too_long = None  # for an endless class: raises UserError if a prompt is too long
 
     @property
@@ -186,7 +164,14 @@ class OwnTask(Table):
 
     def find(self, id: str) -> Problem:
         _, split, index = id.rsplit("/", 2)
-        row = self.own.row(split, int(index))
+        try:
+            made = self.made.problem(split, int(index))
+        except Exception as e:
+            raise UserError(
+                f"--task={self.name}: problem({split!r}, {index}) raised {described(e)}"
+            ) from None
+        place = f"{self.name}, {split} problem {index}"
+        row = read_row(made, place, *self.columns, needed=self.needed)
         return Problem(
             id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat
         )
@@ -202,7 +187,7 @@ class OwnTask(Table):
             )
             self.too_long = functools.partial(check_length, tokenizer, limit)
             return limit
-        numbers = range(self.own.made.size)
+        numbers = range(self.made.size)
         lengths = []
         for split in ("train", "test"):
             problems = [self.find(f"{self.stem}/{split}/{i}") for i in numbers]
@@ -321,12 +306,13 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         )
     suffixes = [suffix.lower() for suffix in path.suffixes]
     need(
-        suffixes[-1:] not in ([".zst"], [".xz"], [".bz2"], [".zip"]),
-        f"--{flag}={name}: the compression is not gzip; unpack the file first",
+        suffixes[-1:] not in ([".zst"], [".xz"], [".bz2"], [".zip"])
+        and suffixes[-2:] != [".parquet", ".gz"],
+        f"--{flag}={name}: {''.join(suffixes[-2:])} is not read, only .jsonl.gz and .json.gz; unpack the file first",
     )
     packed = suffixes[-1:] == [".gz"]
     kind = (suffixes[:-1] if packed else suffixes)[-1:]
-    if kind == [".parquet"] and not packed:
+    if kind == [".parquet"]:
         parquet = library("pyarrow.parquet", "pyarrow", f"--{flag}={name}")
         try:
             return placed(name, parquet.read_table(path).to_pylist())
@@ -393,10 +379,6 @@ def placed(name: str, rows: list) -> list[tuple[str, object]]:
     return [(f"{name}, row {n}", row) for n, row in enumerate(rows, 1)]
 
 
-def shortened(e: Exception) -> str:
-    return " ".join(str(e).split())[:150] or type(e).__name__
-
-
 def parsed(text: str, place: str, fix: str = "fix or remove that line, one object a line"):
     """Parsed JSON. Raises UserError, which names the place, the line number and the fix."""
     try:
@@ -415,6 +397,9 @@ def read_row(
     need(isinstance(row, dict), f"{place}: not a JSON object; {NEEDS}")
     prompt = prompt_of(row, place, prompt_key)
     answer, listed = answer_of(row, place, answer_key, needed), choices_of(row)
+    if needed and not listed:
+        refuse_control(IN_ANSWER, answer, f"{place}: the `answer` {answer!r:.60}")
+    answer = answer.strip()
     if listed and (answer or needed):
         prompt, answer = multiple_choice(prompt, listed, answer, row, place, answer_key)
     texts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
@@ -425,16 +410,10 @@ def read_row(
         f"{place}: a lone surrogate, which no tokenizer can encode; fix or remove that line",
     )
     need(answer or not needed, f"{place}: the `answer` is empty; add one, or remove that line")
-    control = re.search(CONTROL, answer) if needed else None
+    refuse_control(CONTROL, "".join(texts), f"{place}: the problem")
     need(
-        not control,
-        f"{place}: the `answer` {answer!r:.60} holds a control character, as LaTeX with one backslash in JSON does; "
-        "write \\\\frac, or remove that line",
-    )
-    braces = re.sub(r"\\.", "", answer, flags=re.DOTALL)
-    need(
-        not needed or braces.count("{") == braces.count("}"),
-        f"{place}: the `answer` {answer:.60} has an unclosed brace; fix or remove that line",
+        not needed or is_balanced(answer),
+        f"{place}: the `answer` {answer:.60} has an unclosed brace or bracket; fix or remove that line",
     )
     finite = answer.lower().lstrip("+-") not in ("nan", "inf")
     need(
@@ -447,6 +426,25 @@ def read_row(
         else {}
     )
     return {"prompt": prompt, "answer": answer, "row": {**worked, **row, "answer": answer}}
+
+
+def refuse_control(pattern: str, text: str, what: str) -> None:
+    """Raise UserError if a text has a control character that is never meant."""
+    need(
+        not re.search(pattern, text),
+        f"{what} holds a control character, as LaTeX with one backslash in JSON does; write \\\\frac, or remove "
+        "that line",
+    )
+
+
+def is_balanced(text: str) -> bool:
+    """Whether braces close in order, and as many brackets open as close ([0, 1) is an interval)."""
+    plain = re.sub(
+        r"\\.|^\(?\w\)", "", text, flags=re.DOTALL
+    )  # without \{, and the label of "a) 5"
+    depths = [0, *accumulate((c == "{") - (c == "}") for c in plain)]
+    brackets = sum((c in "([") - (c in ")]") for c in plain)
+    return min(depths) == depths[-1] == brackets == 0
 
 
 def nested(row: dict, key: str):
@@ -509,14 +507,16 @@ def written(value: str | float) -> str:
 
 def final_answer(answer: str) -> str:
     """The text after #### (GSM8K), or in the last box of a worked solution (also \\boxed 2), or ""
-    if the box is empty; else the whole answer."""
-    if "####" in answer:
-        return answer.split("####")[-1].strip()
+    if the box is empty; else the whole answer. A control character before a letter stays."""
     box = last_box(answer)
-    if box:
-        return box[len("\\boxed{") : -1].strip()
     bare = re.findall(r"\\boxed\s+([^\s{]+?)(?=\.?(?:[$\s]|$))", answer)
-    return bare[-1] if bare else "" if "\\boxed" in answer else answer.strip()
+    if "####" in answer:
+        answer = answer.split("####")[-1]
+    elif box:
+        answer = box[len("\\boxed{") : -1]
+    elif "\\boxed" in answer:
+        answer = bare[-1] if bare else ""
+    return re.sub(r"^\s+(?![a-z])", "", answer.rstrip())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -30,9 +29,7 @@ CHUNK = 16  # maximum number of answers that a process gets at once
 MEMORY = 4 << 30  # bytes of address space of each process
 PATIENCE = 10  # wall-clock limit of a call, as a multiple of its limit of processor time
 TICK = 0.2  # polling interval in seconds
-SILENCE = 60.0  # a process is killed after this, plus twice a call's wall-clock limit, of silence
 OUT_OF_TIME = (None, -signal.SIGPROF, -signal.SIGALRM)  # exit codes at a limit; None: it hangs
-MOST_STILLBORN = 3  # number of processes that may end before they are ready
 
 
 @dataclass(frozen=True)
@@ -196,14 +193,12 @@ class Grader:
         self.function: str | None = None  # the function that it was asked to load
         self.ready = False  # whether the function is loaded
         self.given: deque[int] = deque()  # numbers of the pending answers
-        self.heard = time.monotonic()  # time of the last message in either direction
 
     def give(self, function: str, numbers: list[int], calls: list[tuple], seconds: float) -> None:
         new = function != self.function
         if new:
             self.function, self.ready = function, False
         self.given.extend(numbers)
-        self.heard = time.monotonic()
         with contextlib.suppress(OSError):  # if it has died, the next poll finds out
             self.connection.send(
                 (function if new else None, list(zip(numbers, calls, strict=True)), seconds)
@@ -225,7 +220,6 @@ class Graders:
     def __init__(self, size: int):
         self.size = size
         self.processes: list[Grader] = []
-        self.stillborn = 0
 
     def grade(self, function: str, calls: list[tuple], seconds: float) -> list:
         """The result of the function for each call: a float, a dict of floats, a text, a Failure if
@@ -246,8 +240,6 @@ class Graders:
                     elif p.process.poll() is not None and not p.connection.poll():
                         # it has died, but a forked child keeps its end of the connection open
                         self._bury(p, values, todo)
-                    elif p.given and time.monotonic() - p.heard > SILENCE + 2 * PATIENCE * seconds:
-                        self._bury(p, values, todo)  # stopped, or swapped out
         except BaseException:  # else a later call would receive answers of this call
             self.close()
             raise
@@ -270,7 +262,6 @@ class Graders:
         except (EOFError, OSError):
             self._bury(p, values, todo)
             return
-        p.heard = time.monotonic()
         if p.ready:
             if number != p.given.popleft():
                 raise RuntimeError(f"a grading process answered question {number} out of turn")
@@ -290,13 +281,12 @@ class Graders:
             cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             of_memory = "; out of memory?" if code == -signal.SIGKILL else ""
             values[p.given[0]] = Failure(f"it ended its process ({cause}{of_memory})")
-        todo.extend(list(p.given)[1 if p.ready else 0 :])
-        self.stillborn += not p.ready and bool(p.given)
-        if self.stillborn > MOST_STILLBORN:
+        if p.given and not p.ready:
             raise RuntimeError(
-                f"grading processes end before they are ready (exit code {p.process.returncode}): python -c 'import "
+                f"a grading process ended before it was ready (exit code {p.process.returncode}): python -c 'import "
                 "tasks.grading' may show the reason"
             )
+        todo.extend(list(p.given)[1:])
 
     def close(self) -> None:
         while self.processes:

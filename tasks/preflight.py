@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from tasks.builtin import TEMPLATE_OF
 from tasks.gold import wrapped
-from tasks.prompts import Answer, Problem, render
+from tasks.prompts import Answer, render
 
 TRIED = 32  # gold answers that are graded
 # form in which a response gives its answer, for each reward
@@ -15,7 +17,9 @@ HONEST = {
     "letter": wrapped,
 }
 MARKS = {"boxed": "\\boxed", "letter": "\\boxed", "hashes": "####"}  # marks in the templates
-ASKED_BY = {name: MARKS[template] for name, template in TEMPLATE_OF.items()} | {"think": "<think>"}
+ASKED_BY = {name: (MARKS[template],) for name, template in TEMPLATE_OF.items()}
+ASKED_BY |= {"think": ("<think>", "<answer>")}
+BEGUN = r"<think>(?!\s*$)[^<]*(?:</think>\s*)?$"  # end of a prompt with more than the opening tag
 
 
 def warnings_of(task, tokenizer) -> list[str]:
@@ -23,33 +27,41 @@ def warnings_of(task, tokenizer) -> list[str]:
     reward = getattr(task, "reward", None)
     if reward is None or not task.size:
         return []
-    problems = [task.problem("test", i) for i in range(min(TRIED, task.size))]
-    sentences = [unasked(task, tokenizer, problems[0]), misgraded(task, problems)]
-    sentences.append(control_tokens(task, tokenizer))
+    n = min(TRIED, task.size)
+    problems = [task.problem("test", i * task.size // n) for i in range(n)]  # of all mixed files
+    prompts = [render(tokenizer, problem)[0] for problem in problems]
+    sentences = [unasked(task, prompts), misgraded(task, problems), control_tokens(task, tokenizer)]
     return [f"{task.name}: {sentence}" for sentence in sentences if sentence]
 
 
-def unasked(task, tokenizer, problem: Problem) -> str:
-    """A warning if the first prompt does not ask for the mark that the reward reads, else ""."""
-    prompt = render(tokenizer, problem)[0]
+def unasked(task, prompts: list[str]) -> str:
+    """A warning if a prompt does not ask for a mark that the reward reads, or has it already; else
+    ""."""
     for part in task.reward.parts:
-        mark = ASKED_BY.get(part.name)
-        if mark is None or mark in prompt:
-            continue
-        others = [name for name, other in ASKED_BY.items() if other in prompt and other != mark]
-        instead = (
-            f"; it asks for {ASKED_BY[others[0]]}, which --reward={others[0]} reads"
-            if others
-            else ""
-        )
-        return (
-            f"--reward={part.name} reads {mark} in a response, and the first prompt does not ask for it{instead}; "
-            "print the prompt with eval.py --show_prompt, or ask for it with --prompt_template or --system_prompt"
-        )
+        for mark in ASKED_BY.get(part.name, ()):
+            silent = [prompt for prompt in prompts if mark not in prompt]
+            if not silent:
+                continue
+            others = [name for name, (other, *_) in ASKED_BY.items() if mark != other in silent[0]]
+            instead = (
+                f"; it asks for {ASKED_BY[others[0]][0]}, which --reward={others[0]} reads"
+                if others and len(silent) == len(prompts)
+                else ""
+            )
+            return (
+                f"--reward={part.name} reads {mark} in a response, and {len(silent)} of {len(prompts)} prompts do not "
+                f"ask for it{instead}; print a prompt with eval.py --show_prompt, or ask for it with "
+                "--prompt_template or --system_prompt"
+            )
+        if part.name == "think" and re.search(BEGUN, prompts[0]):
+            return (
+                "--reward=think reads <think> in a response, and the prompt has begun or ended the thinking; let the "
+                "chat template end with <think> (--chat_kwargs or --chat_template)"
+            )
     return ""
 
 
-def misgraded(task, problems: list[Problem]) -> str:
+def misgraded(task, problems: list) -> str:
     """A warning if responses with the gold answers are graded wrong, else ""."""
     part = task.reward.parts[0]
     if part.name not in HONEST:
@@ -60,7 +72,7 @@ def misgraded(task, problems: list[Problem]) -> str:
     if not wrong:
         return ""
     return (
-        f"{len(wrong)} of the first {len(problems)} gold answers are graded wrong by --reward={part.name} when a "
+        f"{len(wrong)} of {len(problems)} gold answers are graded wrong by --reward={part.name} when a "
         f"response gives them, such as {wrong[0]!r:.60}; eval.py --grade_gold lists such answers for --reward=math"
     )
 

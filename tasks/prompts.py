@@ -7,7 +7,6 @@ prints them as text."""
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from config import PromptFlags
-from machinery.flags import UserError, need, read_json, read_text
+from machinery.flags import UserError, need, read_json, read_text, shortened
 
 # Names for --prompt_template. By default the reward chooses the template (tasks/builtin.py).
 TEMPLATES = {
@@ -24,13 +23,6 @@ TEMPLATES = {
     "boxed": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.",
     "hashes": "{problem}\nPlease reason step by step, and end with one line: #### and the final answer.",
     "letter": "{problem}\nPlease reason step by step, and put the letter of your answer within \\boxed{}.",
-}
-# standard variables of a chat template
-ALWAYS = {
-    "messages",
-    "add_generation_prompt",
-    "raise_exception",
-    "strftime_now",
 }
 PYTHONS = {"True": "true", "False": "false", "None": "null"}
 SHOWN = 3  # prompts that --show_prompt prints
@@ -210,7 +202,6 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
     """(text to tokenize, whether a chat template made it)."""
     chat, prompt = problem.chat, problem.prompt
     template = getattr(tokenizer, "chat_template", None) if chat.template is None else chat.template
-    check_kwargs(chat.kwargs, template)
     if not template:
         parts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
         return "\n\n".join(parts), False
@@ -221,46 +212,15 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
     try:
         return tokenizer.apply_chat_template(messages, chat_template=chat.template, **options), True
     except Exception as e:  # Jinja raises many types
-        why = " ".join(str(e).split())[:150]
         raise UserError(
-            f"{problem.id}: the chat template rejects this prompt ({why}); check --system_prompt, --chat_kwargs and "
-            "--chat_template"
+            f"{problem.id}: the chat template rejects this prompt ({shortened(e)}); check --system_prompt, "
+            "--chat_kwargs and --chat_template"
         ) from None
 
 
 def opens_think(tokenizer, problem: Problem) -> bool:
     """Whether the prompt ends with <think>, as with chat templates of reasoning models."""
     return render(tokenizer, problem)[0].rstrip().endswith("<think>")
-
-
-def check_kwargs(kwargs, template) -> None:
-    """Raise UserError if the chat template (None or "": there is no template) does not read one of
-    these arguments, which Jinja would ignore."""
-    if not kwargs or isinstance(template, dict):  # several named templates
-        return
-    need(
-        template,
-        "--chat_kwargs: there is no chat template to read the arguments; leave the flag out, or set --chat_template",
-    )
-    known = variables_of(template)
-    for name, _ in kwargs:
-        names = ", ".join(sorted(known))
-        need(
-            name in known or not known,
-            f"--chat_kwargs={name}=...: the chat template does not read this name; it reads {names}",
-        )
-
-
-@functools.lru_cache
-def variables_of(template: str) -> frozenset[str]:
-    """The variables of a template apart from ALWAYS; empty if it cannot be parsed."""
-    from jinja2 import Environment, TemplateError, meta
-
-    try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except TemplateError:  # `render` gives a better message
-        return frozenset()
-    return frozenset(meta.find_undeclared_variables(tree) - ALWAYS)
 
 
 def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from machinery.flags import UserError, choice, need
+from machinery.flags import UserError, choice, need, number
 from tasks.builtin import BUILT_IN, FORMATS, NUMBER, last_box, plain_number
 from tasks.grading import Failure, graders
 from tasks.prompts import Answer
@@ -198,10 +198,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
     parts = []
     for word in text.split(","):
         name, star, weight = word.strip().partition("*")
-        try:
-            value = float(weight) if star else 1.0
-        except ValueError:
-            value = math.nan
+        value = number(weight) if star else 1.0
         need(math.isfinite(value), f"--reward={text}: {weight} is not a weight; write NAME*0.5")
         path, colon, attribute = name.rpartition(":")
         if not colon:

@@ -106,6 +106,7 @@ FILES = {
     "brackets.jsonl": "[" * 100_000,
     "long.jsonl": GOOD + '{"problem": "' + "1 + " * 500 + '", "answer": "1"}\n',
     "latin1.jsonl": GOOD.encode() + b'{"problem": "caf\xe9", "answer": "1"}\n',
+    "fine.parquet.gz": b"\x1f\x8b",
     "packed.jsonl.gz": b"\x1f\x8b\x08\x00\x00",
     # configurations
     "cut.toml": "steps = ",

@@ -19,7 +19,8 @@ from bad_files import FILES, MODELS, make_file
 from conftest import ROOT
 from forked import Job, run_jobs
 
-from machinery.flags import from_environment
+from machinery.flags import UserError, from_environment
+from machinery.settings import parse
 
 pytestmark = pytest.mark.timeout(600)  # the first row waits for the answers to all rows
 SECONDS = 3.0  # processor time of an answer; three times as much wall time on a busy machine
@@ -43,8 +44,12 @@ ROWS = [
         "train.py --rollout=hf",
         r"""
 --objectve=jackpot | --objectve: no such flag; did you mean --objective?
+--clip_ratio=0.2 | --clip_ratio: no such flag; here it is --clip_low and --clip_high
 --steps=0 | --steps=0: must be at least 1
 --steps=99999999999999999999 | --steps=99999999999999999999: must have at most 18 digits
+--arith=seed=５ | --arith=seed=５: seed=５: must be a whole number, 0 or more
+--model=base:policy@０.3 | --model=base:policy@０.3: the accuracy after @ must be a share between 0 and 1
+--objective=is --reject=token:０.5:5 | --reject=token:０.5:5: token:０.5:5 is not a statistic with two bounds
 --lr=-1e-4 | --lr=-0.0001: must be above 0
 --temperature=1e-3 | --temperature=0.001: must be at least 0.01
 --top_p=0 | --top_p=0.0: must be in (0, 1]; 1 keeps all tokens
@@ -113,7 +118,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
 --config=/no/such.toml | --config=/no/such.toml: no such file; name a TOML file of flags, such as configs/demo.toml
 --config=cut.toml | --config=cut.toml: not valid TOML (Invalid value (at end of document)); fix that line
---config=true_steps.toml | true_steps.toml: steps = True is not of type int
+--config=true_steps.toml | true_steps.toml: --steps=True: must be a whole number
 --config=unreadable.toml | unreadable.toml: Permission denied; ... name a different path, or get permission
 --config=/proc/self/mem | /proc/self/mem: Input/output error; check the disk, or name a path on a different disk
         """,
@@ -129,6 +134,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=brackets.jsonl | brackets.jsonl, line 1: not valid JSON ... fix or remove that line, one object a line
 --task=long.jsonl | --max_tokens=8: the longest prompt has 1012 ... shorten the response, or drop long prompts
 --task=latin1.jsonl | latin1.jsonl: not a text file in UTF-8 (byte 54); convert it
+--task=fine.parquet.gz | --task=fine.parquet.gz: .parquet.gz is not read, only .jsonl.gz and .json.gz; unpack the file
 --task=packed.jsonl.gz | packed.jsonl.gz: not a complete gzip file of text ... copy it again
 --eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL, JSON or Parquet file
 HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such folder here, ... or give a folder
@@ -143,6 +149,8 @@ HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such f
 --task=fine.jsonl --chat_template=nosuch | --chat_template=nosuch: no such file; give auto, off, or a file of Jinja
 --task=fine.jsonl --chat_kwargs=x | --chat_kwargs=x: write NAME=VALUE, separated by commas, such as
 --task=fine.jsonl --max_prompt_tokens=1 | --max_prompt_tokens=1: every prompt of fine.jsonl is longer; the shortest
+--eval_task=fine.jsonl:samples=２ | --eval_task=fine.jsonl:samples=２: must be a number of at least 1
+--task=fine.jsonl --reward=math*０.5 | --reward=math*０.5: ０.5 is not a weight; write NAME*0.5
 --eval_task=fine.jsonl:n=4 | --eval_task=fine.jsonl:n=4: no such setting; the settings are samples=
 --eval_task=fine.jsonl,fine.jsonl | --eval_task=fine.jsonl,fine.jsonl: two sets have the same name; rename a file
 --epochs=2 --steps=5 | --epochs with --steps: both set the length of the run; leave out one of the two flags
@@ -178,6 +186,8 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 --model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name a different folder
 --grade_gold=fine.jsonl --task=fine.jsonl | --task=fine.jsonl: --grade_gold already names the file; leave out one
 --model=POLICY --rollout=hf | --model=POLICY: these flags have no default for a custom model; ... --max_tokens=4096
+--gpu_memory_utilization=0.5 | --gpu_memory_utilization: no such flag; here it is --rollout_memory
+--grade_gold=fine.jsonl --reward=gsm8k | --reward=gsm8k: --grade_gold checks only the grader of math; leave it out
 --grade_gold=fine.jsonl --model=POLICY | --grade_gold grades a file's gold answers ... leave --model out
         """,
     ),
@@ -185,6 +195,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
         "worth.py --rollout=hf --model=POLICY --actor=none --task=arith --max_tokens=8 --rollout_dtype=float32",
         r"""
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: the rows have different --obrs_topk; measure ... separate runs
+--lengths=２,８ | --lengths=２,８: must be rising lengths above 0, such as 16,64
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: the gradient ... use none
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
 --json=/dev/null/x.json | --json=/dev/null/x.json: /dev/null is a file, not a folder; name a different path
@@ -193,6 +204,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
     *rows(
         "eval.py --rollout=hf --model=POLICY --max_tokens=8",
         r"""
+--k=１,4 | --k=１,4: each k must be between 1 and --samples=4, as in 1,4
 --k=1,9 | --k=1,9: each k must be between 1 and --samples=4, as in 1,4
 --max_tokens=1000 | --max_tokens=1000: the longest prompt of arith has 12 ... shorten the response, or drop long prompts
 --role=actor | --role=actor: ... is a single model, not a run or a checkpoint; leave the flag out
@@ -240,7 +252,7 @@ run --samples=responses | --samples=responses: prints responses and draws no run
 train.py --resume --out=/no/such/run | --resume: /no/such/run holds no run; start without --resume, or name its folder
 train.py --resume --out=run --lr=0.5 | --resume with a changed configuration: ... or start a new run in a different
 train.py --resume --out=run_cut | run_cut/config.json: not valid JSON ... copy it from a backup, or start
-train.py --resume --out=run_of_text | run_of_text/config.json: steps = 'many' is not of type int
+train.py --resume --out=run_of_text | run_of_text/config.json: --steps=many: must be a whole number
 train.py --resume --out=run_spoilt | run_spoilt: all checkpoints are damaged; ... start a new run with --overwrite, or
 -m remote.keys | name one new folder: python -m remote.keys keys --samplers=4
 -m remote.keys k --samplers=0 | --samplers=0: must be at least 1
@@ -250,6 +262,7 @@ train.py --resume --out=run_spoilt | run_spoilt: all checkpoints are damaged; ..
 -m remote --rollout=hf --name=box --connect=tcp://10.0.0.1:5555 | --connect=tcp://10.0.0.1:5555: ... `python -m
 -m remote --rollout=hf --name=box --connect=tcp://127.0.0.1:9,notes | --connect=notes: not an address; write
 -m machinery.warmstart --rollout=hf --model=POLICY --task=arith --max_tokens=8 --lr=1 --dtype=float32 | leave --model
+mini.py --steps=３ | --steps=３: write --name=value, with a name from the settings in mini.py
 mini.py --stps=3 | --stps=3: write --name=value, with a name from the settings in mini.py
 metrics.py out/demo | out/demo: metrics.py takes no arguments; leave them out
 -m bench --parts=haed --device=cpu | --parts=haed: no such part; there are tests
@@ -331,6 +344,26 @@ def test_a_row_gets_one_sentence(answers, command, words):
     assert len(text) < 700
     assert done.processor < SECONDS and done.clock < 3 * SECONDS
     assert tree(job.here) == job.before
+
+
+OUT_OF_BOUNDS = """
+--steps=0 --rollout_batch=0 --train_batch=-1 --group_size=0 --max_tokens=0 --micro_tokens=0 --eval_problems=0 --keep=0
+--lr=-1 --lr=0 --lr=2 --actor_lr=0 --actor_lr=1.5 --grad_clip=-1 --grad_clip=0 --weight_decay=-1 --warmup_steps=-1
+--warmup_steps=1.5 --save_every=-1 --epochs=-1 --dynamic_sampling=-1 --eval_every=-2 --distill_kl_target=-1
+--temperature=0 --temperature=-1 --top_p=0 --top_p=1.1 --top_k=-2 --min_p=1 --min_p=2 --min_p=-0.1 --quant_group=0
+--clip_low=-0.1 --dual_clip=1 --dual_clip=-1 --tbpo_neg_high=0 --cppo_beta=-1 --gepo_defence=-1 --distill_lambda=-1
+--kl_coef=-1 --entropy_coef=-1 --log_ratio_clamp=0 --is_cap=0 --is_cap=0.001 --is_floor=-1 --obrs_c1=0 --obrs_c2=0.9
+--obrs_lambda=0 --obrs_accept_rate=0 --obrs_accept_rate=1.1 --obrs_topk=-1 --delay_min=-1 --delay_samplers=0
+--sampler_rate=0 --step_seconds=0 --max_staleness=-1 --window_seconds=0 --sync_every=0 --give_up=0 --rollout_memory=-1
+--rollout_tp=0 --lora_rank=-1 --overlong=-1 --overlong=32 --max_prompt_tokens=-1
+"""
+
+
+def test_numbers_out_of_bounds():
+    for word in OUT_OF_BOUNDS.split():
+        with pytest.raises(UserError) as e:
+            parse(["--rollout=hf", word])
+        assert str(e.value).startswith(word), word
 
 
 REAL = ["train.py --rollout=hf --steps=0", "-m remote.keys k --samplers=0"]

@@ -260,9 +260,6 @@ def test_prompts_equal_those_of_transformers(tokenizer):
     "flags, sentence",
     [
         ({"prompt_template": "{problem}{problem}"}, "must contain .problem. exactly once"),
-        ({"chat_kwargs": "enable_thinkng=1"}, "does not read this name; it reads enable_thinking$"),
-        ({"chat_kwargs": "messages=1"}, "--chat_kwargs=messages=...: the chat template does not read this name"),
-        ({"chat_kwargs": "a=1", "chat_template": "off"}, "--chat_kwargs: there is no chat template to read"),
         ({"system_prompt": "not_there.txt"}, "--system_prompt=not_there.txt: no such file"),
         ({"chat_template": "{{ raise_exception('no') }}"}, "x/0: the chat template rejects this prompt .no.; check"),
     ],
@@ -471,6 +468,19 @@ def test_evaluation_sets_have_separate_settings(tmp_path):
     assert make_task(halved).rewards([answer])[0] == [-0.5]
     with pytest.raises(ValueError, match="temperature=nan: must be a number of at least 0"):
         eval_sets(cfg_of(eval_task=f"{a}:temperature=nan"), "eval_task", DEFAULTS)
+
+
+def test_the_problems_of_the_task_are_not_held_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for task, held_out, warns in (
+        ("a.jsonl", "./a.jsonl:samples=2", True),
+        ("a.jsonl", str(tmp_path / "a.jsonl"), True),
+        ("b.jsonl,a.jsonl", "a.jsonl", True),
+        ("hf:a/b/train", "a.jsonl,hf:a/b/train", True),
+        ("hf:a/b/train", "hf:a/b/test", False),
+    ):
+        tasks.check(cfg_of(task=task, eval_task=held_out))
+        assert ("no held-out accuracy" in capsys.readouterr().err) == warns
 
 
 def test_files_of_one_name(tmp_path):

@@ -199,7 +199,7 @@ def solved(monkeypatch):
 
 
 def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
-    """The run's --reward is the default; rows with choices and sums are different kinds of task."""
+    """The run's --reward is the default for the sets of its --task and --eval_task."""
     sums, more = table(tmp_path / "x.jsonl", "1"), table(tmp_path / "y.jsonl", "1")
     letters = tmp_path / "letters.jsonl"
     letters.write_text(json.dumps({"question": "1 +", "choices": ["1", "2"], "answer": 1}) + "\n")
@@ -213,15 +213,13 @@ def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
     of_letters = [("letter", prompts.TEMPLATES["letter"])]
     for reward in ("", "letter*2"):  # as in QaRL's out-of-distribution row
         assert graded(make_run(task="elsewhere.jsonl", reward=reward), f"--task={letters}") == of_letters
-    run = make_run(task="elsewhere.jsonl", reward="gsm8k*2,think", prompt_template="{problem} #")
+    run = make_run(task=str(sums), eval_task=f"{more}:samples=2", reward="gsm8k*2,think", prompt_template="{problem} #")
     assert graded(run, f"--task={sums},{more}:samples=2") == 2 * [("gsm8k", "{problem} #")]
     assert "--max_tokens=9 --prompt_template={problem} # --reward=gsm8k*2,think\n" in capsys.readouterr().out
     assert graded(run, f"--task={sums}", "--reward=boxed", "--prompt_template=plain") == [("boxed", "{problem}")]
     assert graded(run, f"--task={letters}") == of_letters
     assert f"not as in {run}: --reward=gsm8k*2,think" in capsys.readouterr().out
     assert evaluation.main([f"--model={run}", "--rollout=hf", "--samples=1", "--problems=1"])["task"] == "arith"
-    with pytest.raises(UserError, match="can grade only some of these sets; name --reward, or evaluate the sets separ"):
-        graded(run, f"--task={sums},{letters}")
     run = make_run(task="arith", arith="min_ops=2,max_ops=4,operand=7,seed=5")  # not eval.py's default sums
     for arith, seed in ("", 5), ("--arith=min_ops=2,max_ops=4,operand=7,seed=6", 6):
         evaluation.main([f"--model={run}", "--rollout=hf", "--samples=1", "--problems=2", *filter(None, [arith])])

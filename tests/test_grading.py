@@ -53,7 +53,7 @@ def test_answers_of_math(response, answer, right):
 
 
 def test_a_table_of_graded_responses():
-    """127 pairs of a gold answer and a response, labelled by hand: at most 2 % may be graded differently."""
+    """156 pairs of a gold answer and a response, labelled by hand: at most 2 % may be graded differently."""
     pairs = [json.loads(line) for line in (ROOT / "tests" / "graded.jsonl").read_text(encoding="utf-8").splitlines()]
     wrong = []
     for name in ("math", "gsm8k"):
@@ -171,15 +171,6 @@ def test_grading_processes_are_kept_light_and_replaced(pool):
     assert first[0] not in [p.process.pid for p in pool.processes] and len(pool.processes) == 2
 
 
-def test_a_suspended_process_is_replaced(pool, monkeypatch):
-    monkeypatch.setattr(grading, "SILENCE", 1.0)
-    monkeypatch.setattr(grading, "PATIENCE", 2)
-    while not pool.processes or not pool.processes[0].ready:  # its start may take longer on a busy machine
-        graded(pool, [("\\boxed{1}", "1")], 5.0)
-    os.kill(pool.processes[0].process.pid, signal.SIGSTOP)
-    assert graded(pool, [("\\boxed{1}", "1"), ("\\boxed{2}", "2")], 0.3) == [None, True]
-
-
 def test_memory_is_bounded(pool):
     """An answer that needs more memory is wrong; the next answer is not affected."""
     large = "\\boxed{" + 200 * "0+" + "1}"
@@ -198,7 +189,7 @@ def test_memory_is_bounded(pool):
 def test_processes_that_cannot_start_are_an_error(pool, tmp_path, monkeypatch):
     path = tmp_path / "own.py"
     path.write_text("import os\nos._exit(3)\n")
-    with pytest.raises(RuntimeError, match="grading processes end before they are ready .exit code 3."):
+    with pytest.raises(RuntimeError, match="a grading process ended before it was ready .exit code 3."):
         pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0)
     assert pool.processes == []
     path.write_text("raise SystemExit('no')\n")
@@ -299,6 +290,13 @@ CASES = {
         ("A", "The answer is not A", 0),
         ("B", "\\boxed{\\,B}", 1),
         ("B", "\\boxed{\\text{Option B}}", 1),
+        ("B", "\\boxed{B, C}", 0),
+        ("B", "\\boxed{B or C}", 0),
+        ("B", "The answer is (B) or (C)", 0),
+        ("A", "\\boxed{A triangle}", 0),
+        ("A", "The answer is A lot", 0),
+        ("A", "The answer is A because of x", 1),
+        ("I", "The answer is I think B", 0),
     ],
     "boxed": [
         ("9", "so \\boxed{1}", 1),

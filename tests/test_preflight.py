@@ -37,10 +37,16 @@ HASHES, BOX = "2 + 3? End with ####.", "2 + 3 in \\boxed{}"
         ("2 + 3", "plain", "math", "--reward=math reads \\boxed in a response"),
         (BOX, "plain", "gsm8k", "asks for \\boxed, which --reward=math"),
         ("2 + 3", "", "math,think", "--reward=think reads <think>"),
+        ("<think> 2", "plain", "think", "--reward=think reads <answer> in a response, and 2 of 2 prompts"),
+        ("<answer> 2 <think>\n", "plain", "think", ""),
+        ("<answer> 2 <think>\n\n</think>\n", "plain", "think", "has begun or ended the thinking"),
+        ("<answer> 2 <think> Okay,", "plain", "think", "has begun or ended the thinking"),
+        ("mixed", "plain", "math", "and 1 of 2 prompts do not ask for it;"),
     ],
 )
 def test_prompt_and_reward_that_contradict(tmp_path, problem, template, reward, sentence):
-    task = table(tmp_path, [(problem, "5")], prompt_template=template, reward=reward)
+    rows = [("in \\boxed", "5") if problem == "mixed" else (problem, "5"), (problem, "5")]
+    task = table(tmp_path, rows, prompt_template=template, reward=reward)
     warnings = warnings_of(task, arithmetic_tokenizer())
     assert len(warnings) == bool(sentence)
     assert all(sentence in w and w.startswith(str(tmp_path / "rows.jsonl")) for w in warnings)
@@ -52,7 +58,7 @@ def test_gold_answers_and_control_tokens(tmp_path):
     task = table(tmp_path, rows, reward="math")
     task.reward = replace(task.reward, seconds=0.5)
     gold, control = warnings_of(task, arithmetic_tokenizer())
-    assert "1 of the first 3 gold answers are graded wrong by --reward=math" in gold and "9^{9^{9^9}} + 1" in gold
+    assert "1 of 3 gold answers are graded wrong by --reward=math" in gold and "9^{9^{9^9}} + 1" in gold
     assert "2 problem(s) hold control tokens" in control
 
 
@@ -71,12 +77,18 @@ def test_think_continues_the_prompt(tmp_path, template, opened):
 @pytest.mark.parametrize(
     "answer, why",
     [
-        ("x\frac{1}{2}", "holds a control character"),  # LaTeX with a single backslash in JSON
-        ("x3 \rho", "holds a control character"),
-        ("x\nu y", "holds a control character"),
+        ("\frac{1}{2}", "holds a control character"),  # LaTeX with a single backslash in JSON
+        ("\theta", "holds a control character"),
+        ("3 \rho", "holds a control character"),
+        (" \nu y", "holds a control character"),
+        ("x \notin S", "holds a control character"),
         ("\\frac{1}{2", "has an unclosed brace"),
         ("2}", "has an unclosed brace"),
+        ("a}{b", "has an unclosed brace"),
+        ("\\left(1,2", "has an unclosed brace or bracket"),
+        ("1, 2]", "has an unclosed brace or bracket"),
         ("\\{1, 2\\}", ""),
+        ("a) 5", ""),
         ("[0, 1)", ""),
     ],
 )
@@ -87,7 +99,9 @@ def test_damaged_answers_are_refused(tmp_path, answer, why):
     score = tmp_path / "own.py"
     score.write_text("def score(row, text, finish_reason):\n    return 1.0\n")
     task = table(tmp_path, [("p", answer)], reward=f"{score}:score" if why else "math")  # a function can read any text
-    assert task.problem("test", 0).answer == answer
+    assert task.problem("test", 0).answer == answer.strip()
+    with pytest.raises(UserError, match="line 1: the problem holds a control character"):
+        table(tmp_path, [("p \frac12", "5")])
 
 
 def test_a_mix_of_files_and_packed_ones(tmp_path):
@@ -104,7 +118,7 @@ def test_a_mix_of_files_and_packed_ones(tmp_path):
     b.write_bytes(gzip.compress(b'{"problem": "p2", "answer": "3"}\n'))
     assert digest_of(cfg.task) != before
     (tmp_path / "d.jsonl.zst").write_bytes(b"x")
-    with pytest.raises(UserError, match="the compression is not gzip; unpack the file first"):
+    with pytest.raises(UserError, match="[.]jsonl.zst is not read, only .jsonl.gz and"):
         make_task(replace(cfg, task=str(tmp_path / "d.jsonl.zst")))
 
 

@@ -12,7 +12,7 @@ import torch
 
 import quant
 from machinery.checkpoint.tensors import TensorFiles
-from machinery.flags import UserError, is_hub_id, need, read_json
+from machinery.flags import UserError, is_hub_id, need, read_json, shortened
 
 BASE_DIR = "out/base"  # models made here: toy models, and text models of multimodal models
 
@@ -160,10 +160,9 @@ def from_hub(flag: str, name: str, cached: bool = False, files=FILES) -> str:
     try:
         return snapshot_download(name, allow_patterns=list(files), local_files_only=cached)
     except Exception as e:  # offline, unknown or gated: different exception types
-        why = " ".join(str(e).split())[:200] or type(e).__name__
         raise UserError(
-            f"--{flag}={name}: no such folder here, and the hub cannot provide it ({why}); download it on a machine "
-            f"with a network (hf download {name}), or give a folder"
+            f"--{flag}={name}: no such folder here, and the hub cannot provide it ({shortened(e)}); download "
+            f"it on a machine with a network (hf download {name}), or give a folder"
         ) from None
 
 

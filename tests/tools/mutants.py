@@ -185,7 +185,7 @@ TESTS = {
 MUTANTS = {
     "tasks/preflight.py": [
         ("n += any(x in text for x in specials", "n = any(x in text for x in specials"),
-        ("if mark is None or mark in prompt:", "if mark is None or mark not in prompt:"),
+        ("for prompt in prompts if mark not in prompt]", "for prompt in prompts if mark in prompt]"),
     ],
     "machinery/settings.py": [
         ("        check_plain_engine(cfg)\n", ""),
@@ -197,7 +197,7 @@ MUTANTS = {
         ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
     ],
     "tasks/builtin.py": [
-        ("(?![ ]?[/^:][ ]?[0-9])", ""),
+        ("|[^\\n]*[\\d²³¹¼-¾])", ")"),
         ("return equal and not far_apart(gold, parsed)", "return equal"),
         (
             'starts = [match.end() for match in re.finditer(r"\\\\boxed\\s*\\{", text)]',
@@ -617,7 +617,7 @@ MUTANTS = {
     "tasks/__init__.py": [
         ("        not wrong,", "        True,"),
         ("sorted(names - given)", "sorted(names)"),
-        ('if of_run.get("reward") and not grades_all(cfg, saved):', "if False:"),
+        ("not of_the_run.issuperset(names_of(cfg.task))", "False"),
         (
             'answers.append(Answer(problem, text, r.finish_reason == "stop", len(r.tokens), count))',
             "answers.append(Answer(problem, text, True, len(r.tokens), count))",
@@ -627,11 +627,12 @@ MUTANTS = {
     ],
     "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
     "tasks/data.py": [
-        ("control = re.search(CONTROL, answer) if needed else None", "control = re.search(CONTROL, answer)"),
+        ("if needed and not listed:", "if not listed:"),
+        ("min(depths) == depths[-1] == brackets == 0", "depths[-1] == brackets == 0"),
         ('if flag == "eval_task" and raw', "if False and raw"),
         ("*self.columns, needed=self.needed", "needed=self.needed"),
         ("        random.Random(prompt).shuffle(listed)", "        pass"),
-        ('random.Random(f"{self.seed}/{epoch}").shuffle(self.order)', "random.Random(self.seed).shuffle(self.order)"),
+        ('random.Random(f"0/{epoch}").shuffle(self.order)', "random.Random(0).shuffle(self.order)"),
         ("if not limit or n <= limit]", "if not limit or n < limit]"),
         (
             "self.epoch, self.order = epoch, list(self.used)",
@@ -818,7 +819,7 @@ MUTANTS = {
         ),
     ],
     "machinery/flags.py": [
-        ("or not text.isascii()", ""),
+        (" or not text.isascii()", ""),
         (r'r"(^|,)(~[\w-]*)(?=/|$)"', 'r"(^)~(?=/|$)"'),
         ('replaceable = "command" in before and "config" not in before', 'replaceable = "command" in before'),
         ("        sys.stdout.flush()\n", ""),
