@@ -310,9 +310,9 @@ ELSEWHERE = {
 
 def nearest(key: str, names) -> str:
     """'; did you mean --NAME?', or a pointer to --help if no name is similar."""
-    here = ELSEWHERE.get(key, "")
-    if set(re.findall(r"--(\w+)", here)) & set(names):
-        return f"; here it is {here}"
+    ours = ELSEWHERE.get(key, "")
+    if set(re.findall(r"--(\w+)", ours)) & set(names):
+        return f"; here it is {ours}"
     near = difflib.get_close_matches(key, list(names), 1, NEAR)
     return f"; did you mean --{near[0]}?" if near else "; see --help"
 
