@@ -195,7 +195,6 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
         "worth.py --rollout=hf --model=POLICY --actor=none --task=arith --max_tokens=8 --rollout_dtype=float32",
         r"""
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: the rows have different --obrs_topk; measure ... separate runs
---lengths=２,８ | --lengths=２,８: must be rising lengths above 0, such as 16,64
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: the gradient ... use none
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
 --json=/dev/null/x.json | --json=/dev/null/x.json: /dev/null is a file, not a folder; name a different path
