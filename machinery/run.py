@@ -264,7 +264,7 @@ LOCK = "lock"
 # Files of a run folder. --overwrite deletes only these files. config.json, which marks the folder
 # of a run, is deleted last, so that an interrupted deletion can be repeated.
 WRITTEN = ("checkpoints", "versions", "wandb", "remote*.log*", "samples.jsonl", "curves.png")
-WRITTEN += ("metrics.jsonl", checkpoint.BEGUN, "config.json")
+WRITTEN += ("metrics.jsonl", checkpoint.SAVED, "config.json")
 
 
 @contextmanager

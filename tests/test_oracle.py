@@ -230,6 +230,7 @@ def learner_of(wild: bool, distributions: tuple) -> Learner:
     """A learner with tables as models, without optimizers."""
     learner = object.__new__(Learner)
     learner.comm, learner.device, learner.names = Comm(), "cpu", ["policy", "actor"][: len(distributions)]
+    learner.version = 1
     learner.scaler = torch.amp.GradScaler("cpu", enabled=False)
     learner.comm.on = False  # vLLM may have started a process group of one rank in this process
     learner.models = learner.wrapped = tables(FIXTURE[wild], distributions)

@@ -36,7 +36,7 @@ from machinery.flags import need
 from rollout import Rollout
 
 FORMAT = 4  # a checkpoint of a different format is rejected
-BEGUN = "saved.txt"  # empty file of a run folder: a checkpoint was written, or was begun
+SAVED = "saved.txt"  # empty file of a run folder: a checkpoint was written
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,8 +60,6 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
     }
     rank_state = {"source": source.state_dict(), "pending": [pack(groups) for groups in pending]}
     final = Path(cfg.out) / "checkpoints" / f"step_{step:06d}"
-    with suppress(OSError):  # a full disk: `write_at` reports it
-        (Path(cfg.out) / BEGUN).touch()
     why = write_at(final, run, learner, in_bytes(shared), in_bytes(rank_state))
     need(
         not why,
@@ -69,6 +67,8 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
         f"previous checkpoint with --resume --out={cfg.out}",
     )
     if rank == 0:  # old checkpoints are deleted last, so that a kill leaves one
+        with suppress(OSError):  # a full disk
+            (Path(cfg.out) / SAVED).touch()
         for old in folders(cfg.out)[: -cfg.keep]:
             if old.is_symlink():
                 old.unlink()
@@ -323,11 +323,9 @@ def to_resume(cfg: Config, comm) -> Path | None:
 
 
 def check_none_lost(out: str) -> None:
-    """Raise UserError if a run has saved a checkpoint and now has none. A kill during the first save
-    leaves an unfinished one."""
-    unfinished = any((Path(out) / "checkpoints").glob("step_*.writing"))
+    """Raise UserError if a run has saved a checkpoint and now has none."""
     need(
-        unfinished or not (Path(out) / BEGUN).exists(),
+        not (Path(out) / SAVED).exists(),
         f"--resume: {out} has no checkpoint, though the run saved one; restore {out}/checkpoints, start again with "
         "--overwrite, or start a new run in a different --out",
     )
