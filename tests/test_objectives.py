@@ -57,6 +57,7 @@ SAPO = [[sapo_by_hand(1, 2), sapo_by_hand(1, 0.5), sapo_by_hand(1, 1)], [-sapo_b
         ("ppo", {"clip": False}, [[2, 0.5, 1], [-2, -2, -2]], NONE, BY_TOKEN),
         ("gspo", {}, [[1, 1, 1], [-2, -2, -2]], NONE, BY_RESPONSE),
         ("tbpo", {}, [[1, 1, 1], [-1.0007] * 3], [[False] * 3, [True] * 3], BY_RESPONSE),
+        ("tbpo", {"clip": False}, [[1, 1, 1], [-2, -2, -2]], NONE, BY_RESPONSE),
         ("sapo", {}, SAPO, NONE, BY_TOKEN),
         (
             *("cispo", {}, [[1.28 * (-3 + LN(2)), 0.8 * (-3 - LN(2)), -3], [-1.28 * (-3 + LN(2))] * 3]),
