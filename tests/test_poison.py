@@ -63,7 +63,15 @@ def spoil_rollouts(monkeypatch, spoil) -> None:
 
 
 @pytest.mark.parametrize("objective, value", [("jackpot", NAN), ("seq_mis", INF)])
-def test_one_poisoned_token_costs_one_response(solvers, tmp_path, train_here, monkeypatch, capsys, objective, value):  # noqa: F811
+def test_one_poisoned_token_costs_one_response(
+    solvers,
+    tmp_path,
+    train_here,  # noqa: F811
+    monkeypatch,
+    capsys,
+    objective,
+    value,
+):
     """The first update equals an update without this response, and the user gets a warning."""
     rows = {}
     for how in ("poisoned", "masked"):
@@ -89,7 +97,14 @@ def test_one_poisoned_token_costs_one_response(solvers, tmp_path, train_here, mo
 
 
 @pytest.mark.parametrize("rollout, value", [(1, NAN), (1, -500.0), (2, -1e30)])
-def test_an_engine_without_valid_values_ends_the_run(solvers, tmp_path, train_here, monkeypatch, rollout, value):  # noqa: F811
+def test_an_engine_without_valid_values_ends_the_run(
+    solvers,
+    tmp_path,
+    train_here,  # noqa: F811
+    monkeypatch,
+    rollout,
+    value,
+):
     """In the first rollout, or a later one; finished updates are saved."""
     rollouts = []
 

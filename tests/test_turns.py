@@ -72,16 +72,6 @@ def environment(tmp_path):
     return lambda name: make_task(SampleFlags(task=f"{path}:{name}", max_tokens=40))
 
 
-@pytest.fixture(params=["hf", "vllm"])
-def engine(request, folders):
-    """Each engine with the tiny actor's weights."""
-    if request.param == "hf":
-        return HFEngine(str(folders / "actor"))
-    engine = request.getfixturevalue("vllm_engine")
-    engine.load(list(tiny_model(1).state_dict().items()))
-    return engine
-
-
 TOKENIZER = arithmetic_tokenizer()
 
 
