@@ -76,8 +76,8 @@ class ObjectiveFlags:
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
     """Denominator of the surrogate's ratio; group: GEPO's expectation over the group's responses
     (corrections.py)."""
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl"] | None = None
-    """Advantage within a group (default grpo)."""
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "otb"] | None = None
+    """Advantage within a group (default grpo; batching.py); otb: optimal token baseline."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """Reduction of (B, T) to a scalar; one denominator over all ranks and micro-batches."""
     clip: bool = True

@@ -711,10 +711,11 @@ def check_target(cfg: LossFlags) -> None:
         f"--correction={cfg.correction} keeps; "
         "use proposed",
     )
+    early = "--normalize_weights" if cfg.normalize_weights else ""
+    early = "--advantage=otb" if cfg.advantage == "otb" else early
     need(
-        not cfg.normalize_weights or not sees_new(cfg),
-        f"--normalize_weights needs all weights before the update, but {within} is computed during it; "
-        "leave the flag out",
+        not early or not sees_new(cfg),
+        f"{early} needs all weights before the update, but {within} is computed during it; leave the flag out",
     )
 
 

@@ -31,6 +31,7 @@ import torch
 
 import corrections
 import obrs
+from batching import optimal_token_baseline
 from config import Config, LossFlags, ObjectiveFlags
 from corrections import (
     CLAMP,
@@ -270,11 +271,13 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
 
     With one update per batch, `ref` is the policy of this update, so the update's forward pass
     replaces the ref pass, unless a statistic over all ranks is needed before the first backward
-    pass: kappa, a budget's lambda, the kept denominator, the mean weight, a bound over the batch."""
+    pass: kappa, a budget's lambda, the kept denominator, the mean weight, a bound over the batch, a
+    baseline over the group."""
     z = cfg.correction in USES_Z
     passes = set()
     kept = cfg.loss_denominator == "kept" and can_drop(cfg)
     over_batch = kept or cfg.normalize_weights or corrections.batch_rejection(cfg) is not None
+    over_batch = over_batch or cfg.advantage == "otb"
     if updates > 1 or over_batch or (z and cfg.obrs_accept_rate):
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
@@ -289,7 +292,8 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
 
 
 def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepStats:
-    """The statistics of one optimizer step over all ranks.
+    """The statistics of one optimizer step over all ranks. With --advantage=otb it also replaces
+    the batch's advantages.
 
     batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers:
     state of earlier steps (`update_controllers`); fresh: TokenStats of the current policy, for
@@ -313,6 +317,11 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepS
         stats.largest_kept = corrections.largest_kept(comm.cat(values), bound)
     if cfg.normalize_weights:
         stats.weight_mean = mean_weight(batch, comm, stats, cfg, fresh)
+    if cfg.advantage == "otb":
+        weight, *_ = corrections.weight_and_mask(fresh, batch, stats, cfg)
+        of_rewards = (batch.reward, batch.group, batch.logp_ref, batch.sum_p2_ref, batch.mask)
+        adv = optimal_token_baseline(*of_rewards, weight.expand_as(batch.logp_ref))
+        batch.adv = torch.where(batch.spread[:, None], adv, 0).to(batch.reward)
     if cfg.loss_denominator == "kept" and can_drop(cfg):
         prepare_kept(stats, batch, comm, cfg, fresh)
     return stats
@@ -383,7 +392,7 @@ def columns_of(new) -> dict:
 # statistic of a forward pass -> column of a batch
 REF = {
     name: f"{name}_ref"
-    for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl", "kl_after")
+    for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl", "kl_after", "sum_p2")
 }
 REF |= {"logp_start": "logp_start"}
 

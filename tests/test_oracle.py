@@ -6,6 +6,7 @@ oracle gets the same distributions and numbers, without tensors. Gradients are c
 
 import functools
 import itertools
+import math
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -364,7 +365,7 @@ AXES = {
     "positive_only": [False, True],
     "actor": ["none", "base:actor"],
     "ratio_base": ["ref", "inf", "new", "group"],
-    "advantage": list(batching.ADVANTAGES),
+    "advantage": ["grpo", "grpo_no_std", "rloo", "maxrl"],  # otb: the test below
     "clip": [True, False],
     "edges": ["usual", "wide"],
     "dual_clip": [0.0, 1.3],
@@ -636,6 +637,41 @@ def test_gradients_in_logits_of_the_learners_update(case):
                 assert all(close(a, b) for a, b in zip(table[i, t].tolist(), row, strict=True)), (i, t)
                 table[i, t] = 0.0
     assert all(not table.any() for table in tables)  # no gradient elsewhere
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "seq_tis"])
+def test_the_optimal_token_baseline(correction):
+    """The advantage of each token, from the fixture's distributions, in loops; with weights of the correction."""
+    cap = {} if correction == "none" else {"is_cap": 1.2}
+    cfg = make_cfg(advantage="otb", correction=correction, actor="none", **cap)
+    assert objectives.passes_needed(cfg, {}, 1) == {"ref"}
+    batch = batch_of(cfg, False, [0, 1, 2, 3], True)
+    objectives.prepare(batch, Comm(), cfg, {})
+    responses = FIXTURE[False]
+
+    def energy(r, t) -> float:
+        """Squared norm of the weighted gradient of the log-probabilities up to t in the logits."""
+        total, R = 0.0, math.exp(sum(oracle.log_ratio(x, "ref", "inf") for x in r.on))
+        for token in [x for x in r.tokens[: t + 1] if x.on]:
+            ratio = math.exp(oracle.log_ratio(token, "ref", "inf"))
+            w = {"none": 1.0, "tis": min(ratio, 1.2), "seq_tis": min(R, 1.2)}[correction]
+            total += w**2 * sum(((v == token.id) - p) ** 2 for v, p in enumerate(token.ref))
+        return total
+
+    some_differ = False
+    for b in range(len(batch)):
+        r = responses[row_of(batch, b)]
+        group = [x for x in responses if x.group == r.group]
+        for t in range(batch.tokens.shape[1]):
+            here = [x for x in group if t < len(x.tokens) and x.tokens[t].on]
+            want = 0.0
+            if t < len(r.tokens) and r.tokens[t].on and len({x.reward for x in group}) > 1:
+                W = [energy(x, t) for x in here]
+                want = r.reward - sum(w * x.reward for w, x in zip(W, here, strict=True)) / sum(W)
+                some_differ |= abs(want - (r.reward - sum(x.reward for x in group) / len(group))) > 0.01
+            assert close(float(batch.adv[b, t]), want), (b, t)
+    assert some_differ
+    assert batch.select([2, 0]).adv.shape[1] == batch.select([2, 0]).tokens.shape[1]
 
 
 def test_the_fixture_has_the_difficult_cases():

@@ -348,6 +348,9 @@ MUTANTS = {
         ("room = n * rate - n + k", "room = n * rate - n + k - 1"),
     ],
     "batching.py": [
+        ("squared_norm = (1 - 2 * logp.exp() + sum_p2)", "squared_norm = (1 + 2 * logp.exp() + sum_p2)"),
+        ("torch.where(mask, weight.square() * squared_norm, 0)", "torch.where(mask, weight * squared_norm, 0)"),
+        (".cumsum(1) * mask\n", " * mask\n"),
         (
             'masked = cfg.mask_cut and r.finish_reason == "length"',
             'masked = cfg.mask_cut and r.finish_reason == "stop"',
