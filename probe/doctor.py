@@ -223,7 +223,7 @@ def some_rows(d: Dump) -> str:
 def first_tokens(d: Dump) -> str:
     """The gap is at the beginning of responses."""
     near, far = gap_between(d, 0, 4), gap_between(d, 16, None)
-    if near > 10 * far and near > 1e-4:
+    if near > 10 * far and near > 1e-2 and d.on[:, 16:].sum() >= 64:
         return f"KL of the first 4 tokens {near:.2g}, after 16 tokens {far:.2g}"
     return ""
 

@@ -145,6 +145,20 @@ def test_a_dump_of_trl():
     assert result["seq_ess"] == pytest.approx(R.sum() ** 2 / 16 / (R**2).sum())
 
 
+def test_a_dump_of_verl():
+    """SmolLM2 in bfloat16 sampled, float32 scored; saved as a DataProto of verl 0.9.1, with the numbers that verl logs as
+    rollout_corr/*. No response has 17 tokens, so that a gap of the first tokens proves nothing."""
+    path = ROOT / "tests" / "golden" / "verl.jsonl"
+    dump, result = doctor.read(str(path)), main([f"--rollouts={path}"])
+    assert (result["responses"], result["tokens"]) == (12, 121)
+    assert (result["k1"], result["kl"]) == pytest.approx((0.0060356152, 0.0013445971), rel=1e-4)
+    R = np.exp(np.where(dump.on, dump.log_r, 0).sum(1))
+    assert (R.min(), R.mean(), R.max()) == pytest.approx((0.7406134605, 0.9500293732, 1.1940013170), rel=1e-5)
+    r = np.exp(dump.log_r[dump.on])
+    assert (r**2).mean() - 1 == pytest.approx(-0.006695986, abs=1e-6)
+    assert [x["cause"] for x in result["causes"]] == ["16-bit arithmetic"]
+
+
 def test_masks_prompts_and_named_columns(tmp_path):
     """Masked tokens do not count; a column that begins with the prompt is cut to its end."""
     spoiled = []
