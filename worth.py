@@ -204,6 +204,10 @@ def check_row(row: str, cfg: config.Config) -> None:
         not cfg.router_replay,
         "--router_replay: g and the slopes are computed with the learner's routing; leave it out",
     )
+    need(
+        cfg.advantage != "otb",
+        "--advantage=otb: g is computed without a ref pass; use a different advantage",
+    )
     need(cfg.samplers == "local", "--samplers: set stale sampler weights with --stale here")
     need(cfg.delay == "none", "--delay: set stale sampler weights with --stale here")
     need(

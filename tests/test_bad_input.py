@@ -196,6 +196,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
         r"""
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: the rows have different --obrs_topk; measure ... separate runs
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: the gradient ... use none
+--advantage=otb | --advantage=otb: g is computed without a ref pass
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
 --json=/dev/null/x.json | --json=/dev/null/x.json: /dev/null is a file, not a folder; name a different path
         """,
