@@ -183,7 +183,7 @@ def loops(drawn: list, cfg, stats, actor: bool) -> dict[str, float]:
     for r in trained:
         pairs += [(t, r) for t in r.trained]
     out = mismatch(trained, cfg) | weights(trained, pairs, cfg) | sequences(trained, cfg) | rewards(trained, pairs)
-    out |= update(pairs, cfg) | errors(trained, pairs)
+    out |= update(pairs, cfg) | errors(pairs)
     out["tokens"] = len(pairs)
     if cfg.correction == "obrs":
         out |= acceptance([t for t, _ in pairs], cfg, stats)
@@ -239,8 +239,6 @@ def weights(trained, pairs, cfg) -> dict:
         "weight_var": mean((w - mean(applied)) ** 2 for w in applied),
         "rollout_corr/rollout_rs_masked_fraction": 1 - mean(t.keep for t, _ in pairs),
         "rollout_corr/rollout_rs_seq_masked_fraction": mean(any(t.keep == 0 for t in r.trained) for r in trained),
-        "rollout_corr/all_rejected_fraction": mean(all(t.keep == 0 for t in r.trained) for r in trained),
-        "weighted_advantage": mean(t.weight * t.keep * r.adv for t, r in pairs),
     }
     ratios, low, high = [ratio(t, cfg) for t, _ in pairs], 1 / token_cap(cfg), token_cap(cfg)
     if cfg.correction.startswith("seq"):  # one weight a response
@@ -264,7 +262,6 @@ def sequences(trained, cfg) -> dict:
         "rollout_corr/seq_eff_sample_size": ess(R),
         "rollout_corr/seq_clamped_fraction": clamped,
         "rollout_corr/seq_false_ess": float(clamped > 0.5),
-        "rollout_corr/low_weight_fraction": mean(x < 1 / C for x in R),
         "rollout_corr/reward_weighted": sum(c * r.reward for c, r in zip(capped, trained, strict=True)) / sum(capped),
     }
 
@@ -277,7 +274,6 @@ def rewards(trained, pairs) -> dict:
         "spread": mean(r.spread for r in trained),
         "cut": mean(r.cut for r in trained),
         "mostly_cut": 0.0,
-        "empty": mean(len(r.trained) == 1 and not r.cut for r in trained),
         "advantage_abs": mean(abs(r.adv) for r in trained),
         "entropy": mean(t.entropy for t, _ in pairs),
         "router/agreement": mean(t.routed_alike for t, _ in pairs),
@@ -308,27 +304,15 @@ def update(pairs, cfg) -> dict:
     return out
 
 
-def errors(trained, pairs) -> dict:
+def errors(pairs) -> dict:
     out = {
         "error/low_prob_pos": mean(t.logp_ref < LN(1e-3) for t, r in pairs if r.adv > 0),
         "error/low_prob_neg": mean(t.logp_ref < LN(1e-3) for t, r in pairs if r.adv < 0),
-        "error/repetition": mean(repeated(r) for r in trained if len(r.tokens) >= 4),
     }
     for low, high in ((0.0, 1e-3), (1e-3, 1e-1), (1e-1, 1.0)):
         inside = [t for t, _ in pairs if low < math.exp(t.logp_ref) <= high]
         out[f"error/ratio_out/{high:g}"] = mean(abs(t.logp - t.logp_ref) > LN(2) for t in inside)
     return out
-
-
-def repeated(r) -> float:
-    """Share of the 4-grams that occur earlier in the response."""
-    ids = [t.id for t in r.tokens]
-    seen, again = set(), 0
-    for i in range(len(ids) - 3):
-        gram = tuple(ids[i : i + 4])
-        again += gram in seen
-        seen.add(gram)
-    return again / (len(ids) - 3)
 
 
 def acceptance(tokens, cfg, stats) -> dict:
@@ -345,7 +329,6 @@ def acceptance(tokens, cfg, stats) -> dict:
     for name in ("kl_before", "kl_after"):
         column = {"kl_before": "kl_ref", "kl_after": "kl_after_ref"}[name]
         out[f"obrs/{name}"] = mean(getattr(t, column) for t in tokens)
-    out["obrs/z_exact"] = mean(t.z_ref for t in tokens)
     return out
 
 
