@@ -30,7 +30,7 @@ import torch
 
 import obrs
 from config import Config, LossFlags, ObjectiveFlags
-from machinery.flags import UserError, choice, need, number
+from machinery.flags import choice, need, number
 from sampling import Sampling
 
 CLAMP = obrs.CLAMP
@@ -721,9 +721,15 @@ def check_target(cfg: LossFlags) -> None:
 def check_caps(cfg: ObjectiveFlags) -> None:
     """Raise UserError if --is_cap or --is_floor does not fit the correction."""
     bounds = CORRECTIONS[cfg.correction].bounds
-    cap = f"--is_cap={cfg.is_cap}: a cap of weights; must be at least 0.01"
-    need(cfg.is_cap is None or cfg.is_cap >= 0.01, cap)
-    check_has_cap(cfg)
+    need(
+        cfg.is_cap is None or cfg.is_cap >= 0.01,
+        f"--is_cap={cfg.is_cap}: a cap of weights; must be at least 0.01",
+    )
+    need(
+        cfg.is_cap is None or "is_cap" in bounds,
+        f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; leave it out (OBRS has --obrs_c1, "
+        "rejections have --rs_low and --rs_high)",
+    )
     has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
     has = "has a lower bound" if has_floor else "has no lower bound"
     need(
@@ -735,19 +741,6 @@ def check_caps(cfg: ObjectiveFlags) -> None:
         cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
         f"--is_cap={cfg.is_cap}: tbpo_mismatch clamps to [1/C, C], so C must be above 1",
     )
-
-
-def check_has_cap(cfg: ObjectiveFlags) -> None:
-    bounds = CORRECTIONS[cfg.correction].bounds
-    if cfg.is_cap is not None and "is_cap" not in bounds:
-        instead = "leave it out"
-        if cfg.correction in USES_Z:
-            instead = "use --obrs_c1"
-        elif "rs_high" in bounds:
-            instead = "use --rs_low and --rs_high"
-        raise UserError(
-            f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}"
-        )
 
 
 def check_rejection(cfg: ObjectiveFlags) -> None:
@@ -816,8 +809,4 @@ def check_obrs(cfg: Config) -> None:
     need(
         cfg.correction != "z_tis" or not new,
         "--correction=z_tis is a control for target ref; leave --obrs_target=ref",
-    )
-    need(
-        cfg.kappa != "exact" or new,
-        "--kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass",
     )

@@ -460,7 +460,6 @@ CONTRADICTIONS = [
     lambda c: c["reject"] == "token_m2" and c["correction_target"] == "new",
     lambda c: c["is_floor"] and (c["correction"] not in HAS_CAP or c["correction"] == "areal_drop"),
     lambda c: c["obrs_z"] == "exact" and (c["actor"] == "none" or c["obrs_target"] == "new" or c["obrs_accept_rate"]),
-    lambda c: c["kappa"] == "exact" and c["obrs_target"] == "ref",
     lambda c: late(c) and c["loss_denominator"] == "kept",
     lambda c: late(c) and c["obrs_accept_rate"],
     lambda c: c["obrs_accept_rate"] and c["obrs_lambda"] != 1,

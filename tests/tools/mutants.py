@@ -349,26 +349,29 @@ MUTANTS = {
     ],
     "batching.py": [
         (
-            'masked = cfg.mask_cut and r.finish_reason == "length"',
-            'masked = cfg.mask_cut and r.finish_reason == "stop"',
+            'masked = cfg.mask_cut and response.finish_reason == "length"',
+            'masked = cfg.mask_cut and response.finish_reason == "stop"',
         ),
         ("(reward.std() + 1e-6)", "(reward.std(correction=0) + 1e-6)"),
         ("(len(reward) / max(1, len(reward) - 1))", "(len(reward) / max(1, len(reward) + 1))"),
         (
-            "group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses])",
-            "group=torch.tensor([0 for k, g in enumerate(groups) for _ in g.responses])",
+            "group=torch.tensor([index for index, group in enumerate(groups) for _ in group.responses])",
+            "group=torch.tensor([0 for group in groups for _ in group.responses])",
         ),
         (
-            "return np.zeros_like(r.loss_mask) if masked else r.loss_mask",
-            "return np.zeros_like(r.loss_mask) if masked else r.loss_mask | True",
+            "return np.zeros_like(response.loss_mask) if masked else response.loss_mask",
+            "return np.zeros_like(response.loss_mask) if masked else response.loss_mask | True",
         ),
         (
             "        return [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]",
             "        return [1.0, sampling.top_p, sampling.top_k, sampling.min_p]",
         ),
-        ("for g in groups for column in g.ref[name]]", "for g in groups for column in groups[0].ref[name]]"),
-        ("        b += len(g.responses)", "        b += 1"),
-        ("if parts and cost([*parts[-1], r]) <= budget:", "if parts:"),
+        (
+            "for group in groups for column in group.ref[name]]",
+            "for group in groups for column in groups[0].ref[name]]",
+        ),
+        ("        first += len(group.responses)", "        first += 1"),
+        ("if parts and cost([*parts[-1], row]) <= budget:", "if parts:"),
     ],
     "model/__init__.py": [
         (
