@@ -147,11 +147,6 @@ def test_groups_that_wait_too_long_are_dropped_and_counted(folders, tmp_path):
     assert sum(late.dropped.values()) == 16 - 8 - len(late.tickets)  # too old in both ways: counted once
     assert late.dropped["staleness"] > 0
 
-    slow = delayed(folders, tmp_path / "c", sampler_rate=0.5, delay_max=1.0)
-    assert versions(slow, 4) == [[0], [1], [2], [3]]
-    # the learner waits a step for each group
-    assert slow.waited == slow.metrics()["delay/clock"] == 4.0 and slow.now(3) == 7.0
-
 
 def test_two_ranks_share_clock_and_groups(folders, tmp_path):
     one, *two = (delayed(folders, tmp_path / store) for store in ("a", "b", "b"))

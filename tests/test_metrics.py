@@ -476,22 +476,3 @@ def test_every_public_row_is_computed_and_explained_once():
     assert unexplained([*unknown, "remote/anything", "delay/versions", "sync_s"]) == unknown
     heads = [line.split()[0] for line in metrics.page().splitlines() if re.match(r"  \S", line)]
     assert sorted(heads) == sorted(public | set(metrics.ELSEWHERE))  # each once
-
-
-def test_a_new_metric_is_one_row(monkeypatch):
-    rows = [
-        metrics.Mean("mine/new", metrics.tokens, lambda v: v.new.logp),
-        metrics.Max("mine/longest", metrics.responses, lambda v: v.batch.length),
-        metrics.Mean("_mine", metrics.responses, lambda v: v.batch.reward),
-        metrics.Derived("mine/twice", lambda m: 2 * m["_mine"] + m.count("_mine")),
-        metrics.Mean("mine/never", metrics.tokens, lambda v: v.r, when=lambda v: False),
-    ]
-    drawn, cfg, stats, actor = case("tis")
-    before = observed(*tensors(drawn, actor), stats, cfg)
-    monkeypatch.setattr(metrics, "ROWS", [*metrics.ROWS, *rows])
-    after = observed(*tensors(drawn, actor), stats, cfg, PARTS["two micro-batches"])
-    assert after.keys() - before.keys() == {"mine/new", "mine/longest", "mine/twice"}
-    trained = [r for r in drawn if r.trained]
-    assert after["mine/new"] == pytest.approx(mean(t.logp for r in trained for t in r.trained))
-    assert after["mine/longest"] == 20
-    assert after["mine/twice"] == pytest.approx(2 * mean(r.reward for r in trained) + 5)
