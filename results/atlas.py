@@ -53,27 +53,11 @@ ROWS = {
     },
     PAIR: {"bfloat16": BF16},
 }
+# what a row keeps of probe's report
 KEPT = (
-    *(
-        "responses",
-        "tokens",
-        "length",
-        "kl",
-        "ratio_mean",
-        "token_ess",
-        "seq_ess",
-        "max_mismatch",
-        "mean_mismatch",
-    ),
-    *(
-        "largest_mismatch",
-        "above_half",
-        "cut_fraction",
-        "t_max",
-        "by_prefix",
-        "by_length",
-        "control",
-    ),
+    *("responses", "tokens", "length", "kl", "ratio_mean", "token_ess", "seq_ess", "max_mismatch"),
+    *("mean_mismatch", "largest_mismatch", "above_half", "cut_fraction", "t_max", "by_prefix"),
+    *("by_length", "control"),
 )
 
 
@@ -87,13 +71,6 @@ class AtlasFlags:
     """Run nothing: write the table and the plot from the JSON file."""
     only: str = ""
     """Measure the rows with this text in "MODEL: ROW" only."""
-
-
-def measure(flags: str) -> dict:
-    """The numbers of one row."""
-    report = sweep.probed(flags)
-    floor = {key: max(row[key] for row in report["floor"]) for key in ("k1", "kl", "mean")}
-    return {key: report[key] for key in KEPT} | {"floor": floor}
 
 
 def numbers(row: dict) -> list[str]:
@@ -171,7 +148,7 @@ def draw(data: dict) -> None:
 
 def main() -> None:
     flags = parse_flags(AtlasFlags, None, __doc__.strip())
-    data = sweep.load("atlas") if sweep.path_of("atlas").is_file() else {"rows": {}}
+    data = sweep.load("atlas")
     todo = [
         (group, label, text)
         for group, rows in ROWS.items()
@@ -181,7 +158,9 @@ def main() -> None:
     if not flags.draw and todo:
         need(flags.task, "--task is missing: name a file with problems, such as GSM8K's")
         for group, label, text in tqdm(todo, desc="rows"):
-            row = measure(f"{POLICY[group]} --task={flags.task} {text}")
+            report = sweep.probed(f"{POLICY[group]} --task={flags.task} {text}")
+            floor = {key: max(row[key] for row in report["floor"]) for key in ("k1", "kl", "mean")}
+            row = {key: report[key] for key in KEPT} | {"floor": floor}
             data["rows"].setdefault(group, {})[label] = row
             sweep.store("atlas", data)
     sweep.rewrite("atlas", table(data))

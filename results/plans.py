@@ -63,29 +63,7 @@ def config_of(name: str):
 # ---------------------------------------------------------------------------------------------------------------------
 
 RECIPES = sorted((sweep.ROOT / "configs" / "papers").glob("*.toml"))
-HEAD = [
-    "recipe",
-    "GPUs",
-    "states",
-    "activations",
-    "engine",
-    "peak",
-    "checkpoint",
-    "does it fit?",
-]
-
-
-def ranks_of(path) -> int:
-    """The number of ranks in the command at the top of a recipe."""
-    text = path.read_text(encoding="utf-8")
-    nodes = re.search(r"--nnodes=(\d+)", text)
-    return int(re.search(r"--nproc_per_node=(\d+)", text)[1]) * (int(nodes[1]) if nodes else 1)
-
-
-def gpu_of(path) -> float:
-    """GiB of the GPU that a recipe names at its top; 80 if it names no GPU."""
-    named = re.search(r"GPUs? of (\d+) GB", path.read_text(encoding="utf-8"))
-    return float(named[1]) if named else 80.0
+HEAD = ["recipe", "GPUs", "states", "activations", "engine", "peak", "checkpoint", "does it fit?"]
 
 
 def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> list[str]:
@@ -96,20 +74,17 @@ def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> lis
         models["actor"] = config_of(cfg.actor)
     made = plan.plan_of(cfg, models, cfg.max_prompt_tokens, ranks, gpu_gib)
     _, says = plan.verdict(cfg, models, cfg.max_prompt_tokens, made, gpu_gib)
-    states = made.sum_of("weights", "gradients", "optimizer")
-    numbers = [
-        states,
-        made.sum_of("activations"),
-        made.sum_of("engine"),
-        made.peak,
-        made.checkpoint,
-    ]
+    parts = (("weights", "gradients", "optimizer"), ("activations",), ("engine",))
+    numbers = [*(made.sum_of(*names) for names in parts), made.peak, made.checkpoint]
     return [name, str(ranks), *(f"{x / plan.GIB:.1f}" for x in numbers), says]
 
 
 def of_recipe(path) -> list[str]:
-    """The cells of the table for a recipe's plan, on the GPUs that the recipe names."""
-    return row_of(path.stem, [f"--config={path}"], ranks_of(path), gpu_of(path))
+    """The cells of the table for a recipe's plan, on the GPUs that the recipe names; 80 GiB each by default."""
+    text = path.read_text(encoding="utf-8")
+    nodes, gpu = re.search(r"--nnodes=(\d+)", text), re.search(r"GPUs? of (\d+) GB", text)
+    ranks = int(re.search(r"--nproc_per_node=(\d+)", text)[1]) * (int(nodes[1]) if nodes else 1)
+    return row_of(path.stem, [f"--config={path}"], ranks, float(gpu[1]) if gpu else 80.0)
 
 
 EXAMPLE = "--objective=jackpot --model=Qwen/Qwen3-4B --actor=Qwen/Qwen3-1.7B --max_tokens=4096 --max_prompt_tokens=1024"

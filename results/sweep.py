@@ -145,13 +145,11 @@ def series(folder: Path) -> dict:
     keys = {key for r in steps for key, value in r.items() if isinstance(value, int | float)}
     return {
         "git": json.loads((folder / "config.json").read_text(encoding="utf-8"))["git"],
-        "evals": {
-            "policy": [
-                [r["step"] + 1, r["eval/policy_pass@1"], r["eval/policy_se"]]
-                for r in rows
-                if "eval/policy_pass@1" in r
-            ]
-        },
+        "evals": [
+            [r["step"] + 1, r["eval/policy_pass@1"], r["eval/policy_se"]]
+            for r in rows
+            if "eval/policy_pass@1" in r
+        ],
         "updates": [r["step"] + 1 for r in steps],
         "columns": {key: [r.get(key) for r in steps] for key in keys},
     }
@@ -159,8 +157,8 @@ def series(folder: Path) -> dict:
 
 def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) -> dict:
     """The JSON row for runs of one row of the study, one run per seed, as returned by `series`."""
-    last = [run["evals"]["policy"][-1] for run in runs]
-    best = [max(run["evals"]["policy"], key=lambda x: x[1]) for run in runs]
+    last = [run["evals"][-1] for run in runs]
+    best = [max(run["evals"], key=lambda x: x[1]) for run in runs]
     metrics = [key for key in study.columns.values() if key not in CELLS]
     keys = ["eval/policy", *(key for of, key in study.panels if of == group)]
     return {
@@ -171,7 +169,7 @@ def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) 
         },
         "seeds": list(row.seeds),
         "git": sorted({run["git"] for run in runs}),
-        "start": [percent(run["evals"]["policy"][0][1]) for run in runs],
+        "start": [percent(run["evals"][0][1]) for run in runs],
         "pass": [percent(x[1]) for x in last],
         "best": [percent(x[1]) for x in best],
         "se": [percent(last[0][2]), percent(best[0][2])],  # over problems, if there is one seed
@@ -213,7 +211,7 @@ def curve(runs: list[dict], key: str) -> dict[str, list[float]]:
 def line_of(run: dict, key: str) -> list[tuple[int, float]]:
     """(updates, value) pairs of a column, or of the evaluations in percent."""
     if key == "eval/policy":
-        return [(x, 100 * y) for x, y, _ in run["evals"]["policy"]]
+        return [(x, 100 * y) for x, y, _ in run["evals"]]
     values = run["columns"].get(key, [])
     return [(x, y) for x, y in zip(run["updates"], values, strict=False) if y is not None]
 
@@ -418,12 +416,10 @@ def update(name: str, flags: SweepFlags) -> dict:
     data = load(name) if path_of(name).is_file() else {}
     new = run(study, FOLDER / name, flags.only, flags.jobs)
     old = data.get("rows", {})
-    merged = {group: {**old.get(group, {}), **new.get(group, {})} for group in study.groups}
-    merged = {
-        group: {label: merged[group][label] for label in rows if label in merged[group]}
-        for group, rows in study.groups.items()
-    }
-    data = {**data, "rows": merged}
+    data["rows"] = {}
+    for group, labels in study.groups.items():
+        known = {**old.get(group, {}), **new.get(group, {})}
+        data["rows"][group] = {label: known[label] for label in labels if label in known}
     store(name, data)
     return data
 

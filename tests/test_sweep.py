@@ -64,7 +64,7 @@ def test_summaries_by_hand():
     runs = [
         {
             "git": "abc",
-            "evals": {"policy": [[0, 0.25, 0.01], [30, start + 0.5, 0.03], [60, start, 0.02]]},
+            "evals": [[0, 0.25, 0.01], [30, start + 0.5, 0.03], [60, start, 0.02]],
             "updates": list(range(1, 61)),
             "columns": {"reward": [None] + [float(i) for i in range(1, 60)]},
         }
