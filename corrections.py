@@ -224,15 +224,9 @@ def vespo(log_r, mask, adv, positive=(2.0, 3.0), negative=(3.0, 2.0), clamp=CLAM
     positive, negative: (k, lambda) for A >= 0 and for A < 0. The formula and these numbers are
     TRL's (GRPOTrainer.get_gamma_weights), with R = p_new / p_inf (`--correction_target=new`)."""
     seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)
-    weight = torch.where(
-        adv >= 0, soft_kernel(seq_log_r, *positive), soft_kernel(seq_log_r, *negative)
-    )
+    k, lam = (torch.where(adv >= 0, a, b) for a, b in zip(positive, negative, strict=True))
+    weight = (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()
     return weight, torch.ones_like(weight)
-
-
-def soft_kernel(seq_log_r, k, lam):
-    """R^k exp(lambda (1 - R))."""
-    return (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()
 
 
 def geo_rs(log_r, mask, rs_low=0.999, rs_high=1.001, clamp=CLAMP):
@@ -441,11 +435,6 @@ class Rejection:
         return {"rs_low": self.low, "rs_high": self.high}
 
 
-def token_square(log_r, clamp=CLAMP):
-    """(log r)^2, (B, T)."""
-    return log_r.clamp(-clamp, clamp) ** 2
-
-
 def largest_kept(x, bound: float) -> float:
     """The largest x_(k) with mean(x_(1), ..., x_(k)) <= bound, or the smallest x; x: (N,), sorted
     here. M2PO, arXiv 2510.01161: drop the largest (log r)^2 until the mean is small enough."""
@@ -481,7 +470,8 @@ REJECTIONS = {
     "seq_min": Rejection(of_response(token_ratio, seq_min), 1e-4, math.inf),
     "token_k2": Rejection(of_token(token_k2)),
     "token_k3": Rejection(of_token(token_k3)),
-    "token_m2": Rejection(of_token(token_square), 0.0, 0.04, of_batch=True),
+    # (log r)^2
+    "token_m2": Rejection(of_token(lambda *x: 2 * token_k2(*x)), 0.0, 0.04, of_batch=True),
     "seq_sum_k2": Rejection(of_response(token_k2, seq_sum)),
     "seq_sum_k3": Rejection(of_response(token_k3, seq_sum)),
     "seq_mean_k2": Rejection(of_response(token_k2, seq_mean)),
