@@ -115,26 +115,26 @@ PER_RESPONSE |= {"sampling", "staleness"}
 
 
 def grpo(reward):
-    """(R - mean) / (std + 1e-6), sample standard deviation. GRPO."""
+    """(reward - mean) / (std + 1e-6), sample standard deviation. GRPO."""
     if len(reward) == 1:
         return torch.zeros_like(reward)
     return grpo_no_std(reward) / (reward.std() + 1e-6)
 
 
 def grpo_no_std(reward):
-    """R - mean. Dr.GRPO, GEPO."""
+    """reward - mean. Dr.GRPO, GEPO."""
     if (reward == reward[0]).all():
         return torch.zeros_like(reward)
     return reward - reward.mean()
 
 
 def rloo(reward):
-    """R - mean of the group's remaining rewards = G / (G - 1) (R - mean)."""
+    """reward - mean of the group's remaining rewards = G / (G - 1) (reward - mean)."""
     return grpo_no_std(reward) * (len(reward) / max(1, len(reward) - 1))
 
 
 def maxrl(reward):
-    """(R - mean) / mean, of nonnegative rewards: larger for harder problems. MaxRL (arXiv
+    """(reward - mean) / mean, of nonnegative rewards: larger for harder problems. MaxRL (arXiv
     2602.02710), prime-rl."""
     mean = reward.mean()
     return grpo_no_std(reward) / mean if mean > 0 else torch.zeros_like(reward)
@@ -172,63 +172,74 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
 
     version, now: the learner's version and clock, to compute staleness. UserError: a group has no
     recorded allowed sets or experts to replay."""
-    pairs = [(g, r) for g in groups for r in g.responses]
-    responses = [r for _, r in pairs]
-    T = max(1, *(len(r.tokens) for r in responses))
+    pairs = [(group, response) for group in groups for response in group.responses]
+    responses = [response for _, response in pairs]
+    T = max(1, *(len(response.tokens) for response in responses))
     K = responses[0].topk_ids.shape[1]
-    rewards = [torch.tensor([r.reward for r in g.responses]) for g in groups]
+    rewards = [torch.tensor([response.reward for response in group.responses]) for group in groups]
     advantages = [ADVANTAGES[cfg.advantage](reward) for reward in rewards]
     draws = [
-        uniforms(len(r.tokens), "mask", cfg.seed, g.uid, i)
-        for g in groups
-        for i, r in enumerate(g.responses)
+        uniforms(len(response.tokens), "mask", cfg.seed, group.uid, i)
+        for group in groups
+        for i, response in enumerate(group.responses)
     ]
     kth = [
-        np.exp(r.topk_logp[:, -1]) if K else np.ones(len(r.tokens), np.float32) for r in responses
+        np.exp(response.topk_logp[:, -1]) if K else np.ones(len(response.tokens), np.float32)
+        for response in responses
     ]
-    age = [[version - g.version, max(0.0, now - g.t_published)] for g, _ in pairs]
-    ids = pad([np.concatenate([g.prompt_ids, r.tokens]) for g, r in pairs], dtype=np.int64)
+    age = [[version - group.version, max(0.0, now - group.t_published)] for group, _ in pairs]
+    ids = pad(
+        [np.concatenate([group.prompt_ids, response.tokens]) for group, response in pairs],
+        dtype=np.int64,
+    )
     routed = allowed = None
     if cfg.router_replay:
         fix = "sample with --rollout=hf, or leave the flag out"
         need_column(pairs, "routed", "--router_replay", "expert choices", fix)
-        routed = pad([r.routed for r in responses], ids.shape[1], fill=-1, dtype=np.int16)
-    if cfg.keep_sampling_mask == "replay" and any(g.sampling.truncates for g in groups):
+        routed = pad(
+            [response.routed for response in responses], ids.shape[1], fill=-1, dtype=np.int16
+        )
+    if cfg.keep_sampling_mask == "replay" and any(group.sampling.truncates for group in groups):
         fix = "record them, or choose recompute or off"
         need_column(pairs, "allowed_ids", "--keep_sampling_mask=replay", "allowed sets", fix)
-        allowed = [(r.allowed_offsets, r.allowed_ids) for r in responses]
+        allowed = [(response.allowed_offsets, response.allowed_ids) for response in responses]
     batch = Batch(
         ids=ids,
-        prompt_len=torch.tensor([len(g.prompt_ids) for g, _ in pairs]),
-        length=torch.tensor([len(r.tokens) for r in responses]),
-        group=torch.tensor([k for k, g in enumerate(groups) for _ in g.responses]),
+        prompt_len=torch.tensor([len(group.prompt_ids) for group, _ in pairs]),
+        length=torch.tensor([len(response.tokens) for response in responses]),
+        group=torch.tensor([index for index, group in enumerate(groups) for _ in group.responses]),
         reward=torch.cat(rewards),
-        cut=torch.tensor([r.finish_reason == "length" for r in responses]),
+        cut=torch.tensor([response.finish_reason == "length" for response in responses]),
         spread=torch.cat([torch.full_like(x, float(x.min() < x.max())).bool() for x in rewards]),
         adv=torch.cat(advantages)[:, None],
-        sampling=torch.tensor([scored_with(g.sampling, cfg.keep_sampling_mask) for g, _ in pairs]),
+        sampling=torch.tensor(
+            [scored_with(group.sampling, cfg.keep_sampling_mask) for group, _ in pairs]
+        ),
         staleness=torch.tensor(age),
-        tokens=pad([r.tokens for r in responses], T, dtype=np.int64),
-        mask=pad([trained_tokens(r, cfg) for r in responses], T, fill=False),
-        logp_inf=pad([r.logp_inf for r in responses], T),
+        tokens=pad([response.tokens for response in responses], T, dtype=np.int64),
+        mask=pad([trained_tokens(response, cfg) for response in responses], T, fill=False),
+        logp_inf=pad([response.logp_inf for response in responses], T),
         mask_uniforms=pad(draws, T, fill=1.0, dtype=np.float64),
         support_ids=pad(
-            [np.column_stack([r.tokens, r.topk_ids]) for r in responses], T, dtype=np.int64
+            [np.column_stack([response.tokens, response.topk_ids]) for response in responses],
+            T,
+            dtype=np.int64,
         ),
-        support_logp=pad([support_logp(r) for r in responses], T, fill=-np.inf),
+        support_logp=pad([support_logp(response) for response in responses], T, fill=-np.inf),
         p_kth=pad(kth, T),
         routed=routed,
         allowed=allowed,
     )
     for name in groups[0].ref:
-        columns = [column for g in groups for column in g.ref[name]]
+        columns = [column for group in groups for column in group.ref[name]]
         fill = -np.inf if name == "support_logp" else 0
         setattr(batch, name, pad(columns, T, fill, dtype=columns[0].dtype))
     return batch
 
 
 def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
-    """Convert sequences (R, L) to a batch that scores tokens 1 to L - 1, at temperature 1."""
+    """Convert sequences (rows, length) to a batch that scores all tokens but the first, at
+    temperature 1."""
     nothing = {
         "topk_ids": np.zeros((ids.shape[1] - 1, 0), np.int32),
         "topk_logp": np.zeros((ids.shape[1] - 1, 0)),
@@ -243,10 +254,10 @@ def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
     return collate(groups, replace(cfg, router_replay=False, mask_cut=False))
 
 
-def trained_tokens(r: Response, cfg: ObjectiveFlags) -> np.ndarray:
+def trained_tokens(response: Response, cfg: ObjectiveFlags) -> np.ndarray:
     """The loss mask of a response, bool (L,); with --mask_cut all False if truncated."""
-    masked = cfg.mask_cut and r.finish_reason == "length"
-    return np.zeros_like(r.loss_mask) if masked else r.loss_mask
+    masked = cfg.mask_cut and response.finish_reason == "length"
+    return np.zeros_like(response.loss_mask) if masked else response.loss_mask
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:
@@ -260,18 +271,18 @@ def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tenso
     return torch.from_numpy(out)
 
 
-def support_logp(r) -> np.ndarray:
+def support_logp(response) -> np.ndarray:
     """log p_inf on a response's support (L, 1 + K); -inf in column 0 if it is also in the top-K."""
-    listed = (r.topk_ids == r.tokens[:, None]).any(1)
-    return np.column_stack([np.where(listed, -np.inf, r.logp_inf), r.topk_logp])
+    listed = (response.topk_ids == response.tokens[:, None]).any(1)
+    return np.column_stack([np.where(listed, -np.inf, response.logp_inf), response.topk_logp])
 
 
 def need_column(pairs, column: str, flag: str, what: str, fix: str) -> None:
     """Raise UserError if any response lacks a column that a flag needs."""
-    for g, r in pairs:
+    for group, response in pairs:
         need(
-            getattr(r, column) is not None,
-            f"{flag}: group {g.uid} has no {what} (sampled by {g.model} without them); {fix}",
+            getattr(response, column) is not None,
+            f"{flag}: group {group.uid} has no {what} (sampled by {group.model} without them); {fix}",
         )
 
 
@@ -298,17 +309,17 @@ def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int
     width = response if share else [p + n for p, n in zip(prompt, response, strict=True)]
 
     def cost(rows: list[int]) -> int:
-        tokens = len(rows) * max(width[r] for r in rows)
+        tokens = len(rows) * max(width[row] for row in rows)
         if share:
-            tokens += len({group[r] for r in rows}) * max(prompt[r] for r in rows)
+            tokens += len({group[row] for row in rows}) * max(prompt[row] for row in rows)
         return tokens
 
     parts: list[list[int]] = []
-    for r in longest_first(width, group, share):
-        if parts and cost([*parts[-1], r]) <= budget:
-            parts[-1].append(r)
+    for row in longest_first(width, group, share):
+        if parts and cost([*parts[-1], row]) <= budget:
+            parts[-1].append(row)
         else:
-            parts.append([r])
+            parts.append([row])
     return [sorted(rows) for rows in parts], sum(map(cost, parts))
 
 
@@ -316,11 +327,11 @@ def longest_first(width: list[int], group: list[int], share: bool) -> list[int]:
     """Row indices by decreasing width; with `share`, whole groups by decreasing longest width."""
     rows = range(len(width))
     if not share:
-        return sorted(rows, key=lambda r: -width[r])
+        return sorted(rows, key=lambda row: -width[row])
     longest: dict[int, int] = {}
-    for g, w in zip(group, width, strict=True):
-        longest[g] = max(w, longest.get(g, 0))
-    return sorted(rows, key=lambda r: (-longest[group[r]], group[r], -width[r]))
+    for name, tokens in zip(group, width, strict=True):
+        longest[name] = max(tokens, longest.get(name, 0))
+    return sorted(rows, key=lambda row: (-longest[group[row]], group[row], -width[row]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,10 +343,13 @@ def write_ref_columns(groups: list[Rollout], columns: dict[str, torch.Tensor]) -
     """Store the results of the ref pass with the groups, without padding. columns: name -> (B, T,
     ...) in the order of `collate`."""
     host = {name: x.cpu().numpy() for name, x in columns.items()}
-    b = 0
-    for g in groups:
-        g.ref = {
-            name: [x[b + i, : len(r.tokens)].copy() for i, r in enumerate(g.responses)]
+    first = 0  # row of the group's first response
+    for group in groups:
+        group.ref = {
+            name: [
+                x[first + i, : len(response.tokens)].copy()
+                for i, response in enumerate(group.responses)
+            ]
             for name, x in host.items()
         }
-        b += len(g.responses)
+        first += len(group.responses)

@@ -23,14 +23,13 @@ class RunFlags:
     """Models, objective, run folder"""
 
     objective: str = "jackpot"
-    """Preset of correction, surrogate and more: none, tis, jackpot, ppo_is, gspo, ...
-    (presets.OBJECTIVES)."""
+    """Preset of correction, surrogate and more: tis, jackpot, gspo, ... (presets.OBJECTIVES)."""
     model: str = "base:policy"
-    """Policy: a Hugging Face folder or hub id, or base:policy for the toy model, trained on
-    first use to an accuracy of 30 % (base:policy@0.2: 20 %)."""
+    """Policy: a Hugging Face folder or hub id, or base:policy for the toy model, trained on first
+    use to an accuracy of 30 % (base:policy@0.2: 20 %)."""
     actor: str = "auto"
-    """Rollout model: a folder or id, base:actor, or none (the policy samples); auto: base:actor if
-    the policy is base:policy, else none."""
+    """Rollout model: a folder or id, base:actor, or none (the policy samples); auto: base:actor for
+    base:policy, else none."""
     out: str = "out/run"
     """Run folder: config, metrics.jsonl, checkpoints, plot."""
     resume: bool = False
@@ -54,8 +53,8 @@ class SizeFlags:
     epochs: float = 0.0
     """Passes over the problems of --task, counted in trained groups; replaces --steps; 0: off."""
     dynamic_sampling: int = 0
-    """Resample groups in which all rewards are equal (DAPO): maximum number of sampling rounds per
-    batch, including the first; no limit with remote samplers; 0: off."""
+    """Resample groups of equal rewards (DAPO): maximum number of sampling rounds per batch (remote
+    samplers: no limit); 0: off."""
     micro_tokens: int = 4096
     """Token budget (prompts and responses) of one micro-batch on one rank."""
 
@@ -74,8 +73,7 @@ class ObjectiveFlags:
     surrogate: str | None = None
     """Function of ratio and advantage that is maximised (objectives.SURROGATES)."""
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
-    """Denominator of the surrogate's ratio; group: GEPO's expectation over the group's responses
-    (corrections.py)."""
+    """Denominator of the surrogate's ratio; group: GEPO's expectation over the group."""
     advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "otb"] | None = None
     """Advantage within a group (default grpo; batching.py); otb: optimal token baseline."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
@@ -93,8 +91,7 @@ class ObjectiveFlags:
     correction_target: Literal["ref", "new"] | None = None
     """Numerator policy of the ratios p / p_inf in weights and statistics: ref (default) or new."""
     normalize_weights: bool = False
-    """Divide weights by their mean over the update's batch and all ranks: self-normalised
-    importance sampling."""
+    """Divide weights by their mean over the update: self-normalised importance sampling."""
     is_cap: float | None = None
     """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...)."""
     is_floor: float = 0.0
@@ -103,19 +100,16 @@ class ObjectiveFlags:
     """Also drop tokens or responses by a statistic of r (corrections.REJECTIONS; default none);
     several statistics with their bounds: token:0.5:5,seq_max_k2:0:0.1."""
     reject_of: Literal["all", "negative"] | None = None
-    """Tokens or responses that --reject may drop: all (the default), or only with a negative
-    advantage."""
+    """What --reject may drop: all (default), or only tokens with a negative advantage."""
     rs_low: float | None = None
-    """Lower bound of the statistic of --reject and rejecting corrections; below it tokens
-    or responses are dropped."""
+    """Lower bound of the statistic of --reject and of rejecting corrections."""
     rs_high: float | None = None
-    """Upper bound of the statistic of --reject and rejecting corrections; above it tokens
-    or responses are dropped."""
+    """Upper bound of the statistic of --reject and of rejecting corrections."""
     log_ratio_clamp: float = 20.0
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
     mask_cut: bool = False
-    """Exclude responses truncated at --max_tokens from the loss and its denominator (DAPO's
-    overlong filtering); their rewards still count in the advantages."""
+    """Exclude responses truncated at --max_tokens from the loss and its denominator, not from the
+    advantages (DAPO's overlong filtering)."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Denominator of the loss: proposed counts rejected tokens, kept does not."""
     positive_only: bool = False
@@ -132,8 +126,7 @@ class ObjectiveFlags:
     """Estimator of the KL of --cppo_beta. official (default): CPPO's released code, whose mean under
     inf is chi2 - KL; k2: prime-rl's; k3: KL(inf || new)."""
     kl_coef: float = 0.0
-    """Weight of KL(policy || start), start: the frozen model that the run started from; 0: off, and
-    start is not loaded."""
+    """Weight of KL(policy || start), start: the frozen model that the run started from; 0: off."""
     kl_estimator: Literal["k2", "k3"] = "k2"
     """Estimator of the KL of --kl_coef (objectives.kl_estimate)."""
     entropy_coef: float = 0.0
@@ -147,16 +140,14 @@ class ObrsFlags:
     obrs_lambda: float = 1.0
     """lambda: acceptance is min(1, p_tgt / (lambda p_inf))."""
     obrs_accept_rate: float | None = None
-    """Budget: choose lambda at each update so that this share is accepted; Z is then bounded from
-    the top-K."""
+    """Budget: choose lambda at each update so that this share is accepted."""
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None
     """c2: cap of p_ref / p_tgt (target new); default 1.02 + clip_high for ppo and cispo with a
-    finite clip, else 3 (Jackpot Table 8). Without a cap, training may fail."""
+    finite clip, else 3 (Jackpot Table 8)."""
     obrs_topk: int = 20
-    """K: number of the engine's top log-probabilities, from which Z is bounded and --reject=seq_max_kl
-    is computed."""
+    """K: number of the engine's top log-probabilities (for Z and for --reject=seq_max_kl)."""
     obrs_mask: Literal["bernoulli", "expected"] = "bernoulli"
     """Draw the mask, or weight tokens by its expectation."""
     obrs_mode: Literal["both", "mask", "reweight"] = "both"
@@ -164,11 +155,11 @@ class ObrsFlags:
     obrs_target: Literal["ref", "new"] | None = None
     """Target distribution of the accepted tokens (default ref)."""
     obrs_z: Literal["auto", "exact", "bracket", "approx"] = "auto"
-    """Z: exact (two models, target ref); bracket, bounded from the top-K; or approx, the paper's
-    kappa Z_approx; auto: exact if possible, else bracket."""
+    """Z: exact (two models, target ref); bracket: bounds from the top-K; approx: the paper's kappa
+    Z_approx; auto: exact if possible, else bracket."""
     kappa: Literal["auto", "exact"] = "auto"
-    """Scale of Z_low for --obrs_target=new. auto: of the last update; exact: of this update, from an
-    extra forward pass."""
+    """Scale of Z_low for --obrs_target=new: of the last update (auto), or of this update, from an
+    extra forward pass (exact)."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +171,7 @@ class ActorFlags:
     distill_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(sg policy || actor), Jackpot Eq. 7; reverse: KL(actor || sg policy)."""
     distill_kl_target: float = 0.0
-    """Closed loop: adjust distill_lambda until the measured KL (nats per token) has this value; 0:
-    fixed distill_lambda."""
+    """Adjust distill_lambda until the measured KL (nats per token) has this value; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -208,8 +198,7 @@ class SamplingFlags:
     max_tokens: int | None = None
     """Maximum response length (toy models 32)."""
     stop: str = ""
-    """Additional tokens that end a response, separated by commas; the end tokens of the tokenizer
-    and of generation_config.json always apply."""
+    """Additional tokens that end a response, separated by commas."""
     temperature: float = 1.0
     """Sampling temperature, also used by the learner for scoring."""
     top_p: float = 1.0
@@ -238,14 +227,13 @@ class EngineFlags:
     rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Engine's precision; default: the learner's --dtype; in eval.py the checkpoint's dtype."""
     rollout_memory: float = 0.0
-    """Engine's memory: GiB of KV cache on CPU, share of GPU memory on CUDA; 0: enough for a rollout
-    batch on CPU, 0.25 on CUDA."""
+    """Engine's memory. CPU: GiB of KV cache, 0: enough for a rollout batch; CUDA: share of the GPU's
+    memory, 0: 0.25."""
     rollout_tp: int = 1
-    """vLLM under torchrun: tensor-parallel size, the number of consecutive ranks that form one
-    engine."""
+    """vLLM's tensor-parallel size: the number of consecutive ranks that form one engine."""
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    """Format of the engine's KV cache. 8-bit formats cause a mismatch, since the learner has no KV
-    cache: fp8, for vLLM (Jackpot, Table 2b); int8, for --rollout=hf. auto: --rollout_dtype."""
+    """Format of the engine's KV cache: --rollout_dtype's (auto), fp8 for vLLM (Jackpot, Table 2b),
+    int8 for --rollout=hf."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +253,7 @@ class PrecisionFlags:
     """Sampler (--rollout=hf) and learner compute each sum in the same order: log p_inf = log p_ref
     bit for bit; the run stops if they differ (model/exact.py)."""
     router_replay: bool = False
-    """Mixtures of experts: the learner sends each token to the experts that the engine chose (vLLM:
-    on a GPU)."""
+    """Mixtures of experts: the learner sends each token to the engine's experts (vLLM: GPU only)."""
 
 
 @dataclass(frozen=True)
@@ -293,16 +280,14 @@ class StalenessFlags:
     delay_samplers: int = 4
     """--delay: number of samplers, each with a separate model version."""
     sampler_rate: float = 1.0
-    """--delay: groups that the samplers make per group that the learner trains on; above 1, groups
-    queue up."""
+    """--delay: groups that the samplers make per group that the learner trains on."""
     step_seconds: float = 28.125
     """--delay: virtual seconds per update (1800 / 64)."""
     max_staleness: int | None = None
-    """Maximum age of weights in updates: delays are capped, and the learner drops older groups (the
-    updates within one batch are not counted); 0: synchronous; default: no bound."""
+    """Maximum age of weights in updates: caps delays, and the learner drops older groups; 0:
+    synchronous; default: no bound."""
     window_seconds: float = math.inf
-    """Drop groups that were made more than this many seconds ago; remote samplers need synchronized
-    clocks (NTP)."""
+    """Drop groups older than this many seconds; remote samplers need synchronized clocks (NTP)."""
     sync_every: int = 1
     """Updates between broadcasts of weights to delayed or remote samplers."""
 
@@ -316,8 +301,7 @@ class RemoteFlags:
     listens on PORT + r, and tcp://*:5555 needs --keys. FOLDER: over a shared folder. Start samplers
     with python -m remote --connect=..."""
     keys: str = "none"
-    """ZeroMQ: the learner's folder of keys (python -m remote.keys OUT --samplers=N); none: no
-    encryption, on this host only."""
+    """ZeroMQ: the learner's folder of keys (python -m remote.keys); none: on this host only."""
     give_up: float = 3600.0
     """Stop the run after this many seconds without a group from any sampler."""
 
@@ -336,13 +320,11 @@ class OptimizerFlags:
     actor_lr: float | None = None
     """Actor learning rate (toy models 3e-4)."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: torch.optim.Muon for the matrices of the layers, AdamW for the rest, with the same
-    learning rates (RMS-matched)."""
+    """muon: torch.optim.Muon for the matrices of the layers, AdamW for the rest, at the same lr."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up."""
     lr_from_ess: bool = False
-    """Multiply the policy's learning rate by sqrt(ESS / N) of the batch's response weights R: VCPO
-    (arXiv 2602.17616)."""
+    """Multiply the policy's learning rate by sqrt(ESS / N) of the response weights R (VCPO)."""
     warmup_steps: float = 5.0
     """Updates of linear warm-up; below 1: share of --steps (0.03: 3 %, rounded up)."""
     weight_decay: float = 0.0
@@ -355,8 +337,7 @@ class OptimizerFlags:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
     lora_rank: int = 0
-    """LoRA (model/lora.py): train adapters of this rank, scaled by 32 / rank, on frozen linear
-    layers; 0: off, train all weights."""
+    """LoRA: train adapters of this rank, scaled by 32 / rank, on frozen linear layers; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -365,8 +346,7 @@ class MemoryFlags:
 
     gradient_checkpointing: bool = False
     """Keep only the input of each layer and recompute its activations in the backward pass: a third
-    more time, a tenth of the memory. A response is never split over ranks, so the longest response
-    must fit on one rank."""
+    more time, a tenth of the memory."""
     kernels: Literal["auto", "plain", "liger", "compile"] = "auto"
     """Kernels of decoder layers: of transformers (plain, auto), liger-kernel or torch.compile."""
 
@@ -391,8 +371,7 @@ class TaskFlags:
     letter, boxed, think, FILE.py:FUNCTION (tasks/rewards.py); default: math, letter if rows have
     choices, or the reward of --task=FILE.py:CLASS."""
     overlong: int = 0
-    """DAPO's length penalty: the reward falls by up to 1 over this many tokens before --max_tokens;
-    0: off."""
+    """DAPO's length penalty: up to 1 over this many tokens before --max_tokens; 0: off."""
     arith: str = ""
     """--task=arith: NAME=VALUE separated by commas. min_ops=3,max_ops=5: number of operations;
     operand=9,total=29: largest operand and running total; explain=0: reward this many tokens of
@@ -413,8 +392,7 @@ class PromptFlags:
     chat_kwargs: str = ""
     """Arguments of the chat template: NAME=VALUE, with commas, such as enable_thinking=false."""
     chat_date: str = ""
-    """Date in the chat template (YYYY-MM-DD), the same after a resume and on every sampler;
-    default: the UTC date at the start of the run."""
+    """Date in the chat template (YYYY-MM-DD); default: the UTC date at the start of the run."""
     max_prompt_tokens: int = 0
     """Drop problems with a longer prompt, and report their number; 0: keep all."""
 
@@ -424,21 +402,18 @@ class ReportFlags:
     """Evaluation, logging, checkpoints"""
 
     eval_every: int = 0
-    """Updates between held-out evaluations; 0: only before and after the run; -1: never (evaluate
-    a checkpoint with eval.py --model=CHECKPOINT)."""
+    """Updates between held-out evaluations; 0: only before and after the run; -1: never."""
     eval_engine: Literal["own", "torch", "second"] = "own"
-    """Sampler of evaluations. own: the rollout engine for the model that samples, plain torch for the
-    other model; second: as own, but a policy with an actor gets a second engine; torch: plain torch
-    for both."""
+    """Sampler of evaluations. own: the rollout engine for the model that samples, plain torch for
+    the other; second: a second engine for a policy with an actor; torch: plain torch for both."""
     eval_problems: int = 512
     """Held-out problems, each with one response at temperature 1 (--eval_task can set both)."""
     eval_task: str = ""
     """Held-out sets in the format of --task, separated by commas; each can have settings:
     a.jsonl,b.jsonl:samples=32:temperature=0.6:max_tokens=8192. arith has a separate test split."""
     check_sync: bool = True
-    """Check at every weight sync that the engine has the published weights (sync.py), and on the
-    first rollouts that engine and learner compute the same policy (learner.py); False: for
-    emergencies."""
+    """Check at every weight sync that the engine has the published weights, and on the first
+    rollouts that engine and learner compute the same policy."""
     save_every: int = 50
     """Updates between checkpoints; 0: only at the end."""
     keep: int = 2

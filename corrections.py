@@ -30,7 +30,7 @@ import torch
 
 import obrs
 from config import Config, LossFlags, ObjectiveFlags
-from machinery.flags import UserError, choice, need, number
+from machinery.flags import choice, need, number
 from sampling import Sampling
 
 CLAMP = obrs.CLAMP
@@ -224,15 +224,9 @@ def vespo(log_r, mask, adv, positive=(2.0, 3.0), negative=(3.0, 2.0), clamp=CLAM
     positive, negative: (k, lambda) for A >= 0 and for A < 0. The formula and these numbers are
     TRL's (GRPOTrainer.get_gamma_weights), with R = p_new / p_inf (`--correction_target=new`)."""
     seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)
-    weight = torch.where(
-        adv >= 0, soft_kernel(seq_log_r, *positive), soft_kernel(seq_log_r, *negative)
-    )
+    k, lam = (torch.where(adv >= 0, a, b) for a, b in zip(positive, negative, strict=True))
+    weight = (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()
     return weight, torch.ones_like(weight)
-
-
-def soft_kernel(seq_log_r, k, lam):
-    """R^k exp(lambda (1 - R))."""
-    return (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()
 
 
 def geo_rs(log_r, mask, rs_low=0.999, rs_high=1.001, clamp=CLAMP):
@@ -441,11 +435,6 @@ class Rejection:
         return {"rs_low": self.low, "rs_high": self.high}
 
 
-def token_square(log_r, clamp=CLAMP):
-    """(log r)^2, (B, T)."""
-    return log_r.clamp(-clamp, clamp) ** 2
-
-
 def largest_kept(x, bound: float) -> float:
     """The largest x_(k) with mean(x_(1), ..., x_(k)) <= bound, or the smallest x; x: (N,), sorted
     here. M2PO, arXiv 2510.01161: drop the largest (log r)^2 until the mean is small enough."""
@@ -481,7 +470,8 @@ REJECTIONS = {
     "seq_min": Rejection(of_response(token_ratio, seq_min), 1e-4, math.inf),
     "token_k2": Rejection(of_token(token_k2)),
     "token_k3": Rejection(of_token(token_k3)),
-    "token_m2": Rejection(of_token(token_square), 0.0, 0.04, of_batch=True),
+    # (log r)^2
+    "token_m2": Rejection(of_token(lambda *x: 2 * token_k2(*x)), 0.0, 0.04, of_batch=True),
     "seq_sum_k2": Rejection(of_response(token_k2, seq_sum)),
     "seq_sum_k3": Rejection(of_response(token_k3, seq_sum)),
     "seq_mean_k2": Rejection(of_response(token_k2, seq_mean)),
@@ -722,9 +712,15 @@ def check_target(cfg: LossFlags) -> None:
 def check_caps(cfg: ObjectiveFlags) -> None:
     """Raise UserError if --is_cap or --is_floor does not fit the correction."""
     bounds = CORRECTIONS[cfg.correction].bounds
-    cap = f"--is_cap={cfg.is_cap}: a cap of weights; must be at least 0.01"
-    need(cfg.is_cap is None or cfg.is_cap >= 0.01, cap)
-    check_has_cap(cfg)
+    need(
+        cfg.is_cap is None or cfg.is_cap >= 0.01,
+        f"--is_cap={cfg.is_cap}: a cap of weights; must be at least 0.01",
+    )
+    need(
+        cfg.is_cap is None or "is_cap" in bounds,
+        f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; leave it out (OBRS has --obrs_c1, "
+        "rejections have --rs_low and --rs_high)",
+    )
     has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
     has = "has a lower bound" if has_floor else "has no lower bound"
     need(
@@ -736,19 +732,6 @@ def check_caps(cfg: ObjectiveFlags) -> None:
         cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
         f"--is_cap={cfg.is_cap}: tbpo_mismatch clamps to [1/C, C], so C must be above 1",
     )
-
-
-def check_has_cap(cfg: ObjectiveFlags) -> None:
-    bounds = CORRECTIONS[cfg.correction].bounds
-    if cfg.is_cap is not None and "is_cap" not in bounds:
-        instead = "leave it out"
-        if cfg.correction in USES_Z:
-            instead = "use --obrs_c1"
-        elif "rs_high" in bounds:
-            instead = "use --rs_low and --rs_high"
-        raise UserError(
-            f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; {instead}"
-        )
 
 
 def check_rejection(cfg: ObjectiveFlags) -> None:
@@ -817,8 +800,4 @@ def check_obrs(cfg: Config) -> None:
     need(
         cfg.correction != "z_tis" or not new,
         "--correction=z_tis is a control for target ref; leave --obrs_target=ref",
-    )
-    need(
-        cfg.kappa != "exact" or new,
-        "--kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass",
     )

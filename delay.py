@@ -167,7 +167,7 @@ class DelaySource(LocalSource):
         """The versions that must stay on disk: the newest, the samplers', the waiting groups'."""
         held = {sampler.version for sampler in self.samplers}
         waiting = {ticket.version for ticket in self.tickets}
-        return {max(self.broadcast)} | held | waiting
+        return {*sorted(self.broadcast)[-1:]} | held | waiting
 
     def path(self, version: int) -> Path:
         return self.store / f"v{version:06d}.safetensors"
@@ -269,7 +269,7 @@ class DelaySource(LocalSource):
         }
 
     def state_dict(self) -> dict:
-        self.pinned = [self.pinned[1], self.needed() if self.broadcast else set()]
+        self.pinned = [self.pinned[1], self.needed()]
         return {
             **super().state_dict(),
             "samplers": [dict(vars(sampler)) for sampler in self.samplers],
@@ -290,9 +290,8 @@ class DelaySource(LocalSource):
         self.made = state["made"]
         self.waited = state["waited"]
         self.dropped = Counter(state["dropped"])
-        needed = self.needed() if self.broadcast else set()
-        self.pinned = [set(), needed]
-        for version in sorted(needed):
+        self.pinned = [set(), self.needed()]
+        for version in sorted(self.needed()):
             if not self.path(version).is_file():
                 raise UserError(
                     f"--resume: {self.path(version)} is missing, and a delayed sampler still uses this version; "
@@ -315,23 +314,6 @@ def check(cfg: Config) -> None:
         need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
     for name in ("sampler_rate", "step_seconds", "window_seconds"):
         need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
-    check_bounds(cfg)
-    remote = cfg.samplers != "local"
-    if cfg.delay == "none" and not remote and (cfg.sync_every > 1 or cfg.max_staleness is not None):
-        raise UserError(
-            f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; "
-            "name a distribution with --delay, or an address or a folder with --samplers"
-        )
-    if cfg.delay != "none" and remote:
-        raise UserError(
-            f"--delay={cfg.delay} simulates samplers inside this process, and --samplers={cfg.samplers} has real "
-            "samplers; leave out one of the two flags"
-        )
-
-
-def check_bounds(cfg: Config) -> None:
-    """Raise UserError, one sentence, if an age bound cannot be satisfied, or if the number of
-    waiting groups is unbounded."""
     most = cfg.max_staleness
     if most is not None and most < 0:
         raise UserError(
@@ -356,6 +338,17 @@ def check_bounds(cfg: Config) -> None:
                 f"--window_seconds={cfg.window_seconds}: at --sampler_rate={cfg.sampler_rate} groups are always "
                 "dropped before there are enough groups for an update; widen the window, or raise the rate"
             )
+    remote = cfg.samplers != "local"
+    if cfg.delay == "none" and not remote and (cfg.sync_every > 1 or cfg.max_staleness is not None):
+        raise UserError(
+            f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; "
+            "name a distribution with --delay, or an address or a folder with --samplers"
+        )
+    if cfg.delay != "none" and remote:
+        raise UserError(
+            f"--delay={cfg.delay} simulates samplers inside this process, and --samplers={cfg.samplers} has real "
+            "samplers; leave out one of the two flags"
+        )
 
 
 def check_remote(cfg: Config) -> None:

@@ -16,7 +16,7 @@ import textwrap
 import corrections
 from config import LossFlags
 from machinery.flags import print_page, run_command
-from machinery.measure import Derived, Max, Mean, Means, Sums, View, k3, repetition
+from machinery.measure import Derived, Max, Mean, Means, Sums, View, k3
 from model import FLOOR
 from sampling import Sampling
 
@@ -200,12 +200,6 @@ WEIGHTS = [
         lambda m: m["_clamp"] / m["rollout_corr/kl"] if m["rollout_corr/kl"] > 0 else math.inf,
         "clamp / KL: the response length at which sequence weights reach the clamp (Praxis, section 4)",
     ),
-    Mean(
-        "rollout_corr/low_weight_fraction",
-        responses,
-        lambda v: 1.0 / v.C_seq > v.R,
-        "share of responses with R < 1/C; C = --is_cap of a sequence weight, else 4",
-    ),
     Mean("_keep", tokens, lambda v: v.keep),
     Derived(
         "rollout_corr/rollout_rs_masked_fraction",
@@ -217,12 +211,6 @@ WEIGHTS = [
         responses,
         lambda v: ((v.keep == 0) & v.tokens).any(1),
         "share of responses with a rejected token (verl's definition)",
-    ),
-    Mean(
-        "rollout_corr/all_rejected_fraction",
-        responses,
-        lambda v: (v.keep * v.tokens).sum(1) == 0,
-        "share of responses with all tokens rejected",
     ),
 ]
 
@@ -255,19 +243,7 @@ REWARDS = [
         lambda m: float(m["cut"] > 0.5),
         "1 if more than half of the responses are truncated; reported once",
     ),
-    Mean(
-        "empty",
-        responses,
-        lambda v: (v.n == 1) & ~v.batch.cut,
-        "share of responses that are only an end token",
-    ),
     Mean("advantage_abs", responses, lambda v: v.adv[:, 0].abs(), "mean |A| over responses"),
-    Mean(
-        "weighted_advantage",
-        tokens,
-        lambda v: v.applied * v.adv,
-        "mean over tokens of weight x keep x A",
-    ),
     Mean("entropy", tokens, lambda v: v.new.entropy, "of the policy, nats"),
     Mean(
         "router/agreement",
@@ -355,12 +331,6 @@ UPDATE = [
         lambda v: v.ref < math.log(1e-3),
         "the same share of tokens with A < 0",
     ),
-    Mean(
-        "error/repetition",
-        lambda v: v.responses & (v.batch.length >= 4),
-        lambda v: repetition(v.batch.tokens, v.batch.exists),
-        "share of a response's 4-grams that are repetitions, mean over responses",
-    ),
     *(
         Mean(f"error/ratio_out/{p:g}", rare(low, p), moved, RATIO_OUT)
         for low, p in zip([0, *RARE], RARE, strict=False)
@@ -388,13 +358,6 @@ OBRS = [
         tokens,
         meaning="the sum over the union of both top-K (--obrs_z=approx)",
         **logged("z_approx"),
-    ),
-    Mean(
-        "obrs/z_exact",
-        tokens,
-        lambda v: v.batch.z_ref,
-        "Z over the whole vocabulary (two models)",
-        when=lambda v: v.to_ref and v.batch.z_ref is not None,
     ),
     Derived("obrs/lambda", lambda m: m["_lam"], "lambda as used", when=lambda m: "obrs/z" in m),
     Derived("obrs/kappa", lambda m: m["_kappa"], "scale of Z_low or Z_approx", summed),

@@ -25,7 +25,7 @@ import functools
 import inspect
 import math
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -47,7 +47,7 @@ from corrections import (
     token_ratio,
 )
 from machinery.flags import choice, need, print_page, run_command
-from presets import FRAMEWORKS, OBJECTIVES, PAPERS
+from presets import DEFAULTS, FRAMEWORKS, OBJECTIVES, PAPERS
 from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -475,29 +475,11 @@ def actor_config(cfg: Config):
     """The actor's objective, independent of the policy's: standard PPO with weight F, a capped
     ratio p_actor,ref / p_inf (Jackpot Eq. 6)."""
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
-    return replace(
-        cfg,
-        correction="tis",
-        correction_target="ref",
-        normalize_weights=False,
-        surrogate="ppo",
-        ratio_base="ref",
-        is_cap=CORRECTIONS["tis"].bounds["is_cap"],
-        is_floor=0.0,
-        rs_low=None,
-        rs_high=None,
-        reject="none",
-        reject_of="all",
-        clip=True,
-        clip_low=low,
-        clip_high=high,
-        dual_clip=0.0,
-        positive_only=False,
-        cppo_beta=0.0,
-        kl_coef=0.0,
-        entropy_coef=0.0,
-        loss_denominator="proposed",
-    )
+    # all other flags of the objective have their defaults
+    flags = {flag.name: flag.default for flag in fields(ObjectiveFlags)} | DEFAULTS | PAPERS["tis"]
+    flags |= {"is_cap": CORRECTIONS["tis"].bounds["is_cap"], "clip_low": low, "clip_high": high}
+    flags |= {"reduction": cfg.reduction, "log_ratio_clamp": cfg.log_ratio_clamp}
+    return replace(cfg, **flags)
 
 
 def reduce(unreduced, mask, stats: StepStats, cfg: Config):

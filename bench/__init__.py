@@ -1,5 +1,5 @@
 """Timing of alternating pairs, because a machine's speed drifts, and inputs to time. Used by
-bench/gpu_parts.py, results/plans.py and results/against_trl.py."""
+bench/gpu_parts.py and results/against_trl.py."""
 
 from __future__ import annotations
 

@@ -71,22 +71,6 @@ def k3(log_r, clamp):
     return torch.expm1(log_r.clamp(-clamp, clamp)) - log_r
 
 
-def repetition(tokens, exists, n: int = 4):
-    """Share of a response's n-grams that repeat an earlier n-gram, (B,): 1 - distinct / all; 0 if
-    the response is shorter than n."""
-    if tokens.shape[1] < n:
-        return tokens.new_zeros(len(tokens), dtype=torch.double)
-    grams, in_response = tokens.unfold(1, n, 1), exists.unfold(1, n, 1).all(-1)
-    key = torch.zeros_like(grams[..., 0])
-    for i in range(n):  # a 64-bit hash of each n-gram; a collision only adds one repetition
-        key = key * 1_000_003 + grams[..., i] + 1
-    # positions without an n-gram get distinct keys
-    nowhere = torch.arange(key.shape[1], device=key.device) - 2**62
-    ordered = torch.where(in_response, key, nowhere).sort(1).values
-    repeats = (ordered[:, 1:] == ordered[:, :-1]).sum(1)
-    return repeats / in_response.sum(1).clamp_min(1).double()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Row types
 # ---------------------------------------------------------------------------------------------------------------------

@@ -53,27 +53,11 @@ ROWS = {
     },
     PAIR: {"bfloat16": BF16},
 }
+# what a row keeps of probe's report
 KEPT = (
-    *(
-        "responses",
-        "tokens",
-        "length",
-        "kl",
-        "ratio_mean",
-        "token_ess",
-        "seq_ess",
-        "max_mismatch",
-        "mean_mismatch",
-    ),
-    *(
-        "largest_mismatch",
-        "above_half",
-        "cut_fraction",
-        "t_max",
-        "by_prefix",
-        "by_length",
-        "control",
-    ),
+    *("responses", "tokens", "length", "kl", "ratio_mean", "token_ess", "seq_ess", "max_mismatch"),
+    *("mean_mismatch", "largest_mismatch", "above_half", "cut_fraction", "t_max", "by_prefix"),
+    *("by_length", "control"),
 )
 
 
@@ -87,13 +71,6 @@ class AtlasFlags:
     """Run nothing: write the table and the plot from the JSON file."""
     only: str = ""
     """Measure the rows with this text in "MODEL: ROW" only."""
-
-
-def measure(flags: str) -> dict:
-    """The numbers of one row."""
-    report = sweep.probed(flags)
-    floor = {key: max(row[key] for row in report["floor"]) for key in ("k1", "kl", "mean")}
-    return {key: report[key] for key in KEPT} | {"floor": floor}
 
 
 def numbers(row: dict) -> list[str]:
@@ -133,33 +110,12 @@ def table(data: dict) -> str:
         lines.append([f"**{group}**"])
         measured = data["rows"].get(group, {})
         lines += [[label, *numbers(measured[label])] for label in rows if label in measured]
-    return sweep.markdown(head, lines) + depths(data)
-
-
-def depths(data: dict) -> str:
-    """The table of results/depth.py; an empty string if it has not run."""
-    rows = data.get("depth", {})
-    if not rows:
-        return ""
-    names = list(next(iter(rows.values())))
-    lines = [
-        [
-            row,
-            *(
-                f"{max(0.0, x[0]):.2g}; {x[1]:.1g}" if x[1] > 1e-8 else f"{max(0.0, x[0]):.2g}; 0"
-                for x in map(values.get, names)
-            ),
-        ]
-        for row, values in rows.items()
-    ]
-    return "\n" + sweep.markdown(
-        ["int8: KL to the unquantized model; KL to itself after a change of 1e-7", *names], lines
-    )
+    return sweep.markdown(head, lines)
 
 
 def draw(data: dict) -> None:
-    """Plot the KL of each row, the ESS of response weights by length, the last bit's share of int8's KL by layers."""
-    fig, axes = sweep.pyplot().subplots(1, 3, figsize=(15, 5.4), layout="constrained")
+    """Plot the KL of each row, and the ESS of response weights by length."""
+    fig, axes = sweep.pyplot().subplots(1, 2, figsize=(11, 5.4), layout="constrained")
     points = [
         (group, label, row) for group, rows in data["rows"].items() for label, row in rows.items()
     ]
@@ -184,38 +140,15 @@ def draw(data: dict) -> None:
     axes[1].set_xlabel("tokens of a response", fontsize=8)
     axes[1].set_title("ESS of response weights", fontsize=9)
     axes[1].legend(fontsize=7, ncol=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
-    draw_depths(axes[2], data.get("depth", {}))
     for ax in axes:
         ax.grid(alpha=0.3)
         ax.tick_params(labelsize=8)
     sweep.save(fig, sweep.RESULTS / "atlas.png")
 
 
-def draw_depths(ax, rows: dict) -> None:
-    """Plot by depth: KL of an int8 model to itself after a change of 1e-7, divided by its KL to the plain model."""
-    lines: dict = {}
-    for name, values in rows.items():
-        model, layers = name.removesuffix(" layers").split(", ")
-        for row in ("weights and activations", "all but down_proj's input"):
-            plain, itself = values[row]
-            lines.setdefault((model, row), []).append((int(layers), itself / plain))
-    colour = dict(zip(ROWS, sweep.COLOURS, strict=False))
-    for (model, row), points in lines.items():
-        ax.plot(
-            *zip(*points, strict=True),
-            "o-" if row.startswith("w") else "o--",
-            color=colour[model],
-            label=f"{model}: {row}",
-        )
-    ax.set_ylim(0, 1)
-    ax.set_xlabel("layers", fontsize=8)
-    ax.set_title("share of int8's KL that a change of 1e-7 makes", fontsize=9)
-    ax.legend(fontsize=7)
-
-
 def main() -> None:
     flags = parse_flags(AtlasFlags, None, __doc__.strip())
-    data = sweep.load("atlas") if sweep.path_of("atlas").is_file() else {"rows": {}}
+    data = sweep.load("atlas")
     todo = [
         (group, label, text)
         for group, rows in ROWS.items()
@@ -225,7 +158,9 @@ def main() -> None:
     if not flags.draw and todo:
         need(flags.task, "--task is missing: name a file with problems, such as GSM8K's")
         for group, label, text in tqdm(todo, desc="rows"):
-            row = measure(f"{POLICY[group]} --task={flags.task} {text}")
+            report = sweep.probed(f"{POLICY[group]} --task={flags.task} {text}")
+            floor = {key: max(row[key] for row in report["floor"]) for key in ("k1", "kl", "mean")}
+            row = {key: report[key] for key in KEPT} | {"floor": floor}
             data["rows"].setdefault(group, {})[label] = row
             sweep.store("atlas", data)
     sweep.rewrite("atlas", table(data))

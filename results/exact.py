@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -42,48 +42,16 @@ CASES = {
 TOKENS, UPDATES = 1_000_000, 100
 TURNS = 3  # repetitions of each time
 TIMED = 256  # responses in each repetition
-HEAD = [
-    "case",
-    "updates",
-    "tokens",
-    "largest, --exact",
-    "without",
-    "decoding",
-    "forward",
-    "forward and backward",
-]
-
-
-@dataclass
-class Measured:
-    """The numbers of a case, for one line of the table."""
-
-    case: str
-    updates: int
-    tokens: int
-    largest: float  # with --exact
-    without: float
-    costs: list[float]  # time ratios of decoding, forward, forward and backward
+HEAD = ["case", "updates", "tokens", "largest, --exact", "without"]
+HEAD += ["decoding", "forward", "forward and backward"]
 
 
 def open_training(folder: str, case: str, exact: bool, batch: int) -> Training:
     out = Path(folder) / str(exact)
     out.mkdir()
-    argv = [
-        f"--out={out}",
-        "--overwrite",
-        "--actor=none",
-        "--objective=tis",
-        "--rollout=hf",
-        *CASES[case],
-    ]
-    argv += [
-        f"--rollout_batch={batch}",
-        f"--train_batch={batch}",
-        "--eval_every=-1",
-        f"--exact={exact}",
-        "--lr=1e-4",
-    ]
+    argv = [f"--out={out}", "--overwrite", "--actor=none", "--objective=tis", "--rollout=hf"]
+    argv += [f"--rollout_batch={batch}", f"--train_batch={batch}", f"--exact={exact}"]
+    argv += ["--eval_every=-1", "--lr=1e-4", *CASES[case]]
     return Training(settings.parse(argv), Comm.start(patience=600))
 
 
@@ -119,7 +87,8 @@ def ratios(exact: Training, plain: Training) -> list[float]:
     return [statistics.median(column) for column in zip(*turns, strict=True)]
 
 
-def measure(case: str, updates: int, batch: int) -> Measured:
+def measure(case: str, updates: int, batch: int) -> dict:
+    """The numbers of a case. costs: time ratios of decoding, forward, forward and backward."""
     with tempfile.TemporaryDirectory() as folder:
         exact, plain = (open_training(folder, case, flag, batch) for flag in (True, False))
         tokens, largest = train(exact, updates)
@@ -130,7 +99,8 @@ def measure(case: str, updates: int, batch: int) -> Measured:
         torch.set_num_threads(threads)
         for t in (exact, plain):
             t.log.close()
-    return Measured(case, updates, tokens, largest, without, costs)
+    sizes = {"case": case, "updates": updates, "tokens": tokens}
+    return {**sizes, "largest": largest, "without": without, "costs": costs}
 
 
 def table(data: dict) -> str:
@@ -186,7 +156,7 @@ def main() -> None:
         }
         rows = []
         for case in CASES:
-            rows.append(asdict(measure(case, -(-flags.updates // len(CASES)), batch)))
+            rows.append(measure(case, -(-flags.updates // len(CASES)), batch))
             print(rows[-1], flush=True)
         sweep.store("exact", {"about": about, "cases": rows})
     data = sweep.load("exact")

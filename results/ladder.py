@@ -44,15 +44,8 @@ def table(data: dict) -> str:
         parts = ", ".join(
             f"{source} {100 * share:.0f} %" for share, source in shares if share >= SHOWN
         )
-        rows.append(
-            [
-                name,
-                f"{total:.2g}",
-                f"{ladder['total']['dp']:.2g}",
-                f"{ladder['floor']['kl']:.2g}",
-                parts,
-            ]
-        )
+        numbers = (total, ladder["total"]["dp"], ladder["floor"]["kl"])
+        rows.append([name, *(f"{x:.2g}" for x in numbers), parts])
     faults = []
     for x in data["faults"]:
         first = x["suspects"][0]
@@ -65,11 +58,6 @@ def table(data: dict) -> str:
     )
 
 
-def draw(data: dict) -> None:
-    """Plot the waterfall of one configuration."""
-    figures.draw_ladder(data["ladders"][DRAWN], sweep.RESULTS / "ladder.png")
-
-
 def main() -> None:
     data = sweep.load("ladder")
     for name, flags in RUNS.items():
@@ -79,7 +67,7 @@ def main() -> None:
             data["ladders"][name] = report["ladder"]
             sweep.store("ladder", data)
     sweep.rewrite("ladder", table(data))
-    draw(data)
+    figures.draw_ladder(data["ladders"][DRAWN], sweep.RESULTS / "ladder.png")
     print(table(data))
 
 

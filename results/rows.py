@@ -11,8 +11,6 @@ class Row(NamedTuple):
     flags: dict
     seeds: tuple[int, ...] = (0,)
     config: str = "study"  # configs/NAME.toml
-    # (sampler of SAMPLERS, row of worth.py): the worth shown in the table
-    weighed: tuple[str, str] | None = None
 
 
 class Study(NamedTuple):
@@ -24,7 +22,6 @@ class Study(NamedTuple):
     # (group, column of metrics.jsonl or eval/policy): a plot with a curve for each row of the group
     panels: tuple[tuple[str, str], ...]
     share: float = 0.1  # columns are averaged over this last share of the updates
-    own_sampling: bool = False  # the last checkpoint is also evaluated with the temperature and truncation of its run
 
 
 def rows_of(
@@ -239,7 +236,6 @@ praxis = Study(
         ("T 1, other seeds", "reward"),
         ("up to 96 tokens", "reward"),
     ),
-    own_sampling=True,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -396,29 +392,6 @@ heterorl = Study(
 # Worth: measured before training, and compared with training
 # ---------------------------------------------------------------------------------------------------------------------
 
-# sampler -> (configuration, flags of worth.py)
-SAMPLERS = {
-    "another model": ("study", ("--actor=base:actor",)),
-    **{
-        f"another model, {100 * x:.0f} %": ("study", (f"--actor=base:actor@{x}",))
-        for x in (0.2, 0.1)
-    },
-    **{x: ("lowbit", (f"--rollout_quant={x}",)) for x in ("int8", "fp8", "w4a16", "w2a16")},
-    **{
-        f"second pair, {100 * x:.0f} %": ("study", (f"--actor=base:actor@{x}",))
-        for x in (0.2, 0.17, 0.15, 0.13, 0.1)
-    },
-    "second pair, another model": ("study", ("--actor=base:actor",)),
-    "w3a16": ("study", ("--actor=none", "--rollout_quant=w3a16")),
-}
-WEIGHED = {
-    "no correction": "none",
-    "TIS": "tis is_cap=2",
-    "Jackpot": "jackpot",
-    "min(R_t, 1)": "prefix_tis",
-    "min(R, 1)": "seq_tis is_cap=1",
-    "`retrace_seq`": "retrace_seq",
-}
 OURS = {
     "`retrace_seq`": RETRACE_SEQ,
     "min(R, 1)": CAPPED,
@@ -426,56 +399,24 @@ OURS = {
     "TIS": dict(objective="tis"),
     "Jackpot": JACKPOT,
 }
-
-
-def weighed(sampler: str, rows: dict[str, Row]) -> dict[str, Row]:
-    """The rows, with the worth for this sampler if worth.py measures their correction."""
-    return {
-        label: row._replace(weighed=(sampler, WEIGHED[label])) if label in WEIGHED else row
-        for label, row in rows.items()
-    }
-
-
+PAIR = {label: OURS[label] for label in ("`retrace_seq`", "TIS")}
 LONG = {label: {**OURS[label], **FAR} for label in ("`retrace_seq`", "min(R, 1)", "TIS")}
 TO_P_NEW = dict(correction_target="new", ratio_base="new")
 worth = Study(
     groups={
-        "distilled, 150 updates": weighed(
-            "another model",
-            rows_of(
-                LATER, "study", {**OURS, "`spare`": dict(objective="spare"), "on-policy": ON_POLICY}
-            ),
+        "distilled, 150 updates": rows_of(
+            LATER, "study", {**OURS, "`spare`": dict(objective="spare"), "on-policy": ON_POLICY}
         ),
-        "not distilled": weighed(
-            "another model",
-            rows_of(LATER, "study", {**OURS, "no correction": dict(objective="none")}, **ALONE),
+        "not distilled": rows_of(
+            LATER, "study", {**OURS, "no correction": dict(objective="none")}, **ALONE
         ),
-        "an actor of 20 %": weighed(
-            "another model, 20 %",
-            rows_of(
-                LATER,
-                "study",
-                {x: OURS[x] for x in ("`retrace_seq`", "TIS")},
-                actor="base:actor@0.2",
-            ),
-        ),
-        "an actor of 10 %": weighed(
-            "another model, 10 %",
-            rows_of(
-                LATER,
-                "study",
-                {x: OURS[x] for x in ("`retrace_seq`", "TIS")},
-                actor="base:actor@0.1",
-            ),
-        ),
-        "two bits": weighed(
-            "w2a16",
-            rows_of(
-                LATER,
-                "lowbit",
-                {x: OURS[x] for x in ("`retrace_seq`", "min(R, 1)", "TIS")},
-                rollout_quant="w2a16",
-            ),
+        "an actor of 20 %": rows_of(LATER, "study", PAIR, actor="base:actor@0.2"),
+        "an actor of 10 %": rows_of(LATER, "study", PAIR, actor="base:actor@0.1"),
+        "two bits": rows_of(
+            LATER,
+            "lowbit",
+            {x: OURS[x] for x in ("`retrace_seq`", "min(R, 1)", "TIS")},
+            rollout_quant="w2a16",
         ),
         "400 updates, not distilled": rows_of(LATER, "study", LONG, **ALONE)
         | rows_of(LATER, "study", {"on-policy": {**ON_POLICY, **FAR}}),

@@ -30,13 +30,12 @@ from tqdm import tqdm
 
 from machinery.flags import UserError, need, parse_flags, read_text, run_command
 from machinery.run import read_metrics
-from results.rows import SAMPLERS, STUDIES, WEIGHED, Row, Study
+from results.rows import STUDIES, Row, Study
 
 RESULTS = ROOT / "results"
 FOLDER = ROOT / "out" / "study"
 MARKER = "<!-- table -->\n"  # a line in each page; the text below it is generated
 POINTS = 25  # most points of a curve
-PROBLEMS = 1024  # number of held-out problems in `evaluate`
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def run(study: Study, folder: Path, only: str = "", jobs: int = 2) -> dict[str, 
     ]
     threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run_one, *one, threads, study.own_sampling) for one in todo]
+        futures = [pool.submit(run_one, *one, threads) for one in todo]
         for future in tqdm(futures, desc="runs"):
             future.result()
     summaries: dict[str, dict[str, dict]] = {}
@@ -109,8 +108,8 @@ def is_finished(folder: Path) -> bool:
     return read_metrics(folder)[-1]["step"] + 1 >= steps
 
 
-def run_one(row: Row, seed: int, folder: Path, threads: str, own_sampling: bool) -> None:
-    """Start or resume one run; evaluate it with its own sampling settings if the study requires this."""
+def run_one(row: Row, seed: int, folder: Path, threads: str) -> None:
+    """Start or resume one run."""
     if not is_finished(folder):
         argv = command(row, seed, folder) + (
             ["--resume"] if (folder / "config.json").is_file() else []
@@ -120,8 +119,6 @@ def run_one(row: Row, seed: int, folder: Path, threads: str, own_sampling: bool)
             raise SystemExit(
                 f"error: {folder}: stopped by a signal; start the study again to go on"
             )
-    if own_sampling and not (folder / "own.json").is_file():
-        evaluate(folder, threads)
 
 
 def call(argv: list[str], threads: str) -> None:
@@ -136,25 +133,6 @@ def call(argv: list[str], threads: str) -> None:
         )
 
 
-def evaluate(folder: Path, threads: str) -> None:
-    """Evaluate the last checkpoint with its run's temperature and truncation; write pass@1 and reward to own.json."""
-    cfg = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
-    settings = [f"--{k}={cfg[k]}" for k in ("temperature", "top_p", "top_k", "max_tokens", "arith")]
-    model = sorted((folder / "checkpoints").glob("step_*"))[-1] / "policy"
-    out = folder / "own_eval.json"
-    sizes = [f"--problems={PROBLEMS}", "--samples=1", "--k=1"]
-    call(
-        ["eval.py", f"--model={model}", "--rollout=hf", *sizes, *settings, f"--out={out}"], threads
-    )
-    lines = out.with_suffix(".responses.jsonl").read_text(encoding="utf-8").splitlines()[1:]
-    rewards = [sum(r) / len(r) for r in (json.loads(line)["rewards"] for line in lines)]
-    result = {
-        "mean@1": json.loads(out.read_text(encoding="utf-8"))["mean@1"],
-        "reward": sum(rewards) / len(rewards),
-    }
-    (folder / "own.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The summary of a row
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,29 +143,25 @@ def series(folder: Path) -> dict:
     rows = read_metrics(folder)
     steps = [r for r in rows if r["step"] >= 0]
     keys = {key for r in steps for key, value in r.items() if isinstance(value, int | float)}
-    evaluated = folder / "own.json"
     return {
         "git": json.loads((folder / "config.json").read_text(encoding="utf-8"))["git"],
-        "evals": {
-            "policy": [
-                [r["step"] + 1, r["eval/policy_pass@1"], r["eval/policy_se"]]
-                for r in rows
-                if "eval/policy_pass@1" in r
-            ]
-        },
+        "evals": [
+            [r["step"] + 1, r["eval/policy_pass@1"], r["eval/policy_se"]]
+            for r in rows
+            if "eval/policy_pass@1" in r
+        ],
         "updates": [r["step"] + 1 for r in steps],
         "columns": {key: [r.get(key) for r in steps] for key in keys},
-        "own": json.loads(evaluated.read_text(encoding="utf-8")) if evaluated.is_file() else None,
     }
 
 
 def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) -> dict:
     """The JSON row for runs of one row of the study, one run per seed, as returned by `series`."""
-    last = [run["evals"]["policy"][-1] for run in runs]
-    best = [max(run["evals"]["policy"], key=lambda x: x[1]) for run in runs]
+    last = [run["evals"][-1] for run in runs]
+    best = [max(run["evals"], key=lambda x: x[1]) for run in runs]
     metrics = [key for key in study.columns.values() if key not in CELLS]
     keys = ["eval/policy", *(key for of, key in study.panels if of == group)]
-    made = {
+    return {
         "config": row.config,
         "flags": {
             key: value if isinstance(value, bool | int | float) else str(value)
@@ -195,19 +169,13 @@ def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) 
         },
         "seeds": list(row.seeds),
         "git": sorted({run["git"] for run in runs}),
-        "start": [percent(run["evals"]["policy"][0][1]) for run in runs],
+        "start": [percent(run["evals"][0][1]) for run in runs],
         "pass": [percent(x[1]) for x in last],
         "best": [percent(x[1]) for x in best],
         "se": [percent(last[0][2]), percent(best[0][2])],  # over problems, if there is one seed
         "columns": {key: [tail(run, key, study.share) for run in runs] for key in metrics},
         "curves": {key: curve(runs, key) for key in dict.fromkeys(keys)},
     }
-    if study.own_sampling:
-        made["own"] = [percent(run["own"]["mean@1"]) for run in runs]
-        made["own_reward"] = [
-            percent(run["own"]["reward"]) for run in runs if "reward" in run["own"]
-        ]
-    return made
 
 
 def percent(x: float) -> float:
@@ -243,50 +211,9 @@ def curve(runs: list[dict], key: str) -> dict[str, list[float]]:
 def line_of(run: dict, key: str) -> list[tuple[int, float]]:
     """(updates, value) pairs of a column, or of the evaluations in percent."""
     if key == "eval/policy":
-        return [(x, 100 * y) for x, y, _ in run["evals"]["policy"]]
+        return [(x, 100 * y) for x, y, _ in run["evals"]]
     values = run["columns"].get(key, [])
     return [(x, y) for x, y in zip(run["updates"], values, strict=False) if y is not None]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Worth
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def weigh(folder: Path, only: str) -> dict[str, dict]:
-    """Sampler -> KL, and the worth of each correction with its error, from worth.py; a few minutes per sampler."""
-    made = {}
-    for name, (config, flags) in SAMPLERS.items():
-        if only not in name:
-            continue
-        out = folder_of(folder, "weighed", name, 0).with_suffix(".json")
-        if not out.is_file():
-            out.parent.mkdir(parents=True, exist_ok=True)
-            rows = "; ".join(WEIGHED.values())
-            threads = str(len(os.sched_getaffinity(0)))
-            call(
-                [
-                    "worth.py",
-                    f"--config=configs/{config}.toml",
-                    *flags,
-                    f"--rows={rows}",
-                    f"--json={out}",
-                ],
-                threads,
-            )
-        made[name] = weighed(json.loads(out.read_text(encoding="utf-8")))
-    return made
-
-
-def weighed(record: dict) -> dict:
-    """KL and worth from a file that worth.py wrote."""
-    rows = {text: record["rows"][text] for text in WEIGHED.values() if text in record["rows"]}
-    return {
-        "kl": short(record["about"]["kl"]),
-        "worth": {
-            text: [round(x["worth"], 3), round(x["worth_se"], 3)] for text, x in rows.items()
-        },
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,12 +265,13 @@ def mean_se(values: list[float], single: float) -> str:
     return f"{m:.1f}" if math.isnan(se) else f"{m:.1f}±{se:.1f}"
 
 
+# worth, own, own_reward: written into the JSON file by hand, measured with worth.py and with eval.py
 CELLS = {
     "seeds": lambda row: str(len(row["seeds"])),
     "pass": lambda row: mean_se(row["pass"], row["se"][0]),
     "best": lambda row: mean_se(row["best"], row["se"][1]),
-    "own": lambda row: mean_se(row["own"], math.nan),
-    "own_reward": lambda row: mean_se(row["own_reward"], math.nan),
+    "own": lambda row: mean_se(row.get("own", []), math.nan),
+    "own_reward": lambda row: mean_se(row.get("own_reward", []), math.nan),
     "worth": lambda row: "{:.2f}±{:.2f}".format(*row["worth"]) if "worth" in row else "",
 }
 
@@ -370,18 +298,8 @@ def table(name: str, data: dict) -> str:
     for group, rows in data["rows"].items():
         lines.append([f"**{group}**"])  # the missing cells stay empty in Markdown
         for label, row in rows.items():
-            row = {**row, **worth_of(name, data, group, label)}
             lines.append([label, *(cell(row, key) for key in columns.values())])
     return markdown(["", *columns], lines)
-
-
-def worth_of(name: str, data: dict, group: str, label: str) -> dict:
-    """The worth of a row's correction with its sampler; empty if it was not measured."""
-    row = STUDIES[name].groups.get(group, {}).get(label)
-    if row is None or row.weighed is None or row.weighed[0] not in data["samplers"]:
-        return {}
-    worth = data["samplers"][row.weighed[0]]["worth"]
-    return {"worth": worth[row.weighed[1]]} if row.weighed[1] in worth else {}
 
 
 def markdown(head: list[str], rows: list) -> str:
@@ -412,10 +330,10 @@ LOGARITHMIC = ("distill_kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch")
 
 
 def draw(name: str, data: dict) -> None:
-    """Draw results/NAME.png: the panels of the study, and worth if the study has it."""
+    """Draw results/NAME.png: the panels of the study."""
     plt = pyplot()
     panels = STUDIES[name].panels
-    n = len(panels) + (2 if "samplers" in data else 0)
+    n = len(panels)
     columns = min(3, n)
     size = (4.6 * columns, 3.9 * math.ceil(n / columns))
     fig, axes = plt.subplots(
@@ -424,9 +342,6 @@ def draw(name: str, data: dict) -> None:
     flat = list(axes.flat)
     for ax, (group, key) in zip(flat, panels, strict=False):
         draw_panel(ax, group, key, data["rows"][group])
-    if "samplers" in data:
-        draw_distance(flat[len(panels)], data["samplers"])
-        draw_outcome(flat[len(panels) + 1], name, data)
     for ax in flat:
         ax.grid(alpha=0.3)
         ax.tick_params(labelsize=8)
@@ -459,43 +374,6 @@ def draw_panel(ax, group: str, key: str, rows: dict[str, dict]) -> None:
     ax.legend(fontsize=7)
     if key in LOGARITHMIC:
         ax.set_yscale("log")
-
-
-def draw_distance(ax, samplers: dict[str, dict]) -> None:
-    """Draw worth against KL: a colour for each correction, a point for each sampler."""
-    for (label, text), colour in zip(WEIGHED.items(), COLOURS, strict=False):
-        points = sorted(
-            (s["kl"], *s["worth"][text]) for s in samplers.values() if text in s["worth"]
-        )
-        x, y, error = zip(*points, strict=True)
-        ax.errorbar(
-            x, y, yerr=error, fmt="o", ms=3, lw=0.6, color=colour, label=label.replace("`", "")
-        )
-    ax.set_xscale("log")
-    ax.set_title("worth of a response, by sampler", fontsize=9)
-    ax.set_xlabel("KL(inf || ref), nats a token", fontsize=8)
-    ax.legend(fontsize=7, loc="lower left")
-
-
-def draw_outcome(ax, name: str, data: dict) -> None:
-    """Draw final held-out pass@1 against worth before training: a colour for each group."""
-    groups = [
-        g
-        for g, rows in data["rows"].items()
-        if any(worth_of(name, data, g, label) for label in rows)
-    ]
-    for group, colour in zip(groups, COLOURS, strict=False):
-        rows = [
-            (worth_of(name, data, group, label), row) for label, row in data["rows"][group].items()
-        ]
-        points = [(w["worth"], sum(row["pass"]) / len(row["pass"])) for w, row in rows if w]
-        x, y = [w[0] for w, _ in points], [p for _, p in points]
-        ax.errorbar(
-            x, y, xerr=[w[1] for w, _ in points], fmt="o", ms=4, lw=0.6, color=colour, label=group
-        )
-    ax.set_title("pass@1 at the end (%), by worth before training", fontsize=9)
-    ax.set_xlabel("worth", fontsize=8)
-    ax.legend(fontsize=7)
 
 
 def pyplot():
@@ -538,14 +416,10 @@ def update(name: str, flags: SweepFlags) -> dict:
     data = load(name) if path_of(name).is_file() else {}
     new = run(study, FOLDER / name, flags.only, flags.jobs)
     old = data.get("rows", {})
-    merged = {group: {**old.get(group, {}), **new.get(group, {})} for group in study.groups}
-    merged = {
-        group: {label: merged[group][label] for label in rows if label in merged[group]}
-        for group, rows in study.groups.items()
-    }
-    data = {**data, "rows": merged}
-    if any(key == "worth" for key in study.columns.values()):
-        data["samplers"] = {**data.get("samplers", {}), **weigh(FOLDER / name, flags.only)}
+    data["rows"] = {}
+    for group, labels in study.groups.items():
+        known = {**old.get(group, {}), **new.get(group, {})}
+        data["rows"][group] = {label: known[label] for label in labels if label in known}
     store(name, data)
     return data
 

@@ -77,11 +77,10 @@ ROWS = [
 --arith=min_ops=6 | --arith: min_ops=6: must be between 1 and max_ops=5
 --arith=total=500,operand=40 | --arith: total=500: must be below 200 and no less than operand=40
 --lr=1.5 | --lr=1.5: must be at most 1; 1e-6 is usual
---objective=jackpot --is_cap=3 | --is_cap=3.0: --correction=obrs has no cap C; use --obrs_c1
+--objective=jackpot --is_cap=3 | --is_cap=3.0: --correction=obrs has no cap C; leave it out
 --objective=tbpo --is_cap=1 | --is_cap=1.0: tbpo_mismatch clamps to [1/C, C], so C must be above 1
 --dual_clip=3 --clip=False | --dual_clip=3.0: needs a value above 1 (3 is ... ue and --surrogate=ppo or gspo
 --objective=reinforce --ratio_base=inf | --ratio_base=inf: --surrogate=reinforce has no ratio; use --surrogate=ppo
---kappa=exact | --kappa=exact is for --obrs_target=new; with target ref kappa always comes from the ref pass
 --objective=z_tis --obrs_target=new | --correction=z_tis is a control for target ref; leave --obrs_target=ref
 --distill_kl_target=0.1 --actor=none | --distill_kl_target: there is no actor to distil; name one with --actor
 --train_batch=100 | --train_batch=100: not divisible by --group_size=8 times 1 ... each rank trains on whole groups

@@ -3,16 +3,13 @@
 import math
 import re
 import textwrap
-from dataclasses import replace
 
 import pytest
 import torch
 from conftest import LN, LOG_R, ROOT, STATS, f64, make_cfg, tiny
 
 import corrections
-import objectives
-from corrections import CORRECTIONS, REJECTIONS, apply_correction
-from learner import Comm
+from corrections import CORRECTIONS, apply_correction
 
 
 def full(x):
@@ -60,11 +57,8 @@ def corrected(new, batch, **flags):
         # r - 1 - log r = 0.307, 0.193, 0 and 1.614 three times: sums 0.5 and 4.841
         ("none", {"reject": "token_k3", "rs_low": 0.1, "rs_high": 0.2}, 1, [[0, 1, 0], [0, 0, 0]]),
         ("none", {"reject": "seq_mean_k3", "rs_low": 0.17, "rs_high": 1.7}, 1, [[0, 0, 0], [1, 1, 1]]),
-        ("none", {"reject": "seq_sum_k3", "rs_low": 0.49, "rs_high": 0.51}, 1, [[1, 1, 1], [0, 0, 0]]),
-        ("none", {"reject": "seq_max_k3", "rs_low": 0.30, "rs_high": 0.31}, 1, [[1, 1, 1], [0, 0, 0]]),
         # (log r)^2 / 2 = 0.240, 0.240, 0 and 0.961 three times: sums 0.480 and 2.883
         ("none", {"reject": "token_k2", "rs_low": 0.2, "rs_high": 0.25}, 1, [[1, 1, 0], [0, 0, 0]]),
-        ("none", {"reject": "seq_mean_k2", "rs_low": 0.15, "rs_high": 0.17}, 1, [[1, 1, 1], [0, 0, 0]]),
         ("none", {"reject": "seq_sum_k2", "rs_low": 0.47, "rs_high": 0.49}, 1, [[1, 1, 1], [0, 0, 0]]),
         ("none", {"reject": "seq_max_k2", "rs_low": 0.23, "rs_high": 0.25}, 1, [[1, 1, 1], [0, 0, 0]]),
         ("none", {"reject": "seq_max", "rs_low": 2.5}, 1, [[0, 0, 0], [1, 1, 1]]),
@@ -81,18 +75,6 @@ def test_corrections_by_hand(name, flags, weight, keep):
     assert torch.equal(got_keep, full(keep))
 
 
-PLAIN_ROWS = sorted(set(CORRECTIONS) - corrections.USES_Z - {"tis_adjusted"})
-
-
-@pytest.mark.parametrize("axis, name", [("correction", x) for x in PLAIN_ROWS] + [("reject", x) for x in REJECTIONS])
-def test_masked_tokens_and_padding_change_nothing(axis, name):
-    results = []
-    for x in (0.0, 9.0, -30.0):
-        new, b = tiny([[LN(2), x, -0.3], [LN(4), LN(2), x]], mask=[[True, False, True], [True, True, False]])
-        results.append(torch.stack(corrected(new, b, **{axis: name}))[:, b.mask])
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
 def test_the_kl_of_trm_is_over_a_coarser_vocabulary():
     p = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=f64)
     q = torch.tensor([0.3, 0.3, 0.1, 0.05, 0.25], dtype=f64)
@@ -102,15 +84,6 @@ def test_the_kl_of_trm_is_over_a_coarser_vocabulary():
     assert corrections.token_kl(logp, q.log()[support]).item() == pytest.approx(coarse)
     whole = corrections.token_kl(p.log()[None, None], q.log()[None, None]).item()
     assert whole == pytest.approx(float((p * (p / q).log()).sum())) and coarse < whole
-    # the largest of a response's tokens decides; a masked token does not count
-    new, b = tiny(LOG_R, mask=[[True, True, True], [True, True, False]])
-    kls = torch.tensor([[0.01, 0.2, 0.02], [0.03, 0.05, 9.0]], dtype=f64)
-    of_bernoulli = [[0.5, 0.5 + math.sqrt(-0.25 * math.expm1(-2 * x))] for x in kls.flatten().tolist()]
-    b = replace(b, support_logp=torch.full((2, 3, 1), LN(0.5), dtype=f64))
-    b = replace(b, support_logp_ref=torch.tensor(of_bernoulli, dtype=f64)[:, 1].log().reshape(2, 3, 1))
-    for high, keep in ((0.21, [1, 1]), (0.19, [0, 1]), (0.04, [0, 0])):
-        _, kept = corrected(new, b, objective="trm", rs_high=high)
-        assert kept[:, 0].tolist() == keep
 
 
 def test_m2po_by_hand():
@@ -119,39 +92,6 @@ def test_m2po_by_hand():
     for bound, largest in ((1.0, 0.16), (0.075, 0.16), (0.074, 0.09), (0.03, 0.04), (0.024, 0.01), (0.001, 0.01)):
         assert corrections.largest_kept(squares, bound) == pytest.approx(largest)
     assert corrections.largest_kept(torch.zeros(0), 0.04) == math.inf
-    _, b = tiny([[0.1, -0.2, 9.0], [0.3, -0.4, 9.0]], mask=[[True, True, False]] * 2)
-    cfg = make_cfg(objective="m2po", rs_high=0.05)
-    assert objectives.prepare(b, Comm(), cfg, {}).largest_kept == pytest.approx(0.09)
-    comm = Comm()
-    comm.cat = lambda x: torch.cat([x, torch.zeros(9)])  # a second rank without a gap lowers the mean
-    assert objectives.prepare(b, comm, cfg, {}).largest_kept == pytest.approx(0.16)
-
-
-def test_corrections_that_need_p_new():
-    """Weights of p_new are known only within the update, weights of p_ref before."""
-    for flags in (
-        dict(objective="tis_adjusted"),
-        dict(objective="tis", correction_target="new", ratio_base="new"),
-        dict(objective="jackpot_adjusted"),
-    ):
-        assert corrections.sees_new(make_cfg(**flags)), flags
-    for flags in (dict(objective="tis"), dict(objective="jackpot"), dict(objective="jackpot_adjusted", kappa="exact")):
-        assert not corrections.sees_new(make_cfg(**flags))
-
-
-@pytest.mark.parametrize("name", PLAIN_ROWS)
-def test_correction_target_new_replaces_p_ref_by_p_new(name):
-    """Weights and rejection with p_new above p_inf; no gradient passes through them."""
-    moved = [[LN(0.3), LN(1.2), 0.1], [0.05, LN(2.5), -0.2]]
-    new, b = tiny(LOG_R, new=moved)
-    flags = dict(correction=name, surrogate="reinforce", rs_low=0.3, rs_high=1.7)
-    flags |= {} if "rs_low" in CORRECTIONS[name].bounds else {"reject": "token"}
-    got = corrected(new, b, **flags, correction_target="new")
-    want = corrected(None, replace(b, logp_ref=new.logp.detach()), **flags)
-    of_ref = corrected(None, b, **flags)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    assert not torch.equal(got[0] * got[1], of_ref[0] * of_ref[1])
-    assert not got[0].requires_grad and not got[1].requires_grad
 
 
 def test_the_correction_of_the_contributing_page(monkeypatch):
@@ -164,18 +104,6 @@ def test_the_correction_of_the_contributing_page(monkeypatch):
     weight, keep = corrected(*tiny(LOG_R), correction="sqrt_tis", is_cap=1.8)
     assert torch.allclose(weight, full([[2**0.5, 0.5**0.5, 1], [1.8, 1.8, 1.8]]))
     assert torch.equal(keep, full(1))
-
-
-def test_z_tis_is_the_mean_of_obrs():
-    """z_tis = E[Mask] min(w, c1) of OBRS for c1 >= lambda Z, token by token."""
-    new, b = tiny([[LN(2), -LN(2), 0.3], [LN(8), -1.0, 0.1]])
-    two = dict(actor="base:actor", obrs_z="auto")
-    weight, keep = corrected(new, b, objective="z_tis", **two)
-    obrs_weight, obrs_keep = corrected(new, b, objective="jackpot", obrs_mask="expected", **two)
-    assert torch.allclose(weight * keep, obrs_weight * obrs_keep)
-    assert torch.allclose(weight, torch.minimum(0.9 * b.log_r.exp(), torch.tensor(3.0, dtype=f64)))
-    weight, _ = corrected(new, b, objective="z_tis", obrs_c1=1.5, **two)
-    assert float(weight.max()) == 1.5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,21 +159,13 @@ def test_k3_near_zero_is_accurate_in_float32():
     assert torch.allclose(got.double(), want, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "name, ess, clamped, dead",
-    [
-        ("seq_tis", 0.06, 0.0, True),
-        ("seq_tis", 0.3, 0.0, False),
-        ("seq_tis", 1.0, 0.9, True),  # all responses at the clamp
-        ("retrace_seq", 0.06, 0.0, True),
-        ("tis", 0.06, 0.0, False),
-        ("jackpot", 0.06, 0.0, False),
-    ],
-)
-def test_the_warning_of_dead_weights_names_an_alternative(name, ess, clamped, dead):
+DEAD = [("seq_tis", 0.06, 0.0), ("seq_tis", 1.0, 0.9), ("retrace_seq", 0.06, 0.0)]  # 0.9: at the clamp
+ALIVE = [("seq_tis", 0.3, 0.0), ("tis", 0.06, 0.0), ("jackpot", 0.06, 0.0)]
+
+
+@pytest.mark.parametrize("name, ess, clamped", DEAD + ALIVE)
+def test_the_warning_of_dead_weights_names_an_alternative(name, ess, clamped):
     logged = {"rollout_corr/seq_eff_sample_size": ess, "rollout_corr/seq_clamped_fraction": clamped}
     logged |= {"rollout_corr/kl": 0.25, "response_length": 160.0}
     sentence = corrections.dead_weights(make_cfg(objective=name), logged)
-    assert bool(sentence) == dead
-    if dead:
-        assert "KL 0.25 a token over 160 tokens" in sentence and "--objective=tis" in sentence
+    assert ("--objective=tis" in sentence) == ((name, ess, clamped) in DEAD)

@@ -121,14 +121,12 @@ def test_a_group_is_sampled_with_its_samplers_version(folders, tmp_path):
 
 
 def test_every_delay_is_a_different_draw(folders, tmp_path):
-    """Each delay is the quantile of a uniform of its sampler and number; 200 draws have the distribution's median."""
+    """Each delay is the quantile of a uniform of its sampler and number."""
     source = delayed(folders, tmp_path, delay="lognormal", delay_min=60.0, delay_max=1800.0, delay_samplers=2)
     draws = [[source.delay(i, n) for n in range(100)] for i in range(2)]
     every = [x for row in draws for x in row]
     assert len(set(every)) == 200
     assert draws[1][7] == distribution("lognormal").quantile(float(uniforms(1, "delay", source.cfg.seed, 1, 7)[0]))
-    below = sum(x < math.sqrt(60 * 1800) for x in every)  # the median
-    assert abs(below - 100) < 4 * math.sqrt(50)
 
 
 def test_groups_that_wait_too_long_are_dropped_and_counted(folders, tmp_path):
@@ -146,11 +144,6 @@ def test_groups_that_wait_too_long_are_dropped_and_counted(folders, tmp_path):
     assert max(v - row[0] for v, row in enumerate(versions(late, 8))) == 2
     assert sum(late.dropped.values()) == 16 - 8 - len(late.tickets)  # too old in both ways: counted once
     assert late.dropped["staleness"] > 0
-
-    slow = delayed(folders, tmp_path / "c", sampler_rate=0.5, delay_max=1.0)
-    assert versions(slow, 4) == [[0], [1], [2], [3]]
-    # the learner waits a step for each group
-    assert slow.waited == slow.metrics()["delay/clock"] == 4.0 and slow.now(3) == 7.0
 
 
 def test_two_ranks_share_clock_and_groups(folders, tmp_path):

@@ -183,7 +183,7 @@ def loops(drawn: list, cfg, stats, actor: bool) -> dict[str, float]:
     for r in trained:
         pairs += [(t, r) for t in r.trained]
     out = mismatch(trained, cfg) | weights(trained, pairs, cfg) | sequences(trained, cfg) | rewards(trained, pairs)
-    out |= update(pairs, cfg) | errors(trained, pairs)
+    out |= update(pairs, cfg) | errors(pairs)
     out["tokens"] = len(pairs)
     if cfg.correction == "obrs":
         out |= acceptance([t for t, _ in pairs], cfg, stats)
@@ -239,8 +239,6 @@ def weights(trained, pairs, cfg) -> dict:
         "weight_var": mean((w - mean(applied)) ** 2 for w in applied),
         "rollout_corr/rollout_rs_masked_fraction": 1 - mean(t.keep for t, _ in pairs),
         "rollout_corr/rollout_rs_seq_masked_fraction": mean(any(t.keep == 0 for t in r.trained) for r in trained),
-        "rollout_corr/all_rejected_fraction": mean(all(t.keep == 0 for t in r.trained) for r in trained),
-        "weighted_advantage": mean(t.weight * t.keep * r.adv for t, r in pairs),
     }
     ratios, low, high = [ratio(t, cfg) for t, _ in pairs], 1 / token_cap(cfg), token_cap(cfg)
     if cfg.correction.startswith("seq"):  # one weight a response
@@ -264,7 +262,6 @@ def sequences(trained, cfg) -> dict:
         "rollout_corr/seq_eff_sample_size": ess(R),
         "rollout_corr/seq_clamped_fraction": clamped,
         "rollout_corr/seq_false_ess": float(clamped > 0.5),
-        "rollout_corr/low_weight_fraction": mean(x < 1 / C for x in R),
         "rollout_corr/reward_weighted": sum(c * r.reward for c, r in zip(capped, trained, strict=True)) / sum(capped),
     }
 
@@ -277,7 +274,6 @@ def rewards(trained, pairs) -> dict:
         "spread": mean(r.spread for r in trained),
         "cut": mean(r.cut for r in trained),
         "mostly_cut": 0.0,
-        "empty": mean(len(r.trained) == 1 and not r.cut for r in trained),
         "advantage_abs": mean(abs(r.adv) for r in trained),
         "entropy": mean(t.entropy for t, _ in pairs),
         "router/agreement": mean(t.routed_alike for t, _ in pairs),
@@ -308,27 +304,15 @@ def update(pairs, cfg) -> dict:
     return out
 
 
-def errors(trained, pairs) -> dict:
+def errors(pairs) -> dict:
     out = {
         "error/low_prob_pos": mean(t.logp_ref < LN(1e-3) for t, r in pairs if r.adv > 0),
         "error/low_prob_neg": mean(t.logp_ref < LN(1e-3) for t, r in pairs if r.adv < 0),
-        "error/repetition": mean(repeated(r) for r in trained if len(r.tokens) >= 4),
     }
     for low, high in ((0.0, 1e-3), (1e-3, 1e-1), (1e-1, 1.0)):
         inside = [t for t, _ in pairs if low < math.exp(t.logp_ref) <= high]
         out[f"error/ratio_out/{high:g}"] = mean(abs(t.logp - t.logp_ref) > LN(2) for t in inside)
     return out
-
-
-def repeated(r) -> float:
-    """Share of the 4-grams that occur earlier in the response."""
-    ids = [t.id for t in r.tokens]
-    seen, again = set(), 0
-    for i in range(len(ids) - 3):
-        gram = tuple(ids[i : i + 4])
-        again += gram in seen
-        seen.add(gram)
-    return again / (len(ids) - 3)
 
 
 def acceptance(tokens, cfg, stats) -> dict:
@@ -345,7 +329,6 @@ def acceptance(tokens, cfg, stats) -> dict:
     for name in ("kl_before", "kl_after"):
         column = {"kl_before": "kl_ref", "kl_after": "kl_after_ref"}[name]
         out[f"obrs/{name}"] = mean(getattr(t, column) for t in tokens)
-    out["obrs/z_exact"] = mean(t.z_ref for t in tokens)
     return out
 
 
@@ -493,22 +476,3 @@ def test_every_public_row_is_computed_and_explained_once():
     assert unexplained([*unknown, "remote/anything", "delay/versions", "sync_s"]) == unknown
     heads = [line.split()[0] for line in metrics.page().splitlines() if re.match(r"  \S", line)]
     assert sorted(heads) == sorted(public | set(metrics.ELSEWHERE))  # each once
-
-
-def test_a_new_metric_is_one_row(monkeypatch):
-    rows = [
-        metrics.Mean("mine/new", metrics.tokens, lambda v: v.new.logp),
-        metrics.Max("mine/longest", metrics.responses, lambda v: v.batch.length),
-        metrics.Mean("_mine", metrics.responses, lambda v: v.batch.reward),
-        metrics.Derived("mine/twice", lambda m: 2 * m["_mine"] + m.count("_mine")),
-        metrics.Mean("mine/never", metrics.tokens, lambda v: v.r, when=lambda v: False),
-    ]
-    drawn, cfg, stats, actor = case("tis")
-    before = observed(*tensors(drawn, actor), stats, cfg)
-    monkeypatch.setattr(metrics, "ROWS", [*metrics.ROWS, *rows])
-    after = observed(*tensors(drawn, actor), stats, cfg, PARTS["two micro-batches"])
-    assert after.keys() - before.keys() == {"mine/new", "mine/longest", "mine/twice"}
-    trained = [r for r in drawn if r.trained]
-    assert after["mine/new"] == pytest.approx(mean(t.logp for r in trained for t in r.trained))
-    assert after["mine/longest"] == 20
-    assert after["mine/twice"] == pytest.approx(2 * mean(r.reward for r in trained) + 5)

@@ -117,11 +117,9 @@ def test_every_metric_equals_train_pys(name, precision, solvers, tmp_path, monke
 def test_problems_and_rewards_equal_the_tasks(monkeypatch):
     monkeypatch.setattr(mini, "TASK_TOTAL", 29)
     task, toy, tokenizer = Arithmetic(), mini.Addition(), arithmetic_tokenizer()
-    for split in ("train", "test"):
-        for i in range(30):
-            problem = task.problem(split, i)
-            assert toy.problem(split, i) == (problem.id, problem.answer)
-            assert toy.encode(problem.id) == tokenizer.encode(problem.prompt)
+    problem = task.problem("test", 29)
+    assert toy.problem("test", 29) == (problem.id, problem.answer)
+    assert toy.encode(problem.id) == tokenizer.encode(problem.prompt)
     right, wrong, eos = (tokenizer.encode(text) for text in (task.solution(problem), "# 31", "<eos>"))
     responses = [right, wrong, right + wrong, right[:-1]]
     for extra in (0, 2, 255):  # <pad> and <unk>, invisible for a grader, and an unused word
@@ -165,12 +163,10 @@ def test_real_models_and_a_file(solvers, tmp_path, monkeypatch, capsys):
     assert len(file.rows["test"]) == 8 and len(file.rows["train"]) == 56
     assert file.problem("train", 0) == (f"{problems[1].id} :", float(problems[1].answer))
     eos = file.tokenizer.encode("<eos>")
-    assert file.grade(file.tokenizer.encode(f"3 + 4 = 7 # {problems[1].answer}") + eos, float(problems[1].answer)) == 1
-    assert file.grade(file.tokenizer.encode(f"3 + 4 = 7 # {problems[1].answer}"), float(problems[1].answer)) == 0
-    assert file.grade(file.tokenizer.encode("3 + 4 = 7 # 19") + eos, 18.0) == 0
-    assert file.grade(eos, 18.0) == 0
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %} # {% endif %}"
-    file.tokenizer.chat_template = template
+    response = file.tokenizer.encode("3 + 4 = 7 # 19")
+    assert [file.grade(x, 19.0) for x in (response + eos, response, eos)] == [1, 0, 0]
+    assert file.grade(response + eos, 18.0) == 0
+    file.tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %} # {% endif %}"
     assert file.encode("3 + 4") == file.tokenizer.encode("3 + 4 #")
     mini.main()
     assert capsys.readouterr().out.count("held-out pass@1") == 2

@@ -408,14 +408,8 @@ HAS_CAP = [name for name, row in CORRECTIONS.items() if "is_cap" in row.bounds]
 REJECTS = [name for name, row in CORRECTIONS.items() if "rs_low" in row.bounds]
 REJECT_BOUNDS = {"token": (0.6, 1.6), "sequence": (0.4, 2.0), "geo": (0.85, 1.15), "token_k3": (0.001, 0.12)}
 REJECT_BOUNDS |= {"seq_mean_k3": (0.01, 0.1), "token_k2": (0.001, 0.12), "seq_mean_k2": (0.01, 0.1)}
-REJECT_BOUNDS |= {
-    "token_m2": (0.0, 0.03),
-    "seq_max": (1.1, 2.0),
-    "seq_min": (0.45, 1.2),
-    "seq_max_k2": (0.02, 0.3),
-    "seq_max_k3": (0.02, 0.3),
-    "seq_max_kl": (0.02, 0.3),
-}
+REJECT_BOUNDS |= {"token_m2": (0.0, 0.03), "seq_max": (1.1, 2.0), "seq_min": (0.45, 1.2)}
+REJECT_BOUNDS |= dict.fromkeys(("seq_max_k2", "seq_max_k3", "seq_max_kl"), (0.02, 0.3))
 REJECT_BOUNDS |= {"seq_sum_k2": (0.05, 0.4), "seq_sum_k3": (0.05, 0.4)}
 
 
@@ -461,7 +455,6 @@ CONTRADICTIONS = [
     lambda c: c["reject"] == "token_m2" and c["correction_target"] == "new",
     lambda c: c["is_floor"] and (c["correction"] not in HAS_CAP or c["correction"] == "areal_drop"),
     lambda c: c["obrs_z"] == "exact" and (c["actor"] == "none" or c["obrs_target"] == "new" or c["obrs_accept_rate"]),
-    lambda c: c["kappa"] == "exact" and c["obrs_target"] == "ref",
     lambda c: late(c) and c["loss_denominator"] == "kept",
     lambda c: late(c) and c["obrs_accept_rate"],
     lambda c: c["obrs_accept_rate"] and c["obrs_lambda"] != 1,
@@ -593,17 +586,14 @@ def test_every_combination_agrees_with_the_oracle(seed):
             if tuple(both.items()) not in tally.seen:
                 tally.run(both)
     assert tally.refused == 300
-    assert len(tally.impossible) == 209, tally.impossible
+    assert len(tally.impossible) == 206, tally.impossible
 
 
 LEARNT = [
     {"objective": "tis", "distill_direction": "reverse"},
     {"objective": "tis", "kl_coef": 0.2, "entropy_coef": 0.4},
-    {"objective": "tis", "actor": "none", "kl_coef": 0.2, "kl_estimator": "k3", "entropy_coef": 0.4},
-    {"objective": "tis", "reduction": "seq-mean-token-mean"},
     {"objective": "jackpot", "distill_direction": "reverse", "obrs_mask": "expected", "loss_denominator": "kept"},
     {"objective": "jackpot", "obrs_target": "new", "obrs_lambda": 1.4},
-    {"objective": "jackpot", "actor": "none", "obrs_lambda": 0.7, "obrs_c1": 0.9},
     {"objective": "gepo", "actor": "none", "gepo_defence": 30.0, "cppo_beta": 0.3},
     {"objective": "mis_gspo", "clip_low": 0.15, "clip_high": 0.22, "distill_lambda": 0.6},
     {"objective": "tbpo", "clip_low": 0.15, "clip_high": 0.22, "tbpo_neg_high": 0.3},
@@ -672,18 +662,3 @@ def test_the_optimal_token_baseline(correction):
             assert close(float(batch.adv[b, t]), want), (b, t)
     assert some_differ
     assert batch.select([2, 0]).adv.shape[1] == batch.select([2, 0]).tokens.shape[1]
-
-
-def test_the_fixture_has_the_difficult_cases():
-    """Empty and partly masked responses, tokens outside the top-K, both signs of A, ratios beyond the clamp."""
-    responses = FIXTURE[False]
-    lengths = [len(r.on) for r in responses]
-    assert lengths.count(0) == 2 and len(set(lengths)) >= 6
-    assert any(0 < len(r.on) < len(r.tokens) for r in responses)
-    listed = [token.id in oracle.largest(token.inf, K) for r in responses for token in r.tokens]
-    assert 5 < sum(listed) < len(listed) - 5
-    for kind in batching.ADVANTAGES:
-        adv = oracle.advantages(responses, make_cfg(advantage=kind))
-        assert {np.sign(a) for a, r in zip(adv, responses, strict=True) if r.on} == {-1, 0, 1}
-    far = [oracle.log_ratio(token, "ref", "inf") for r in FIXTURE[True] for token in r.on]
-    assert min(far) < -20 and max(far) > 20

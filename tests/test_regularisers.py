@@ -14,7 +14,6 @@ from learner import Comm, Learner
 from machinery import flags
 from machinery.optim import schedule
 from model import Needs, TokenStats
-from objectives import kl_estimate
 
 V = 5
 
@@ -41,33 +40,6 @@ def gradient_of(value, logits):
 def expected_gradient(value, distribution, logits):
     """sum_x p(x) d value_x / d logits, of values (V,); distribution: log p."""
     return gradient_of((distribution.exp().detach() * value).sum(), logits)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The estimators
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_gradients_of_the_estimators_on_average():
-    """Of KL(p || start) and of KL(start || p)."""
-    z = NEW.clone().requires_grad_()
-    logp = z.log_softmax(0)
-    to_start, from_start = gradient_of(kl(logp, START), z), gradient_of(kl(START, logp), z)
-    gradients = {name: expected_gradient(kl_estimate(logp, START, name), logp, z) for name in ("k2", "k3")}
-    assert torch.allclose(gradients["k2"], to_start)
-    assert torch.allclose(gradients["k3"], from_start)
-    assert not torch.allclose(to_start, from_start, atol=0.01)
-
-
-def test_weighted_k3_with_its_ratio_has_the_gradient_of_k2():
-    """DeepSeek-V3.2's term (p_new / p_old) k3, differentiated through both factors, equals p_new / p_old times k2."""
-    z = NEW.clone().requires_grad_()
-    logp = z.log_softmax(0)
-    ratio = (logp - REF).exp()
-    for x in range(V):
-        deepseeks = gradient_of(ratio[x] * kl_estimate(logp, START, "k3")[x], z)
-        got = gradient_of(ratio[x].detach() * kl_estimate(logp, START, "k2")[x], z)
-        assert torch.allclose(deepseeks, got)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

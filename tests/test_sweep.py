@@ -64,10 +64,9 @@ def test_summaries_by_hand():
     runs = [
         {
             "git": "abc",
-            "evals": {"policy": [[0, 0.25, 0.01], [30, start + 0.5, 0.03], [60, start, 0.02]]},
+            "evals": [[0, 0.25, 0.01], [30, start + 0.5, 0.03], [60, start, 0.02]],
             "updates": list(range(1, 61)),
             "columns": {"reward": [None] + [float(i) for i in range(1, 60)]},
-            "own": None,
         }
         for start in (0.3, 0.4)
     ]
@@ -89,20 +88,18 @@ def test_summaries_by_hand():
 
 @pytest.fixture()
 def tiny(solvers):
-    """A row of jackpot's study on tiny models, for four updates, evaluated with its sampling as praxis's rows are."""
+    """A row of jackpot's study on tiny models, for four updates."""
     small = dict(model=solvers / "policy", actor=solvers / "actor", steps=4, rollout_batch=16, train_batch=16)
     small |= dict(group_size=4, max_tokens=10, eval_problems=16, eval_every=2, save_every=2, obrs_topk=5, **TINY_TASK)
     small |= dict(lr=1e-3, actor_lr=3e-4, dtype="float32", task="arith")
     original = STUDIES["jackpot"].groups["distilled, 150 updates"]["Jackpot"]
     row = original._replace(flags={**original.flags, **small}, seeds=(0, 1))
-    return STUDIES["jackpot"]._replace(groups={"g": {"Jackpot": row}}, panels=(("g", "reward"),), own_sampling=True)
+    return STUDIES["jackpot"]._replace(groups={"g": {"Jackpot": row}}, panels=(("g", "reward"),))
 
 
 @pytest.mark.slow
 def test_a_row_of_a_study_runs_resumes_and_is_summarised(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "PROBLEMS", 16)
     summary = sweep.run(tiny, tmp_path / "runs")["g"]["Jackpot"]
-    assert 0 <= summary["own"][0] <= 100 and summary["own_reward"][0] == pytest.approx(summary["own"][0], abs=0.01)
     folder = sweep.folder_of(tmp_path / "runs", "g", "Jackpot", 0)
     metrics = read_metrics(folder)
     assert [r["step"] for r in metrics] == [-1, 0, 1, 2, 3]
@@ -127,14 +124,3 @@ def test_a_row_of_a_study_runs_resumes_and_is_summarised(tiny, tmp_path, monkeyp
 def test_a_failed_command_is_named_with_its_error():
     with pytest.raises(SystemExit, match="(?s)error: -c .* ended with 1:.*no such flag"):
         sweep.call(["-c", "import sys; sys.exit('no such flag')"], "1")
-
-
-def test_worth_of_a_record():
-    record = {"about": {"kl": 0.05}, "rows": {"tis is_cap=2": {"worth": 0.12345, "worth_se": 0.01}, "other": {}}}
-    assert sweep.weighed(record) == {"kl": 0.05, "worth": {"tis is_cap=2": [0.123, 0.01]}}
-    data = sweep.load("worth")
-    assert list(data["samplers"]) == list(rows.SAMPLERS)
-    assert (
-        sweep.worth_of("worth", data, "two bits", "TIS")["worth"] == data["samplers"]["w2a16"]["worth"]["tis is_cap=2"]
-    )
-    assert sweep.worth_of("worth", data, "not distilled", "on-policy") == {}

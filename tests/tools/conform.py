@@ -161,10 +161,7 @@ def verl_preset(preset, core_algos, own_denominator: bool = False):
             )
         return case.results(loss, weight, mask)
 
-    called = (
-        core_algos.compute_policy_loss_bypass_mode if preset.bypass_mode else core_algos.compute_policy_loss_vanilla
-    )
-    return run, called
+    return run
 
 
 def verl_statistic(helper, name: str, threshold):
@@ -172,7 +169,7 @@ def verl_statistic(helper, name: str, threshold):
         mask, _ = helper.compute_rollout_rejection_mask(case.ref - case.inf, case.mask, name, threshold)
         return case.results(keep=mask)
 
-    return run, helper.compute_rollout_rejection_mask
+    return run
 
 
 def verl_normalized(helper, level: str, threshold):
@@ -181,7 +178,7 @@ def verl_normalized(helper, level: str, threshold):
         weight, _ = helper.compute_rollout_correction_weights(log_r, case.mask, level, threshold, True)
         return case.results(weight=weight)
 
-    return run, helper.compute_rollout_correction_weights
+    return run
 
 
 def verl_loss(function, clip, reduction: str, base: str, cap: float | None = NEVER):
@@ -190,7 +187,7 @@ def verl_loss(function, clip, reduction: str, base: str, cap: float | None = NEV
         loss, _ = function(getattr(case, base), case.new, case.adv, case.mask, reduction, config)
         return case.results(loss)
 
-    return run, function
+    return run
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,7 +238,7 @@ def trl_loss(trainer_class, mode: str = "", clip_max: float = 3.0, **settings):
             )
         return case.results(trainer_class._compute_loss(trainer, None, inputs), weight, keep)
 
-    return run, trainer_class._compute_loss
+    return run
 
 
 def trl_trainer(trainer_class, case: Case, corrects: bool, settings: dict):
@@ -336,7 +333,7 @@ def areal_loss(functional, rejection):
         loss, statistics = functional.ppo_actor_loss_fn(*args, rejection_sampling=rejection)
         return case.results(loss, statistics.get("behave_imp_weight"))
 
-    return run, functional.ppo_actor_loss_fn
+    return run
 
 
 def areal_mask(functional, rejection):
@@ -344,7 +341,7 @@ def areal_mask(functional, rejection):
         result = functional.apply_rejection_sampling(case.ref, case.inf, case.mask.bool(), None, rejection)
         return case.results(keep=result.loss_mask)
 
-    return run, functional.apply_rejection_sampling
+    return run
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -392,11 +389,6 @@ def written(cells: list) -> str:
     return "0" if max(numbers) < 1e-6 else f"{max(numbers):.1g}"
 
 
-def place_of(function) -> str:
-    """file:line of the function."""
-    return f"{Path(inspect.getsourcefile(function)).name}:{inspect.getsourcelines(function)[1]}"
-
-
 def table(data: dict) -> str:
     """The table of the page: one line for each framework, then one line for each case that differs."""
     rows = []
@@ -420,13 +412,12 @@ def main() -> None:
         except ImportError as e:
             sys.exit(f"error: {name} is not installed ({e}); the head of tests/tools/conform.py says how")
         title, cases = f"{name} {__import__(name).__version__}", {}
-        for case, (run, function) in rows.items():
+        for case, run in rows.items():
             cells = []
             for batch in lines("batches.jsonl"):
                 want = values[case.split(", ")[0], batch["batch"]]  # the part after a comma is the special setting
                 cells.append(compared(run(Case(batch["responses"])), want))
-            cells_of_case = [written(column) for column in zip(*cells, strict=True)]
-            cases[case] = [*cells_of_case, place_of(function)]
+            cases[case] = [written(column) for column in zip(*cells, strict=True)]
         data = {key: x for key, x in sweep.load("conformance").items() if key.split()[0] != name}
         data[title] = {**sweep.load("conformance").get(title, {}), "cases": cases}
         sweep.store("conformance", data)
