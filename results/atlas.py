@@ -72,7 +72,6 @@ KEPT = (
         "t_max",
         "by_prefix",
         "by_length",
-        "control",
     ),
 )
 

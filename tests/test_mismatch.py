@@ -98,18 +98,6 @@ def test_the_floor_of_an_engine(folders):
     assert floor.common(np.array([1, 2, 3]), more) == floor.common(np.array([1, 2]), more) == 2
 
 
-def test_the_control_by_hand():
-    """Two prompts with full responses; the third has a short response that ended early. Pieces of 2 of 10."""
-    long, short, lengths = np.zeros((3, 10)), np.zeros((15, 2)), np.full(15, 2)
-    long[:, 1], long[:, 9] = 0.1, [0.4, 0.6, 0.9]
-    short[0, 1], short[3, 0], short[5:10, 0] = 0.2, 0.3, 0.05
-    lengths[14] = 1
-    c = gaps.control(long, np.array([10, 10, 10]), short, lengths, 2)
-    means = [c[name][0] for name in ("one_short", "5_short", "long_beginning", "long")]
-    assert means == pytest.approx([0.125, 0.175, 0.1, 0.5]) and c["long"][1] == pytest.approx(0.1)
-    assert c["prompts"] == 2 and gaps.control(long, np.array([10, 9, 9]), short, lengths, 2) is None
-
-
 LONG = ["seq_is", "seq_tis", "seq_tis, C = 1", "prefix_tis", "retrace_seq", "seq_mis"]  # weights of long products
 
 
