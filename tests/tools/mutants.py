@@ -803,14 +803,14 @@ MUTANTS = {
         ("    factor = (error / PRECISE) ** 2", "    factor = error / PRECISE"),
         ("sampling.Sampling.of_policy(cfg),", "sampling.Sampling.of(cfg),"),
         (
-            "self.sampler = open_source(lead, late, self.comm, sleeps=False)",
-            "self.sampler = open_source(lead, late, self.comm)",
+            "self.sampler = open_source(cfg, sampled_run, self.comm, sleeps=False)",
+            "self.sampler = open_source(cfg, sampled_run, self.comm)",
         ),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("        self.shift(direction, 0.0)\n        return logp", "        return logp"),
-        ("        size = STEP / self.spread(batch, still, direction)", "        size = STEP"),
+        ("        size = STEP / self.spread(batch, unshifted, direction)", "        size = STEP"),
         ("1_000_003 * (1 + number) + 1009 * self.seed + i", "1_000_003 * (1 + number) + 1009 * self.seed"),
-        ("n = 3 * m.cfg.train_batch", "n = m.cfg.train_batch"),
+        ("n = 3 * measurement.cfg.train_batch", "n = measurement.cfg.train_batch"),
         ("(1 << 20) // learner.comm.size", "0"),
         (
             "index_add_(\n                0, batch.group, shares\n            )",
