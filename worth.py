@@ -167,24 +167,17 @@ def check(worth_flags: WorthFlags) -> None:
             value > 0 and value % FOLDS == 0,
             f"--{name}={value}: must be a multiple of {FOLDS} above 0, for an error estimate",
         )
+    batches, noise_batches = worth_flags.batches, worth_flags.noise_batches
+    need(batches >= 3, f"--batches={batches}: must be at least 3, for an error estimate")
     need(
-        worth_flags.batches >= 3,
-        f"--batches={worth_flags.batches}: must be at least 3, for an error estimate",
+        1 <= noise_batches <= batches,
+        f"--noise_batches={noise_batches}: must be between 1 and --batches={batches}",
     )
+    share, stale = worth_flags.share, worth_flags.stale
+    need(0 < share <= 1, f"--share={share}: must be above 0 and at most 1")
     need(
-        1 <= worth_flags.noise_batches <= worth_flags.batches,
-        f"--noise_batches={worth_flags.noise_batches}: must be between 1 and --batches={worth_flags.batches}",
-    )
-    need(
-        0 < worth_flags.share <= 1,
-        f"--share={worth_flags.share}: a share of the parameters; must be above 0 and at most 1",
-    )
-    need(
-        not worth_flags.stale
-        or worth_flags.stale.startswith("base:")
-        or names_model(worth_flags.stale),
-        f"--stale={worth_flags.stale}: no Hugging Face model folder (no config.json there); give the `policy` of a "
-        "checkpoint",
+        not stale or stale.startswith("base:") or names_model(stale),
+        f"--stale={stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
     )
     flags.check_result("json", worth_flags.json)
 
@@ -194,8 +187,8 @@ def check_row(row: str, cfg: config.Config) -> None:
         not cfg.router_replay,
         "--router_replay: g and the slopes are computed with the learner's routing; leave it out",
     )
-    need(cfg.samplers == "local", "--samplers: set stale sampler weights with --stale here")
-    need(cfg.delay == "none", "--delay: set stale sampler weights with --stale here")
+    local = cfg.samplers == "local" and cfg.delay == "none"
+    need(local, "--samplers, --delay: set stale sampler weights with --stale here")
     need(
         cfg.learner_quant == "none",
         f"--learner_quant={cfg.learner_quant}: the gradient through rounded weights is a straight-through estimate, "
