@@ -39,7 +39,7 @@ import objectives
 import quant
 from batching import Batch, collate
 from config import Config
-from eval import ModelFlags, Setup
+from eval import ModelFlags, Setup, n_problems
 from learner import Comm, Learner
 from machinery import settings
 from machinery.checkpoint.models import load_model
@@ -154,7 +154,7 @@ def start_engine(
 def learner_config(cfg: ProbeFlags, setup) -> config.Config:
     """The configuration with which the learner scores: no correction, all responses in one
     batch."""
-    responses = setup.problems * cfg.samples
+    responses = n_problems(setup.task, setup.most) * cfg.samples
     values = {
         "objective": "none",
         "model": setup.folder,
@@ -175,7 +175,7 @@ def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int) -> l
 
     allowed: maximum number of allowed tokens that are recorded under truncated sampling; 0: no
     tokens are recorded."""
-    problems = [setup.task.problem("test", i) for i in range(setup.problems)]
+    problems = [setup.task.problem("test", i) for i in range(n_problems(setup.task, setup.most))]
     prompts = [np.array(encode(setup.tokenizer, p), np.int32) for p in problems]
     seeds = []
     for problem in problems:

@@ -290,7 +290,7 @@ def test_right_is_above_a_half(monkeypatch):
     monkeypatch.setattr(evaluation, "grade_all", grade)
     assert GoldEngine().solve([0, 1], 4)[0].tolist() == 2 * [[0, 0, 1, 1]]
     written = SimpleNamespace(known={"x": {TASK.problem("test", 0).id: {"rewards": [0.1, 0.5, 0.51], "tokens": [1]}}})
-    one, setup = SimpleNamespace(label="x", task=TASK), SimpleNamespace(count=lambda one: 1)
+    one, setup = SimpleNamespace(label="x", task=TASK), SimpleNamespace(most=1)
     assert evaluation.evaluate_set(None, one, setup, None, written)[0].tolist() == [[0, 0, 1]]
 
 
