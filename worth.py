@@ -538,13 +538,8 @@ def weigh(
 def draw(results: dict[str, dict], path: Path) -> str:
     """Plot the worth of each configuration with its standard error, best on top; returns the path.
     results: from `weigh`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = sorted(results.items(), key=lambda item: item[1]["worth"])
-    fig, ax = plt.subplots(figsize=(8, 1.2 + 0.32 * len(rows)))
+    fig, ax = plot.pyplot().subplots(figsize=(8, 1.2 + 0.32 * len(rows)))
     ax.errorbar(
         [x["worth"] for _, x in rows],
         range(len(rows)),

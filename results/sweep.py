@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from tqdm import tqdm
 
 from machinery.flags import UserError, need, parse_flags, read_text, run_command
+from machinery.plot import pyplot
 from machinery.run import read_metrics
 from results.rows import SAMPLERS, STUDIES, WEIGHED, Row, Study
 
@@ -496,16 +497,6 @@ def draw_outcome(ax, name: str, data: dict) -> None:
     ax.set_title("pass@1 at the end (%), by worth before training", fontsize=9)
     ax.set_xlabel("worth", fontsize=8)
     ax.legend(fontsize=7)
-
-
-def pyplot():
-    """The pyplot module of matplotlib, set to draw into files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def save(fig, path: Path | str, dpi: int = 80) -> None:
