@@ -81,22 +81,15 @@ class ProbeFlags(ModelFlags):
 
 @dataclass
 class ScoredTokens:
-    """Probabilities of the sampled tokens under engine and learner; 0 after the end of a
-    response."""
+    """The sampled tokens under engine and learner; 0 after the end of a response."""
 
-    p_inf: np.ndarray  # (B, T) probability of each token under the engine that sampled it
-    p_ref: np.ndarray  # (B, T) probability of each token under the learner
+    gap: np.ndarray  # (B, T) |p_inf - p_ref|
     log_r: np.ndarray  # (B, T) log p_ref - log p_inf, not clamped
     length: np.ndarray  # (B,)   sampled tokens of each response, without an environment's replies
     turn: np.ndarray  # (B, T) turn of each token, from 0
     groups: list[Rollout]  # the responses, as the engine recorded them
     batch: Batch  # the same responses, scored by the learner
     metrics: dict[str, float]  # reward, rollout_corr/*, as train.py logs them
-
-    @property
-    def gap(self) -> np.ndarray:
-        """|p_inf - p_ref|, (B, T)."""
-        return np.abs(self.p_inf - self.p_ref)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,12 +193,15 @@ def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
     _, logs = objectives.loss(new, batch, stats, cfg)
     sums = metrics.Sums()
     metrics.observe(sums, new, batch, stats, logs, cfg)
-    sampled = (batch.logp_inf.exp(), batch.logp_ref.exp(), batch.logp_ref - batch.logp_inf)
-    columns = [without_replies(x.double(), batch.mask).numpy() for x in sampled]
+    gap = (batch.logp_inf.exp().double() - batch.logp_ref.exp().double()).abs()
+    log_r = (batch.logp_ref - batch.logp_inf).double()
+    turn = torch.from_numpy(turns.turns_of(batch.mask))
+    gap, log_r, turn = (without_replies(x, batch.mask).numpy() for x in (gap, log_r, turn))
     return ScoredTokens(
-        *columns,
+        gap=gap,
+        log_r=log_r,
         length=batch.mask.sum(1).numpy(),
-        turn=without_replies(torch.from_numpy(turns.turns_of(batch.mask)), batch.mask).numpy(),
+        turn=turn,
         groups=groups,
         batch=batch,
         metrics=metrics.derive(sums.reduce(learner.comm)),
