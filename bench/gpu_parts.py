@@ -295,21 +295,22 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
     weight = (torch.randn(V, H, **how) * 0.02).requires_grad_()
     target = torch.randint(0, V, (N,), device=device)
 
-    def ours(chunk):
+    def chunked(chunk):
         rows = OneModelRows(Scored(target, None, None, None), Needs())
         return -ChunkedHead.apply(rows, chunk, [Head()], [None], hidden, weight, None)[0].sum()
 
     ways = {
-        "chunked, as the learner runs it": partial(ours, chunk_rows(V, device)),
-        "chunked, 1,024 tokens at a time": partial(ours, 1024),
+        "chunked, as the learner runs it": partial(chunked, chunk_rows(V, device)),
+        "chunked, 1,024 tokens at a time": partial(chunked, 1024),
         "whole logits": lambda: F.cross_entropy(
             (hidden @ weight.t()).float(), target, reduction="sum"
         ),
     }
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         options = torch.nn.LinearCrossEntropyOptions()
-        own = partial(F.linear_cross_entropy, hidden, weight, target, reduction="sum")
-        ways["torch.nn.functional.linear_cross_entropy"] = partial(own, options=options)
+        ways["torch.nn.functional.linear_cross_entropy"] = partial(
+            F.linear_cross_entropy, hidden, weight, target, reduction="sum", options=options
+        )
     if importlib.util.find_spec("liger_kernel") and device == "cuda":
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
