@@ -276,9 +276,6 @@ class Weights:
             out.append(signs.to(x.device))
         return out
 
-    def dot(self, a, b) -> float:
-        return self.learner.dot(a, b)
-
     @torch.no_grad()
     def shift(self, direction, size: float) -> None:
         for x, entries, values, d in zip(
@@ -289,11 +286,11 @@ class Weights:
     def slopes(self, batch, directions) -> list[torch.Tensor]:
         """s_t = d/de log p_t(theta + e v), (B, T), for each direction v, by finite differences."""
         unshifted = self.learner.score(batch, Needs()).logp
-        return [self.slope(batch, unshifted, v) for v in directions]
-
-    def slope(self, batch, unshifted, direction) -> torch.Tensor:
-        size = STEP / self.spread(batch, unshifted, direction)
-        return (self.shifted(batch, direction, size) - unshifted).double() / size
+        slopes = []
+        for v in directions:
+            size = STEP / self.spread(batch, unshifted, v)
+            slopes.append((self.shifted(batch, v, size) - unshifted).double() / size)
+        return slopes
 
     def shifted(self, batch, direction, size: float) -> torch.Tensor:
         """log p_t at weights shifted by size times the direction; the weights are restored."""
@@ -307,7 +304,7 @@ class Weights:
         on a few responses of all ranks."""
         if id(direction) not in self.spreads:
             part = batch.select(list(range(min(len(batch), 16))))
-            small = 1e-3 / math.sqrt(self.dot(direction, direction))
+            small = 1e-3 / math.sqrt(self.learner.dot(direction, direction))
             change = (
                 self.shifted(part, direction, small)
                 - unshifted[: len(part), : part.tokens.shape[1]]
@@ -383,9 +380,9 @@ class Measurement:
             batch = batching.collate(self.on_policy.next(self.groups, 0), self.on_policy_cfg)
             self.count("on_policy", batch)
             gradient, mean = self.gradient(batch), means[b // per_fold]
-            squares[b // per_fold] += self.weights.dot(gradient, gradient) / per_fold
+            squares[b // per_fold] += self.scorer.dot(gradient, gradient) / per_fold
             mean[:] = [a + x / per_fold for a, x in zip(mean, gradient, strict=True)]
-        dot = self.weights.dot
+        dot = self.scorer.dot
         gram = np.array([[dot(a, b) for b in means] for a in means])
         across = np.array([[dot(v, m) for m in means] for v in self.random])
         reference = Reference(means, gram, squares, per_fold, across)

@@ -63,7 +63,7 @@ def test_coefficients_and_slopes_of_a_row_give_its_gradient(row, monkeypatch):
     c = worth.coefficients(batch, learner.comm, cfg)
     weights = Weights(learner, share=1.0)
     exact = [x.reshape(-1) for x in exact_gradient(learner, cfg, batch)]
-    assert weights.dot(exact, exact) > 0
+    assert weights.learner.dot(exact, exact) > 0
     directions = [weights.random(0), weights.random(1), exact]
     for v, s in zip(directions, weights.slopes(batch, directions), strict=True):
         want = sum(float((a * b).sum()) for a, b in zip(exact, v, strict=True))
@@ -104,7 +104,7 @@ def test_directions_are_independent_signs():
     n = sum(x.numel() for x in a)
     assert {x.dtype for x in a} == {torch.int8}  # 32 directions are kept, each at a quarter of the parameters' bytes
     assert all(torch.equal(x, y) for x, y in zip(a, again, strict=True))
-    assert weights.dot(a, a) == n and abs(weights.dot(a, b)) < 4 * math.sqrt(n)
+    assert weights.learner.dot(a, a) == n and abs(weights.learner.dot(a, b)) < 4 * math.sqrt(n)
     assert abs(sum(float(x.sum()) for x in a)) < 4 * math.sqrt(n)
     large = [x.double() for x in a if len(x) > 500]
     pairs = [(x, y) for i, x in enumerate(large) for y in large[:i] if x.shape == y.shape]
@@ -122,7 +122,7 @@ def test_only_the_drawn_share_of_entries_moves():
     part.shift(part.random(0), 0.0)
     size = sum(float(x.square().sum()) for x in exact_gradient(learner, cfg, batch))
     drawn = part.gradient()
-    assert part.dot(drawn, drawn) / size == pytest.approx(0.3, abs=0.1)
+    assert part.learner.dot(drawn, drawn) / size == pytest.approx(0.3, abs=0.1)
 
 
 DIM, GROUPS, DIRECTIONS = 60, 8, 32

@@ -808,7 +808,7 @@ MUTANTS = {
         ),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("        self.shift(direction, 0.0)\n        return logp", "        return logp"),
-        ("        size = STEP / self.spread(batch, unshifted, direction)", "        size = STEP"),
+        ("size = STEP / self.spread(batch, unshifted, v)", "size = STEP"),
         ("1_000_003 * (1 + number) + 1009 * self.seed + i", "1_000_003 * (1 + number) + 1009 * self.seed"),
         ("n = 3 * measurement.cfg.train_batch", "n = measurement.cfg.train_batch"),
         ("(1 << 20) // learner.comm.size", "0"),
