@@ -64,7 +64,7 @@ def test_coefficients_and_slopes_of_a_row_give_its_gradient(row, monkeypatch):
     weights = Weights(learner, share=1.0)
     exact = [x.reshape(-1) for x in exact_gradient(learner, cfg, batch)]
     assert weights.learner.dot(exact, exact) > 0
-    directions = [weights.random(0), weights.random(1), exact]
+    directions = [weights.random(0), exact]
     for v, s in zip(directions, weights.slopes(batch, directions), strict=True):
         want = sum(float((a * b).sum()) for a, b in zip(exact, v, strict=True))
         size = float((c * s).abs().sum())
@@ -87,15 +87,13 @@ def test_rows_measured_together_have_their_own_batches():
     assert not torch.allclose(together["0.8"].z_ref, together["1.3"].z_ref)
 
 
-def test_the_steps_of_directions_are_small_and_of_equal_size():
+def test_steps_are_small_and_weights_are_restored_to_the_bit():
     cfg, learner, batch = learner_and_batch(objective="none")
     weights, before = Weights(learner, share=1.0), [p.clone() for p in learner.models.policy.parameters()]
-    directions = [weights.random(0), weights.random(1)]
-    for v, s in zip(directions, weights.slopes(batch, directions), strict=True):
-        moved = s[batch.mask] * worth.STEP / weights.spreads[id(v)]
-        assert 0.5 * worth.STEP < float(moved.square().mean().sqrt()) < 2 * worth.STEP
-    for old, p in zip(before, learner.models.policy.parameters(), strict=True):
-        assert torch.equal(old, p)  # restored to the bit
+    v = weights.random(0)
+    moved = weights.slopes(batch, [v])[0][batch.mask] * worth.STEP / weights.spreads[id(v)]
+    assert 0.5 * worth.STEP < float(moved.square().mean().sqrt()) < 2 * worth.STEP
+    assert all(map(torch.equal, before, learner.models.policy.parameters()))
 
 
 def test_directions_are_independent_signs():
@@ -105,7 +103,6 @@ def test_directions_are_independent_signs():
     assert {x.dtype for x in a} == {torch.int8}  # 32 directions are kept, each at a quarter of the parameters' bytes
     assert all(torch.equal(x, y) for x, y in zip(a, again, strict=True))
     assert weights.learner.dot(a, a) == n and abs(weights.learner.dot(a, b)) < 4 * math.sqrt(n)
-    assert abs(sum(float(x.sum()) for x in a)) < 4 * math.sqrt(n)
     large = [x.double() for x in a if len(x) > 500]
     pairs = [(x, y) for i, x in enumerate(large) for y in large[:i] if x.shape == y.shape]
     assert pairs and all(abs((x * y).mean()) < 0.3 for x, y in pairs)  # signs differ between parameters
@@ -117,8 +114,7 @@ def test_only_the_drawn_share_of_entries_moves():
     chosen = sum(len(x) for x in part.start)
     assert abs(chosen / sum(x.numel() for x in before) - 0.3) < 0.02
     part.shift(part.random(0), 0.125)
-    moved = [(old != p).sum() for old, p in zip(before, learner.models.policy.parameters(), strict=True)]
-    assert sum(moved) == chosen
+    assert sum((old != p).sum() for old, p in zip(before, learner.models.policy.parameters(), strict=True)) == chosen
     part.shift(part.random(0), 0.0)
     size = sum(float(x.square().sum()) for x in exact_gradient(learner, cfg, batch))
     drawn = part.gradient()
@@ -141,6 +137,10 @@ def synthetic(seed: int, batches: int = 20, scale=0.7, bias=0.4, noise=1.5, nois
     return RowSamples(along=list(shares.sum(1) @ means.T), noise=list(shares @ V.T)), reference
 
 
+def estimate(seen, reference) -> dict[str, float]:
+    return measure.estimate(np.array(seen.along), np.concatenate(seen.noise), reference, GROUPS)
+
+
 def true_numbers(scale, bias, noise, noise_on) -> dict[str, float]:
     worth_ = scale**2 * noise_on / (bias**2 + noise)
     batch_cosine = scale / math.sqrt(scale**2 + bias**2 + noise)
@@ -149,15 +149,10 @@ def true_numbers(scale, bias, noise, noise_on) -> dict[str, float]:
     return dict(worth=worth_, scale=scale, bias=bias**2, noise=noise, noise_on=noise_on, **cosines)
 
 
-def arrays(seen, reference):
-    return np.array(seen.along), np.concatenate(seen.noise), reference
-
-
 def test_noise_along_the_gradient_is_not_worth():
     """If the row's mean gradient is small, scale^2 is mostly noise; worth corrects for the noise."""
     truth = dict(scale=0.04, bias=0.1, noise=1.5, noise_on=0.8)
-    made = (arrays(*synthetic(seed, batches=6, each=48, **truth)) for seed in range(200))
-    estimates = [measure.estimate(*samples, GROUPS) for samples in made]
+    estimates = [estimate(*synthetic(seed, batches=6, each=48, **truth)) for seed in range(200)]
     plain = [max(x["scale"], 0) ** 2 * x["noise_on"] / (x["bias"] + x["noise"]) for x in estimates]
     assert true_numbers(**truth)["worth"] < np.mean([x["worth"] for x in estimates]) < 0.75 * np.mean(plain)
 
@@ -183,12 +178,12 @@ def test_cosine_and_worth_in_known_cases():
     """An on-policy batch of (worth B) responses has the row's cosine: cosine^2 = 1 / (1 + noise_on / worth). A row that
     rejects everything, or goes against the gradient, is worth 0."""
     seen, reference = synthetic(3)
-    x = measure.estimate(*arrays(seen, reference), GROUPS)
+    x = estimate(seen, reference)
     assert x["batch_cosine"] ** 2 == pytest.approx(1 / (1 + x["noise_on"] / x["worth"]))
     nothing, away = (RowSamples([a * x for x in seen.along], [a * x for x in seen.noise]) for a in (0, -1))
     x = measure.with_errors(nothing, reference, GROUPS)
     assert x["worth"] == x["batch_cosine"] == x["cosine"] == x["scale"] == x["worth_se"] == 0 < x["noise_on"]
-    x = measure.estimate(*arrays(away, reference), GROUPS)
+    x = estimate(away, reference)
     assert x["worth"] == 0 and x["batch_cosine"] < -0.2 and x["cosine"] < -0.5
 
 
@@ -235,23 +230,10 @@ def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys, monkeypatc
         assert x["noise"] == pytest.approx(x["noise_on"], rel=0.3)
     about, printed = results["about"], capsys.readouterr().out
     assert about["kl"] < 1e-9 and all(abs(half - 1) < 0.5 for half in about["halves"])
-    assert 0.3 < about["price"] < 3
     assert 0 < 3 * 96 * (about["sampler/seconds"] + about["on_policy/seconds"]) < about["seconds"]
     assert f"above worth {about['price']:.2f}" in printed and "figure:" in printed
     assert json.loads((tmp_path / "w.json").read_text())["rows"] == results["rows"]
     assert (tmp_path / "w.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_responses_sampled_by_vllm(tmp_path, solvers):
-    """The policy's responses by vLLM, and the actor's: their KL equals the KL with plain torch."""
-    pytest.importorskip("vllm")
-    cases = [("vllm", "none"), ("vllm", "actor"), ("hf", "actor")]
-    flags = [*BRIEF, "--rows=none; is"]
-    alone, far, plain = (weigh(tmp_path, solvers, *flags, f"--rollout={x}", actor=actor) for x, actor in cases)
-    assert alone["about"]["kl"] < 1e-6
-    assert alone["rows"]["is"] == pytest.approx(alone["rows"]["none"], rel=0.02, abs=1e-3)
-    assert far["about"]["kl"] == pytest.approx(plain["about"]["kl"], rel=0.25) and far["about"]["kl"] > 1e-3
 
 
 def test_a_policy_without_rewards_has_no_gradient(tmp_path, folders):
@@ -345,15 +327,8 @@ def test_two_ranks_give_the_result_of_one(parallel, tmp_path, solvers):
 def test_flags_of_rows_and_of_g(folders):
     """worth.py's defaults apply only to missing flags; g has the given advantages, and no correction, low bits or
     regularisation."""
-    flags = [
-        f"--model={folders / 'policy'}",
-        "--actor=none",
-        *SMALL,
-        "--lr=1e-6",
-        "--kl_coef=0.1",
-        "--entropy_coef=0.1",
-    ]
-    flags += ["--is_floor=0.1", "--advantage=rloo", "--rollout_quant=int8"]
+    flags = [f"--model={folders / 'policy'}", "--actor=none", *SMALL, "--lr=1e-6", "--kl_coef=0.1"]
+    flags += ["--entropy_coef=0.1", "--is_floor=0.1", "--advantage=rloo", "--rollout_quant=int8"]
     names = ["tis is_cap=3", "jackpot is_floor=0 obrs_mask=expected advantage=grpo"]
     _, rows, g = worth.parse([*flags, f"--rows={'; '.join(names)};"])
     tis, jackpot = rows.values()
@@ -363,9 +338,9 @@ def test_flags_of_rows_and_of_g(folders):
     assert (g.kl_coef, g.entropy_coef, tis.kl_coef) == (0.0, 0.0, 0.1) and list(rows) == names
     assert (tis.is_cap, tis.is_floor, tis.rollout_quant) == (3, 0.1, "int8")
     assert (jackpot.obrs_mask, jackpot.advantage, jackpot.is_floor) == ("expected", "grpo", 0)
-    with pytest.raises(UserError, match="--stale=base:policy: the actor samples here; add --actor=none"):
+    with pytest.raises(UserError, match="--stale=base:policy: the actor samples here"):
         worth.parse(["--model=base:policy", "--actor=base:actor", "--rollout=hf", "--stale=base:policy"])
-    with pytest.raises(UserError, match="--rows: temperature=0.5 of 'tis temperature=0.5' is not a flag of an obj"):
+    with pytest.raises(UserError, match="temperature=0.5 of 'tis temperature=0.5' is not a flag of an obj"):
         worth.parse([*flags, "--rows=tis; tis temperature=0.5"])
 
 
@@ -378,7 +353,6 @@ def test_the_engine_has_the_precision_of_the_run(solvers, tmp_path):
         ([custom, f"--config={tmp_path / 'run.toml'}"], ("bfloat16", "float32")),
         ([custom, *task, "--rollout_dtype=float16"], ("float16", "float32")),
         ([custom, *task, "--dtype=bfloat16"], ("bfloat16", "bfloat16")),
-        ([custom, *task], ("float32", "float32")),
         ([], ("float32", "float32")),
     ):
         _, rows, plain = worth.parse([*engine, *flags])
