@@ -69,8 +69,7 @@ WAYS = {
 def test_a_part_that_ends_badly_keeps_its_measurements(why):
     row = gpu_parts.row("a", 1.5)
     said = f"print('noise'); print({json.dumps(row)!r}, flush=True); {WAYS[why]}"
-    limit = 2 if "limit" in why else 60
-    assert gpu.said_by([sys.executable, "-c", said], limit) == ([row], why)
+    assert gpu.said_by([sys.executable, "-c", said], 2 if "limit" in why else 60) == ([row], why)
 
 
 def test_processes_started_by_a_part_end_with_it(tmp_path):
