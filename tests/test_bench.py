@@ -83,15 +83,6 @@ def test_processes_started_by_a_part_end_with_it(tmp_path):
     assert until(lambda: not alive(int(started.read_text())))
 
 
-def test_a_case_that_fails_does_not_end_its_part():
-    def rows():
-        yield gpu_parts.row("a", 1.0)
-        raise RuntimeError("CUDA out of memory\nand more")
-
-    got = list(gpu_parts.softly("b", rows()))
-    assert got == [gpu_parts.row("a", 1.0), gpu_parts.missing("b", "failed: RuntimeError: CUDA out of memory")]
-
-
 WITHOUT_TORCH = """
 import os, runpy, sys
 sys.modules["torch"] = None  # its import raises an error

@@ -88,8 +88,8 @@ def test_the_floor_of_an_engine(folders):
         if kind == "noisy":
             engine.model.model.layers[0].self_attn.attention_dropout = 0.2
             engine.model.train()
-        rows = floor.engine_rows(engine, prompts, Sampling(max_tokens=12, temperature=0.5, seed=2), setup, 20.0)
-        decode[kind], again[kind] = rows
+        sampling = Sampling(max_tokens=12, temperature=0.5, seed=2)
+        decode[kind], again[kind] = floor.engine_rows(engine, prompts, sampling, setup, 20.0)
     assert 0 < decode["float32"]["max"] < 1e-5 < decode["bfloat16"]["max"] < 0.1
     assert again["float32"]["max"] < 1e-5 and decode["noisy"]["rms"] > 1e-3
     assert (again["float32"]["tokens"], decode["float32"]["tokens"]) == (3 * 11, 4 * 11)  # half of the prompts and one
@@ -163,9 +163,7 @@ def probe_with(folders, vllm_engines, tmp_path, monkeypatch):
         engine.load({"lm_head.weight": state["model.embed_tokens.weight"], **state}.items())
         return engine
 
-    def measure(*flags, rollout="hf", draw=False):
-        if not draw:
-            monkeypatch.setattr(probe, "draw_mismatch", lambda report, scored, clamp, path: path)
+    def measure(*flags, rollout="hf"):
         if rollout == "vllm":
             monkeypatch.setattr(probe, "make_engine", shared)
         sizes = ["--dtype=float32", "--problems=12", "--max_tokens=16", f"--out={tmp_path / 'm.json'}"]
@@ -177,7 +175,7 @@ def probe_with(folders, vllm_engines, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_the_command(kind, folders, probe_with, tmp_path, capsys):
     """Equal weights: tiny gaps, all corrections viable. An actor samples: large gaps. Output as text, JSON and PNG."""
-    same = probe_with(rollout=kind, draw=True)
+    same = probe_with(rollout=kind)
     assert same["mean_mismatch"] < 1e-5 and same["max_mismatch"] < 1e-4 and same["token_ess"] > 0.999
     assert all(row["viable"] for row in same["verdicts"])
     report = capsys.readouterr().out

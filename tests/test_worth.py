@@ -193,11 +193,6 @@ LEAST = ["--batches=3", "--reference=16", "--directions=4", "--noise_batches=3"]
 BRIEF = ["--batches=6", "--reference=24", "--directions=8", "--noise_batches=6"]
 
 
-@pytest.fixture(autouse=True)
-def no_figure(monkeypatch):
-    monkeypatch.setattr(worth, "draw", lambda rows, path: path)
-
-
 def weigh(tmp_path, models, *flags, actor="none") -> dict:
     actor = models / actor if actor != "none" else actor
     common = [f"--model={models / 'policy'}", f"--actor={actor}", *SMALL, f"--json={tmp_path / 'w.json'}"]
@@ -219,8 +214,7 @@ def measured(solvers):
         m.sampler.close()
 
 
-def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys, monkeypatch):
-    monkeypatch.undo()
+def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys):
     """Before training, and at equal cost; the result is printed, written and drawn."""
     flags = ["--batches=20", "--reference=40", "--directions=16", "--noise_batches=20", "--rows=none; tis", "--cost"]
     results = weigh(tmp_path, solvers, *flags, "--train_batch=96", "--rollout_batch=96")
@@ -284,25 +278,23 @@ def test_the_engine_records_the_largest_top_k_of_all_rows(measured):
 
 def test_samplers_of_different_models(tmp_path, solvers):
     """The models are far apart: without a correction the step is not the policy's. --stale samples with a different
-    folder's weights; --rollout_quant rounds the policy's weights."""
+    folder's weights."""
     of_actor = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis", actor="actor")
     assert of_actor["rows"]["none"]["worth"] < 0.5 * of_actor["rows"]["prefix_tis"]["worth"]
     stale = weigh(tmp_path, solvers, *BRIEF, "--rows=none", f"--stale={solvers / 'actor'}")
     assert stale["about"]["kl"] == pytest.approx(of_actor["about"]["kl"]) and stale["about"]["kl"] > 0.1
-    low = weigh(tmp_path, solvers, *BRIEF, "--rows=none", "--rollout_quant=w4a16", "--quant_group=32")
-    assert 1e-4 < low["about"]["kl"] < stale["about"]["kl"]
 
 
 def test_truncated_sampling_is_mismatch_unless_the_learner_truncates(tmp_path, solvers):
     """With truncated distributions on both sides all weights are 1; without them each r is the kept mass, and on-policy
     responses are not truncated."""
     rewards = {}
-    for kind in ("off", "recompute", "replay"):
+    for kind in ("off", "replay"):
         cut = weigh(tmp_path, solvers, *LEAST, "--rows=none; is", "--top_p=0.5", f"--keep_sampling_mask={kind}")
         equal = cut["rows"]["is"] == pytest.approx(cut["rows"]["none"], rel=1e-3, abs=1e-6)
         assert (cut["about"]["kl"] < 1e-6) == equal == (kind != "off")
         rewards[kind] = cut["about"]["on_policy/reward"]
-    assert rewards["off"] < rewards["replay"] == rewards["recompute"]
+    assert rewards["off"] < rewards["replay"]
 
 
 @pytest.mark.slow
@@ -320,8 +312,7 @@ def test_two_ranks_give_the_result_of_one(parallel, tmp_path, solvers):
     for row, numbers in one["rows"].items():
         for name in compared:
             assert two["rows"][row][name] == pytest.approx(numbers[name], rel=0.02, abs=1e-3), (row, name)
-    for name in ("kl", "sampler/reward", "on_policy/length"):
-        assert two["about"][name] == pytest.approx(one["about"][name], rel=1e-3)
+    assert two["about"]["kl"] == pytest.approx(one["about"]["kl"], rel=1e-3)
 
 
 def test_flags_of_rows_and_of_g(folders):
