@@ -15,6 +15,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -28,13 +29,7 @@ from tqdm import tqdm
 import quant
 import sampling
 import tasks
-from config import (
-    EMBEDDED,
-    PROPOSED,
-    Config,
-    OptimizerFlags,
-    SampleFlags,
-)
+from config import EMBEDDED, PROPOSED, Config, OptimizerFlags, SampleFlags
 from machinery import checkpoint, flags, warmstart
 from machinery.checkpoint import models
 from machinery.flags import (
@@ -160,11 +155,7 @@ def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
     cfg, engine = run.cfg, engine or sampler_of(learner, name, run.cfg)
     scores = []
     for eval_set in run.eval_sets:
-        n = (
-            cfg.eval_problems
-            if eval_set.task.size is None
-            else min(cfg.eval_problems, eval_set.task.size)
-        )
+        n = n_problems(eval_set.task, cfg.eval_problems)
         indices = list(range(learner.comm.rank, n, learner.comm.size))
         plain = drawn_as(eval_set, Sampling())
         right, _ = solve(
@@ -252,13 +243,10 @@ class Setup:
     def task(self):
         return self.sets[0].task
 
-    @property
-    def problems(self) -> int:
-        return self.count(self.sets[0])
 
-    def count(self, one: EvalSet) -> int:
-        """Number of problems to use from a set."""
-        return self.most if one.task.size is None else min(self.most, one.task.size)
+def n_problems(task, most: int) -> int:
+    """Number of problems to use from a set of held-out problems."""
+    return most if task.size is None else min(most, task.size)
 
 
 def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Setup:
@@ -281,14 +269,19 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     folders = [folder, sampler] if sampler else [folder]
     tokenizer = common_tokenizer(cfg, folder, sampler)
     ends = stop_ids(tokenizer, folders, cfg.stop)
-    longest = {
-        eval_set.label: eval_set.task.fit(tokenizer, cfg.max_prompt_tokens) for eval_set in sets
-    }
     limit = min(
         models.read_config(path).get_text_config().max_position_embeddings for path in folders
     )
+    context = 0
     for eval_set in sets:
-        check_context(eval_set, longest[eval_set.label], limit)
+        longest = eval_set.task.fit(tokenizer, cfg.max_prompt_tokens)
+        context = max(context, longest + eval_set.max_tokens)
+        need(
+            context <= limit,
+            f"--max_tokens={eval_set.max_tokens}: the longest prompt of {eval_set.label} has {longest} tokens, and "
+            f"with the response it exceeds the model's context of {limit}; shorten the response, or drop "
+            "long prompts with --max_prompt_tokens",
+        )
         for sentence in warnings_of(eval_set.task, tokenizer):
             print(f"warning: {sentence}", file=sys.stderr)
         if getattr(eval_set.task, "dropped", 0):
@@ -300,7 +293,6 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
         cfg.top_k <= vocabulary,
         f"--top_k={cfg.top_k}: larger than the vocabulary, {vocabulary} tokens; 0 keeps all",
     )
-    context = max(longest[eval_set.label] + eval_set.max_tokens for eval_set in sets)
     for path in folders:
         if cfg.rollout == "hf" or path != folders[-1]:  # plain torch computes it
             models.check_angles(path, context)
@@ -310,16 +302,6 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     quant.check_model(cfg, folders[-1])
     most = problems if cfg.problems is None else cfg.problems
     return Setup(sets, folder, tokenizer, most, context, vocabulary, ends)
-
-
-def check_context(one: EvalSet, longest: int, limit: int) -> None:
-    """Raise UserError if prompts and responses of a set can exceed the model's context."""
-    need(
-        longest + one.max_tokens <= limit,
-        f"--max_tokens={one.max_tokens}: the longest prompt of {one.label} has {longest} tokens, and with the "
-        f"response it exceeds the model's context of {limit}; shorten the response, or drop long prompts with "
-        "--max_prompt_tokens",
-    )
 
 
 def check(cfg: ModelFlags, greedy: bool = False) -> None:
@@ -334,16 +316,6 @@ def check(cfg: ModelFlags, greedy: bool = False) -> None:
     sampling.check(replace(cfg, temperature=1.0) if greedy and cfg.temperature == 0 else cfg)
     tasks.check(cfg)
     check_engine(cfg)
-
-
-def check_only_samples(cfg: EvalFlags) -> None:
-    """Raise UserError if a learner's flag is set, since an evaluation has no learner."""
-    for name in ("learner_quant", "exact", "router_replay"):
-        value = getattr(cfg, name)
-        need(
-            value in (False, "none", 0),
-            f"--{name}={value}: an evaluation has no learner; use python -m probe",
-        )
 
 
 def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
@@ -376,16 +348,21 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
 def evaluate(cfg: EvalFlags) -> dict:
     """Sample, grade, and print pass@k with standard errors for each set. Returns the results."""
     check(cfg, greedy=True)
-    check_only_samples(cfg)
+    for name in ("learner_quant", "exact", "router_replay"):
+        value = getattr(cfg, name)
+        need(
+            value in (False, "none"),
+            f"--{name}={value}: an evaluation has no learner; use python -m probe",
+        )
     setup = open_setup(cfg, PROBLEMS)
     cfg = fill(cfg, {"rollout_dtype": models.own_dtype(setup.folder)})
     ks = {eval_set.label: ks_of(cfg.k, eval_set.samples) for eval_set in setup.sets}
-    written = Responses.open(cfg, setup) if cfg.out else None
+    responses = Responses.open(cfg, setup)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = make_engine(cfg, setup.folder, setup.context, 0, device, setup.vocabulary)
     results = []
     for eval_set in setup.sets:
-        right, length = evaluate_set(engine, eval_set, setup, cfg, written)
+        right, length = evaluate_set(engine, eval_set, setup, cfg, responses)
         results.append(scores(eval_set, right, length, ks[eval_set.label]))
     engine.close()
     first = {"model": setup.folder, "task": cfg.task}
@@ -411,18 +388,15 @@ def ks_of(text: str | None, n: int) -> list[int]:
     return ks
 
 
-def evaluate_set(engine, one: EvalSet, setup: Setup, cfg: EvalFlags, written: Responses | None):
+def evaluate_set(engine, one: EvalSet, setup: Setup, cfg: EvalFlags, responses: Responses):
     """Correctness (problems, samples) and mean length on one set; reuses results in the file."""
-    ids = [one.task.problem("test", i).id for i in range(setup.count(one))]
-    known = written.known[one.label] if written else {}
+    ids = [one.task.problem("test", i).id for i in range(n_problems(one.task, setup.most))]
+    known = responses.known[one.label]
     todo = [i for i, id in enumerate(ids) if id not in known]
     if todo:
-        sampling = drawn_as(one, Sampling.of(cfg))
-        write = written.writer(one, setup.tokenizer, known) if written else None
-        request = (one.samples, sampling, cfg.seed, setup.stop_ids)
-        right, length = solve(engine, one.task, setup.tokenizer, todo, *request, write)
-        if not written:
-            return right, length
+        request = (one.samples, drawn_as(one, Sampling.of(cfg)), cfg.seed, setup.stop_ids)
+        write = partial(responses.write, one.label, setup.tokenizer)
+        solve(engine, one.task, setup.tokenizer, todo, *request, write)
     rows = [known[id] for id in ids]
     right = np.array([[float(r > 0.5) for r in row["rewards"]] for row in rows])
     return right, float(np.mean([row["tokens"] for row in rows]))
@@ -443,22 +417,24 @@ def scores(one: EvalSet, right, length: float, ks: list[int]) -> dict:
     return out
 
 
+@dataclass
 class Responses:
-    """The responses of an evaluation in X.responses.jsonl (--out=X.json), one line per problem.
+    """The responses of an evaluation, with --out=X.json also in X.responses.jsonl, one line per
+    problem.
 
     The first line contains the flags. The same command continues from the file."""
 
-    def __init__(self, path: Path, labels: list[str]):
-        self.path = path
-        # set -> problem -> line
-        self.known: dict[str, dict[str, dict]] = {label: {} for label in labels}
+    path: Path | None
+    known: dict[str, dict[str, dict]]  # set -> problem -> line
 
     @classmethod
     def open(cls, cfg: EvalFlags, setup: Setup) -> Responses:
         """Open the file, or create it. UserError: the file is of a different evaluation."""
-        path = Path(cfg.out).with_suffix(".responses.jsonl")
+        responses = cls(None, {eval_set.label: {} for eval_set in setup.sets})
+        if not cfg.out:
+            return responses
+        responses.path = path = Path(cfg.out).with_suffix(".responses.jsonl")
         check_output("out", str(path))
-        responses = cls(path, [eval_set.label for eval_set in setup.sets])
         aside = ("out", "k", "problems", "rollout_memory")
         asked = {key: value for key, value in vars(cfg).items() if key not in aside}
         digests = {
@@ -486,26 +462,23 @@ class Responses:
         print(f"{path}: {len(complete_lines) - 1} problems are already evaluated")
         return responses
 
-    def writer(self, one: EvalSet, tokenizer, known: dict):
-        """The callback `write` of `solve`: append a problem's graded responses to the file."""
-
-        def write(problem, group) -> None:
-            row = {
-                "set": one.label,
-                "id": problem.id,
-                "answer": problem.answer,
-                "rewards": [r.reward for r in group],
-                "tokens": [len(r.tokens) for r in group],
-                "finish_reasons": [r.finish_reason for r in group],
-                "responses": [
-                    tokenizer.decode(r.tokens.tolist(), skip_special_tokens=True) for r in group
-                ],
-            }
-            known[problem.id] = row
+    def write(self, label: str, tokenizer, problem, group) -> None:
+        """Add a problem's graded responses, also to the file."""
+        row = {
+            "set": label,
+            "id": problem.id,
+            "answer": problem.answer,
+            "rewards": [r.reward for r in group],
+            "tokens": [len(r.tokens) for r in group],
+            "finish_reasons": [r.finish_reason for r in group],
+            "responses": tokenizer.batch_decode(
+                [r.tokens.tolist() for r in group], skip_special_tokens=True
+            ),
+        }
+        self.known[label][problem.id] = row
+        if self.path:
             with open(self.path, "a", encoding="utf-8") as f:
                 f.write(json.dumps(row) + "\n")
-
-        return write
 
 
 def show_prompt(cfg: EvalFlags) -> dict:
@@ -513,10 +486,8 @@ def show_prompt(cfg: EvalFlags) -> dict:
     check(cfg)
     setup = open_setup(cfg, prompts.SHOWN)
     for eval_set in setup.sets:
-        problems = [
-            eval_set.task.problem("test", i)
-            for i in range(min(prompts.SHOWN, setup.count(eval_set)))
-        ]
+        n = n_problems(eval_set.task, min(setup.most, prompts.SHOWN))
+        problems = [eval_set.task.problem("test", i) for i in range(n)]
         print(prompts.shown(setup.tokenizer, problems, setup.stop_ids))
     return {}
 

@@ -18,8 +18,8 @@ measured on one batch raise an error: --delay, --samplers, --learner_quant, --ro
     noise  = (E|g_c|^2 - |E g_c|^2) / |g|^2     of one batch; noise_on: of one on-policy batch
     worth  = scale^2 noise_on / (bias + noise)
 
-The expected cosine of g_c and g is kappa = scale / sqrt(scale^2 + bias + noise). An on-policy batch
-of (worth B) responses has the same kappa, so worth counts on-policy responses per sampler response.
+The expected cosine of g_c and g is scale / sqrt(scale^2 + bias + noise). An on-policy batch of
+(worth B) responses has the same cosine, so worth counts on-policy responses per sampler response.
 The sampler pays if worth exceeds the sampler's cost per response divided by the policy's
 (`--cost`). Worth describes the next step, not the result of many steps.
 
@@ -31,7 +31,6 @@ No gradient of sampler responses is stored."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -51,7 +50,7 @@ import objectives
 import sampling
 from config import Config
 from corrections import token_k3
-from eval import sampler_of
+from eval import sampler_of, write_result
 from learner import Comm, Learner
 from machinery import flags, plot, settings
 from machinery.flags import names_model, need, run_command
@@ -93,8 +92,8 @@ class WorthFlags:
     stale: str = ""
     """An older checkpoint that samples instead of the policy."""
     cost: bool = False
-    """Also measure the time of sampling by sampler and policy, and report whether the sampler is
-    worth its cost."""
+    """Also measure the time of sampling by sampler and policy. Their quotient is the worth above
+    which the sampler pays."""
     json: str = "out/worth.json"
     """Output file; the figure gets the same name with .png."""
 
@@ -110,12 +109,21 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     usage = "python worth.py --key=value ..."
     worth_flags, pairs = flags.parse_own(WorthFlags, config.Config, argv, usage)
     given = {k for k, _ in pairs}
-    defaults = {"lr": "1", "actor_lr": "1", "dtype": "float32"}  # required flags, not used here
-    defaults["rollout_dtype"] = engine_dtype(pairs)
-    pairs = [*((k, v) for k, v in defaults.items() if k not in given), *pairs]
-    shared = [f"--{k}={v}" for k, v in pairs]
     for name in ("objective", "correction"):
         need(name not in given, f"--{name}: name the objectives to measure with --rows")
+    defaults = {"lr": "1", "actor_lr": "1"}  # required flags, not used here
+    pairs = [*((k, v) for k, v in defaults.items() if k not in given), *pairs]
+    of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
+    of_g = [f"--{k}={v}" for k, v in pairs if k not in of_rows] + ["--objective=none"]
+    # the gradient is in float32, but the engine's dtype is the checkpoint's
+    dtypes = {"dtype": "float32", "rollout_dtype": settings.parse(of_g).rollout_dtype}
+    dtypes = [f"--{k}={v}" for k, v in dtypes.items() if k not in given]
+    plain = settings.parse(dtypes + of_g)
+    need(
+        not worth_flags.stale or plain.actor == "none",
+        f"--stale={worth_flags.stale}: the actor samples here; add --actor=none",
+    )
+    shared = dtypes + [f"--{k}={v}" for k, v in pairs]
     of_all = [f"--{k}={v}" for k, v in pairs if k in OF_ROWS - {"advantage", "reduction"}]
     if of_all and flags.from_environment("RANK", 0) == 0:
         print(
@@ -138,65 +146,40 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     need(rows, "--rows: no objective is named")
     for row, cfg in rows.items():
         check_row(row, cfg)
-    lead = next(iter(rows.values()))
-    seen = worth_flags.noise_batches * lead.train_batch // lead.group_size
+    groups = worth_flags.noise_batches * plain.train_batch // plain.group_size
     need(
-        seen >= FOLDS,
-        f"--noise_batches={worth_flags.noise_batches}: {seen} groups of responses; an error estimate needs "
+        groups >= FOLDS,
+        f"--noise_batches={worth_flags.noise_batches}: {groups} groups of responses; an error estimate needs "
         f"at least {FOLDS}",
     )
-    kept = {topk_of(cfg) for cfg in rows.values()} - {0}
     need(
-        len(kept) <= 1,
+        len({topk_of(cfg) for cfg in rows.values()} - {0}) <= 1,
         "--rows: the rows have different --obrs_topk; measure these rows in separate runs",
     )
-    of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
-    of_g = [f"--{k}={v}" for k, v in pairs if k not in of_rows]
-    plain = settings.parse([*of_g, "--objective=none"])
-    need(
-        not worth_flags.stale or plain.actor == "none",
-        f"--stale={worth_flags.stale}: the actor samples here; add --actor=none",
-    )
-    return (
-        worth_flags,
-        rows,
-        replace(unregularised(on_policy_config(plain)), actor="none", rollout_quant="none"),
-    )
+    on_policy = unregularised(on_policy_config(plain))
+    return worth_flags, rows, replace(on_policy, actor="none", rollout_quant="none")
 
 
-def engine_dtype(pairs: list[tuple[str, str]]) -> str:
-    """Dtype of the sampler's engine, independent of g's dtype."""
-    of_files = [flags.read_toml(config.Config, value) for key, value in pairs if key == "config"]
-    given = {key: value for file in of_files for key, value in file.items()} | dict(pairs)
-    named = {
-        key: flags.convert(config.Config, key, given[key])
-        for key in ("model", "dtype", "rollout_dtype")
-        if key in given
-    }
-    return settings.resolve_open(config.Config(**named)).rollout_dtype
-
-
-def check(own: WorthFlags) -> None:
+def check(worth_flags: WorthFlags) -> None:
     for name in ("reference", "directions"):
-        value = getattr(own, name)
+        value = getattr(worth_flags, name)
         need(
             value > 0 and value % FOLDS == 0,
             f"--{name}={value}: must be a multiple of {FOLDS} above 0, for an error estimate",
         )
-    need(own.batches >= 3, f"--batches={own.batches}: must be at least 3, for an error estimate")
+    batches, noise_batches = worth_flags.batches, worth_flags.noise_batches
+    need(batches >= 3, f"--batches={batches}: must be at least 3, for an error estimate")
     need(
-        1 <= own.noise_batches <= own.batches,
-        f"--noise_batches={own.noise_batches}: must be between 1 and --batches={own.batches}",
+        1 <= noise_batches <= batches,
+        f"--noise_batches={noise_batches}: must be between 1 and --batches={batches}",
     )
+    share, stale = worth_flags.share, worth_flags.stale
+    need(0 < share <= 1, f"--share={share}: must be above 0 and at most 1")
     need(
-        0 < own.share <= 1,
-        f"--share={own.share}: a share of the parameters; must be above 0 and at most 1",
+        not stale or stale.startswith("base:") or names_model(stale),
+        f"--stale={stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
     )
-    need(
-        not own.stale or own.stale.startswith("base:") or names_model(own.stale),
-        f"--stale={own.stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
-    )
-    flags.check_result("json", own.json)
+    flags.check_result("json", worth_flags.json)
 
 
 def check_row(row: str, cfg: config.Config) -> None:
@@ -208,8 +191,8 @@ def check_row(row: str, cfg: config.Config) -> None:
         cfg.advantage != "otb",
         "--advantage=otb: g is computed without a ref pass; use a different advantage",
     )
-    need(cfg.samplers == "local", "--samplers: set stale sampler weights with --stale here")
-    need(cfg.delay == "none", "--delay: set stale sampler weights with --stale here")
+    local = cfg.samplers == "local" and cfg.delay == "none"
+    need(local, "--samplers, --delay: set stale sampler weights with --stale here")
     need(
         cfg.learner_quant == "none",
         f"--learner_quant={cfg.learner_quant}: the gradient through rounded weights is a straight-through estimate, "
@@ -230,17 +213,16 @@ def check_row(row: str, cfg: config.Config) -> None:
 def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, batching.Batch]:
     """row -> the groups as a batch, with the row's advantages and ref columns (Z depends on
     lambda)."""
-    made, known, out = {}, {}, {}
+    collated, scored, batches = {}, {}, {}
     for row, cfg in rows.items():
-        read = (cfg.advantage,)  # flags of a row that `collate` reads
-        if read not in made:
-            made[read] = batching.collate(groups, cfg)
-        batch = made[read]
+        if cfg.advantage not in collated:
+            collated[cfg.advantage] = batching.collate(groups, cfg)
+        batch = collated[cfg.advantage]
         needs = needs_of_ref_pass(unregularised(cfg), learner.has_actor, cfg.obrs_lambda)
-        if needs not in known:
-            known[needs] = learner.score(batch, needs)
-        out[row] = replace(batch, **columns_of(known[needs]))
-    return out
+        if needs not in scored:
+            scored[needs] = learner.score(batch, needs)
+        batches[row] = replace(batch, **columns_of(scored[needs]))
+    return batches
 
 
 def coefficients(batch, comm, cfg: Config) -> torch.Tensor:
@@ -269,7 +251,7 @@ class Weights:
         self.seed = learner.comm.rank if learner.sharded else 0  # replicas use the same directions
         self.flat = [local(p).detach().view(-1) for p in learning(learner.models.policy)]
         self.entries = [self.draw(x, i) for i, x in enumerate(self.flat)]
-        self.at_rest = self.chosen(self.flat)
+        self.start = self.chosen(self.flat)
         self.spreads: dict[int, float] = {}  # of directions, by id
 
     def draw(self, x: torch.Tensor, i: int):
@@ -290,7 +272,7 @@ class Weights:
     def random(self, number: int) -> list[torch.Tensor]:
         """A direction of independent random signs: E <x, v>^2 = |x|^2."""
         out = []
-        for i, x in enumerate(self.at_rest):
+        for i, x in enumerate(self.start):
             generator = torch.Generator().manual_seed(
                 1_000_003 * (1 + number) + 1009 * self.seed + i
             )
@@ -298,24 +280,21 @@ class Weights:
             out.append(signs.to(x.device))
         return out
 
-    def dot(self, a, b) -> float:
-        return self.learner.dot(a, b)
-
     @torch.no_grad()
     def shift(self, direction, size: float) -> None:
-        for x, entries, numbers, d in zip(
-            self.flat, self.entries, self.at_rest, direction, strict=True
+        for x, entries, values, d in zip(
+            self.flat, self.entries, self.start, direction, strict=True
         ):
-            x[entries] = numbers + size * d.to(x.device)
+            x[entries] = values + size * d.to(x.device)
 
     def slopes(self, batch, directions) -> list[torch.Tensor]:
         """s_t = d/de log p_t(theta + e v), (B, T), for each direction v, by finite differences."""
-        still = self.learner.score(batch, Needs()).logp
-        return [self.slope(batch, still, v) for v in directions]
-
-    def slope(self, batch, still, direction) -> torch.Tensor:
-        size = STEP / self.spread(batch, still, direction)
-        return (self.shifted(batch, direction, size) - still).double() / size
+        unshifted = self.learner.score(batch, Needs()).logp
+        slopes = []
+        for v in directions:
+            size = STEP / self.spread(batch, unshifted, v)
+            slopes.append((self.shifted(batch, v, size) - unshifted).double() / size)
+        return slopes
 
     def shifted(self, batch, direction, size: float) -> torch.Tensor:
         """log p_t at weights shifted by size times the direction; the weights are restored."""
@@ -324,14 +303,15 @@ class Weights:
         self.shift(direction, 0.0)
         return logp
 
-    def spread(self, batch, still, direction) -> float:
+    def spread(self, batch, unshifted, direction) -> float:
         """Approximate root mean square change of log-probabilities per unit step, from a small step
         on a few responses of all ranks."""
         if id(direction) not in self.spreads:
             part = batch.select(list(range(min(len(batch), 16))))
-            small = 1e-3 / math.sqrt(self.dot(direction, direction))
+            small = 1e-3 / math.sqrt(self.learner.dot(direction, direction))
             change = (
-                self.shifted(part, direction, small) - still[: len(part), : part.tokens.shape[1]]
+                self.shifted(part, direction, small)
+                - unshifted[: len(part), : part.tokens.shape[1]]
             )
             squares, count = self.learner.comm.sum(
                 [change[part.mask].double().square().sum(), part.mask.sum()]
@@ -362,64 +342,64 @@ class Slopes:
 class Measurement:
     """Sampler, policy and the on-policy gradient, over all ranks."""
 
-    def __init__(self, own: WorthFlags, rows: dict[str, config.Config], plain: config.Config):
-        self.own, self.rows, self.plain = own, rows, plain
+    def __init__(
+        self, worth_flags: WorthFlags, rows: dict[str, config.Config], on_policy_cfg: config.Config
+    ):
+        self.worth_flags, self.rows, self.on_policy_cfg = worth_flags, rows, on_policy_cfg
         # the engine records the largest top-K of all rows
-        lead = max(rows.values(), key=topk_of)
-        self.cfg, self.comm = lead, Comm.start(lead.give_up)
+        self.cfg = cfg = max(rows.values(), key=topk_of)
+        self.comm = Comm.start(cfg.give_up)
         self.quiet = self.comm.rank > 0
-        self.run = run = open_run(lead, self.comm)
-        late = open_run(replace(lead, model=own.stale), self.comm) if own.stale else run
-        sizes = [each_run.vocabulary for each_run in (run, late)]
+        self.run = run = open_run(cfg, self.comm)
+        stale = worth_flags.stale
+        sampled_run = open_run(replace(cfg, model=stale), self.comm) if stale else run
         need(
-            sizes[0] == sizes[1],
-            f"--stale={own.stale}: its vocabulary has {sizes[1]} tokens, and the policy's has {sizes[0]}",
+            sampled_run.vocabulary == run.vocabulary,
+            f"--stale={stale}: its vocabulary has {sampled_run.vocabulary} tokens, and the policy's has "
+            f"{run.vocabulary}",
         )
         # a sleeping engine can drop its weights, and here they are not published again
-        self.sampler = open_source(lead, late, self.comm, sleeps=False)
-        self.learner = self.scorer = Learner(*run.load_models(), plain, self.comm, run.vocabulary)
+        self.sampler = open_source(cfg, sampled_run, self.comm, sleeps=False)
+        self.learner = self.scorer = Learner(
+            *run.load_models(), on_policy_cfg, self.comm, run.vocabulary
+        )
         self.learner.check_heads(run.probe_ids())
-        if (
-            not self.learner.sharded
-        ):  # a float32 learner of only the policy; under FSDP the policy is already wrapped
-            alone = replace(plain, dtype="float32")
-            self.scorer = Learner(
-                self.learner.models.policy, None, alone, self.comm, run.vocabulary
-            )
-        self.on_policy = on_policy_source(self.learner, run, plain)
+        if not self.learner.sharded:  # under FSDP the policy is already wrapped
+            policy, in_float32 = self.learner.models.policy, replace(on_policy_cfg, dtype="float32")
+            self.scorer = Learner(policy, None, in_float32, self.comm, run.vocabulary)
+        self.on_policy = on_policy_source(self.learner, run, on_policy_cfg)
         # groups of a batch on this rank
-        self.groups = lead.train_batch // (lead.group_size * self.comm.size)
-        self.weights = Weights(self.scorer, own.share)
-        self.random = [self.weights.random(k) for k in range(own.directions)]
-        self.totals: dict[
-            str, np.ndarray
-        ] = {}  # sums over the responses of each sampler; key order: on_policy, sampler
+        self.groups = cfg.train_batch // (cfg.group_size * self.comm.size)
+        self.weights = Weights(self.scorer, worth_flags.share)
+        self.random = [self.weights.random(k) for k in range(worth_flags.directions)]
+        # sums over the responses of each sampler; key order: on_policy, sampler
+        self.totals: dict[str, np.ndarray] = {}
 
     def reference(self) -> Reference:
         """The on-policy gradient. UserError: it is not above its noise."""
-        each = self.own.reference // FOLDS
+        per_fold = self.worth_flags.reference // FOLDS
         means = [[0.0] * len(self.weights.flat) for _ in range(FOLDS)]
         squares = np.zeros(FOLDS)
-        for b in tqdm(range(each * FOLDS), desc="on-policy gradient", disable=self.quiet):
-            batch = batching.collate(self.on_policy.next(self.groups, 0), self.plain)
+        for b in tqdm(range(per_fold * FOLDS), desc="on-policy gradient", disable=self.quiet):
+            batch = batching.collate(self.on_policy.next(self.groups, 0), self.on_policy_cfg)
             self.count("on_policy", batch)
-            gradient, mean = self.gradient(batch), means[b // each]
-            squares[b // each] += self.weights.dot(gradient, gradient) / each
-            mean[:] = [a + x / each for a, x in zip(mean, gradient, strict=True)]
-        dot = self.weights.dot
+            gradient, mean = self.gradient(batch), means[b // per_fold]
+            squares[b // per_fold] += self.scorer.dot(gradient, gradient) / per_fold
+            mean[:] = [a + x / per_fold for a, x in zip(mean, gradient, strict=True)]
+        dot = self.scorer.dot
         gram = np.array([[dot(a, b) for b in means] for a in means])
         across = np.array([[dot(v, m) for m in means] for v in self.random])
-        reference = Reference(means, gram, squares, each, across)
+        reference = Reference(means, gram, squares, per_fold, across)
         need(
             reference.is_found(),
-            f"--reference={self.own.reference}: the on-policy gradient is not distinguishable from its noise; use "
-            "more batches, or a task that the policy sometimes solves",
+            f"--reference={self.worth_flags.reference}: the on-policy gradient is not distinguishable from its "
+            "noise; use more batches, or a task that the policy sometimes solves",
         )
         return reference
 
     def gradient(self, batch) -> list[torch.Tensor]:
         """The gradient of one on-policy batch, without a correction."""
-        stats = objectives.prepare(batch, self.comm, self.plain, {})
+        stats = objectives.prepare(batch, self.comm, self.on_policy_cfg, {})
         self.scorer.backward(batch, stats)
         gradient = self.weights.gradient()
         self.scorer.models.zero_grad(set_to_none=True)
@@ -427,28 +407,30 @@ class Measurement:
 
     def slopes(self, reference: Reference) -> Iterator[Slopes]:
         """Yield the sampler's batches with their slopes."""
-        for b in tqdm(range(self.own.batches), desc="the sampler's batches", disable=self.quiet):
+        for b in tqdm(
+            range(self.worth_flags.batches), desc="the sampler's batches", disable=self.quiet
+        ):
             batches = batches_of(self.learner, self.sampler.next(self.groups, 0), self.rows)
             batch = next(iter(batches.values()))
             self.count("sampler", batch, token_k3(batch.log_r)[batch.mask].double().sum())
             along = self.weights.slopes(batch, reference.means)
             random = None
-            if b < self.own.noise_batches:
+            if b < self.worth_flags.noise_batches:
                 bar = tqdm(self.random, desc="random directions", leave=False, disable=self.quiet)
                 random = self.weights.slopes(batch, bar)
             yield Slopes(batches, along, random)
 
-    def see(self, seen: RowSamples, slopes: Slopes, c: torch.Tensor) -> None:
-        """Add the measurements of coefficients c (B, T) on a batch to `seen`."""
+    def add_to(self, samples: RowSamples, slopes: Slopes, c: torch.Tensor) -> None:
+        """Add the measurements of coefficients c (B, T) on a batch to `samples`."""
         batch = next(iter(slopes.batches.values()))
-        seen.along.append(self.comm.sum([(c * s).sum() for s in slopes.along]))
+        samples.along.append(self.comm.sum([(c * s).sum() for s in slopes.along]))
         if slopes.random is not None:
             shares = torch.stack([(c * s).sum(1) for s in slopes.random], 1)  # (B, directions)
             local_shares = shares.new_zeros(self.groups, len(slopes.random)).index_add_(
                 0, batch.group, shares
             )
             everyone = self.comm.cat(local_shares.flatten().to(self.comm.device))
-            seen.noise.append(everyone.view(-1, len(slopes.random)).cpu().numpy())
+            samples.noise.append(everyone.view(-1, len(slopes.random)).cpu().numpy())
 
     def count(self, who: str, batch, kl=0.0) -> None:
         """Add reward, length and KL of responses to the totals. kl: summed over tokens."""
@@ -490,18 +472,11 @@ def on_policy_source(learner, run, cfg: Config) -> LocalSource:
 
 def on_policy_config(cfg: config.Config) -> config.Config:
     """The flags with the objective of g: no correction, no trust region, no rejection."""
-    dropped = dict(
-        reject="none",
-        reject_of="all",
-        positive_only=False,
-        cppo_beta=0.0,
-        router_replay=False,
-    )
-    bounds = dict(is_cap=None, is_floor=0.0, rs_low=None, rs_high=None)
-    sums = dict(loss_denominator="proposed", normalize_weights=False)
-    return replace(
-        cfg, correction="none", surrogate="reinforce", ratio_base="ref", **dropped, **bounds, **sums
-    )
+    changes = {"correction": "none", "surrogate": "reinforce", "ratio_base": "ref"}
+    changes |= {"is_cap": None, "is_floor": 0.0, "rs_low": None, "rs_high": None}
+    changes |= {"reject": "none", "reject_of": "all", "positive_only": False, "cppo_beta": 0.0}
+    changes |= {"loss_denominator": "proposed", "normalize_weights": False}
+    return replace(cfg, **changes, router_replay=False)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -509,47 +484,23 @@ def on_policy_config(cfg: config.Config) -> config.Config:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def cost(m: Measurement) -> dict[str, float]:
+def cost(measurement: Measurement) -> dict[str, float]:
     """Seconds per response of the sampler, and of the policy in the same kind of engine; and the
     price, their quotient. Both are timed alternately, after one warm-up batch each."""
-    cfg = replace(m.cfg, actor="none", rollout_quant="none", correction="none")
-    policy = open_source(cfg, replace(m.run, actor=""), m.comm, sleeps=False)
-    seconds = {id(policy): [], id(m.sampler): []}
-    for turn in tqdm(range(4), desc="cost of sampling", disable=m.quiet):
-        for source in (policy, m.sampler):
+    cfg = replace(measurement.cfg, actor="none", rollout_quant="none", correction="none")
+    policy = open_source(cfg, replace(measurement.run, actor=""), measurement.comm, sleeps=False)
+    sources = {"on_policy": policy, "sampler": measurement.sampler}
+    seconds = dict.fromkeys(sources, 0.0)
+    for turn in tqdm(range(4), desc="cost of sampling", disable=measurement.quiet):
+        for name, source in sources.items():
             start = time.perf_counter()
-            source.next(m.groups, 0)
+            source.next(measurement.groups, 0)
             if turn:
-                seconds[id(source)].append(time.perf_counter() - start)
-    n = 3 * m.cfg.train_batch
-    ours, theirs = (m.comm.max([sum(seconds[id(source)])])[0] / n for source in (m.sampler, policy))
+                seconds[name] += time.perf_counter() - start
+    n = 3 * measurement.cfg.train_batch
+    costs = {f"{name}/seconds": measurement.comm.max([x])[0] / n for name, x in seconds.items()}
     policy.close()  # last: vLLM's shutdown also ends the process group
-    return {"sampler/seconds": ours, "on_policy/seconds": theirs, "price": ours / theirs}
-
-
-def pays(worth: float, error: float, price: float) -> str:
-    """Verdict: "yes" if worth is above the price by two errors, "no" if below by two, or "open"."""
-    if abs(worth - price) <= 2 * error:
-        return "open"
-    return "yes" if worth > price else "no"
-
-
-def verdict(x: dict, about: dict) -> list[str]:
-    """Sentences on whether the sampler pays, from a row's worth and the cost of responses."""
-    names = ("sampler", "on_policy")
-    ours, theirs = (about[f"{name}/seconds"] for name in names)
-    tokens = [1000 * about[f"{name}/seconds"] / about[f"{name}/length"] for name in names]
-    factor, error = x["worth"] / about["price"], x["worth_se"] / about["price"]
-    sentences = {
-        "yes": "this sampler is worth its cost",
-        "no": "this sampler is not worth its cost",
-        "open": "undecided: the worth is within two errors of the cost",
-    }
-    return [
-        f"a token takes {tokens[0]:.3g} ms with the sampler and {tokens[1]:.3g} ms with the policy",
-        f"on-policy equivalents per second: {x['worth'] / ours:.3g} from the sampler, {1 / theirs:.3g} from the policy",
-        f"{sentences[pays(x['worth'], x['worth_se'], about['price'])]}, by a factor of {factor:.2f} +- {error:.2f}",
-    ]
+    return costs | {"price": costs["sampler/seconds"] / costs["on_policy/seconds"]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -557,45 +508,39 @@ def verdict(x: dict, about: dict) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def weigh(own: WorthFlags, rows: dict[str, config.Config], plain: config.Config) -> dict:
+def weigh(
+    worth_flags: WorthFlags, rows: dict[str, config.Config], on_policy_cfg: config.Config
+) -> dict:
     """Sample and measure all rows: {"about": both samplers, "rows": {row: ...}}."""
     start = time.perf_counter()
-    m = Measurement(own, rows, plain)
-    reference = m.reference()
-    seen = {name: RowSamples() for name in rows}
-    for slopes in m.slopes(reference):
+    measurement = Measurement(worth_flags, rows, on_policy_cfg)
+    reference = measurement.reference()
+    samples = {name: RowSamples() for name in rows}
+    for slopes in measurement.slopes(reference):
         for name, cfg in rows.items():
-            m.see(seen[name], slopes, coefficients(slopes.batches[name], m.comm, cfg))
-    groups = m.groups * m.comm.size
-    measured = {name: with_errors(seen[name], reference, groups) for name in rows}
-    results = {"about": m.about() | {"halves": reference.halves()}, "rows": measured}
-    if own.cost:
-        results["about"] |= cost(m)
-    results["about"] |= {"batches": own.batches, "reference": own.reference}
+            c = coefficients(slopes.batches[name], measurement.comm, cfg)
+            measurement.add_to(samples[name], slopes, c)
+    groups = measurement.groups * measurement.comm.size
+    measured = {name: with_errors(samples[name], reference, groups) for name in rows}
+    results = {"about": measurement.about() | {"halves": reference.halves()}, "rows": measured}
+    if worth_flags.cost:
+        results["about"] |= cost(measurement)
+    results["about"] |= {"batches": worth_flags.batches, "reference": worth_flags.reference}
     results["about"]["seconds"] = time.perf_counter() - start
-    m.sampler.close()
-    if m.comm.rank == 0:
-        path = Path(own.json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            json.dumps({"command": sys.argv[1:], **results}, indent=1) + "\n", encoding="utf-8"
-        )
+    measurement.sampler.close()
+    if measurement.comm.rank == 0:
+        write_result(worth_flags.json, results)
         print(table(results))
-        print(f"figure: {draw(results['rows'], path.with_suffix('.png'))}")
-    m.comm.end()
+        print(f"figure: {draw(results['rows'], Path(worth_flags.json).with_suffix('.png'))}")
+    measurement.comm.end()
     return results
 
 
 def draw(results: dict[str, dict], path: Path) -> str:
     """Plot the worth of each configuration with its standard error, best on top; returns the path.
     results: from `weigh`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = sorted(results.items(), key=lambda item: item[1]["worth"])
-    fig, ax = plt.subplots(figsize=(8, 1.2 + 0.32 * len(rows)))
+    fig, ax = plot.pyplot().subplots(figsize=(8, 1.2 + 0.32 * len(rows)))
     ax.errorbar(
         [x["worth"] for _, x in rows],
         range(len(rows)),
@@ -627,7 +572,8 @@ def more_batches(x: dict, about: dict) -> list[str]:
 
 
 def table(results: dict) -> str:
-    """The table of all numbers, best row first."""
+    """The table of all numbers, best row first. The two cosines with g: expected value for a
+    batch, and value of the mean gradient."""
     about = results["about"]
     lines = [
         f"sampler: {about['sampler/length']:.1f} tokens, reward {about['sampler/reward']:.3f}, "
@@ -637,21 +583,19 @@ def table(results: dict) -> str:
             *about["halves"]
         ),
     ]
-    lines.append(f"{'':32s}            worth   kappa  cosine   scale     bias    noise")
+    lines.append(f"{'':32s}            worth  cosine of mean   scale     bias    noise")
     ordered = sorted(results["rows"], key=lambda name: -results["rows"][name]["worth"])
     for name in ordered:
         x = results["rows"][name]
-        numbers = " ".join(f"{x[k]:7.3f}" for k in ("kappa", "cosine", "scale"))
+        numbers = " ".join(f"{x[k]:7.3f}" for k in ("batch_cosine", "cosine", "scale"))
         worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
         lines.append(f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}")
-    best = ordered[0]
-    lines += more_batches(results["rows"][best], about)
+    lines += more_batches(results["rows"][ordered[0]], about)
     if "price" in about:
-        among = f"{best}, chosen as the best of {len(results['rows'])} rows by the same numbers"
         lines.append(
-            f"a response of the sampler costs {about['price']:.2f} of an on-policy response; under {among}:"
+            f"a response takes {about['sampler/seconds']:.3g} s with the sampler and "
+            f"{about['on_policy/seconds']:.3g} s with the policy: the sampler pays above worth {about['price']:.2f}"
         )
-        lines += verdict(results["rows"][best], about)
     return "\n".join(lines)
 
 

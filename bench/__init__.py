@@ -34,10 +34,9 @@ def alternate(a, b, pairs: int, name: str, warm: int = 2) -> dict:
     times = []
     for i in tqdm(range(pairs), desc=name, leave=False):
         if i % 2 == 0:
-            ours, other = seconds(a), seconds(b)
+            times.append((seconds(a), seconds(b)))
         else:
-            other, ours = seconds(b), seconds(a)
-        times.append((ours, other))
+            times.append((seconds(b), seconds(a))[::-1])
     return compare(times)
 
 
@@ -49,8 +48,7 @@ def seconds(f) -> float:
 
 
 def compare(times: list[tuple[float, float]]) -> dict:
-    """Geometric mean of ours / other with its 95 % interval, and medians, from pairs of seconds
-    (ours, other)."""
+    """Geometric mean of a / b with its 95 % interval, and medians, from pairs of seconds (a, b)."""
     t = np.array(times)
     log = np.log(t[:, 0] / t[:, 1])
     half = 1.96 * log.std(ddof=1) / math.sqrt(len(log)) if len(log) > 1 else math.nan

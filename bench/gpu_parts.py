@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -20,7 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +33,7 @@ from config import Config
 from learner import Comm, Learner
 from machinery.speed import operations, peak_of
 from model import Needs, OneModelRows, Scored
-from model.engines import HFEngine, VLLMEngine
+from model.engines import VLLMEngine
 from model.head import ChunkedHead, Head, chunk_rows
 from results import against_trl
 from rollout import uniforms
@@ -138,7 +136,7 @@ class Setting:
 def row(
     what: str, value: float, unit: str = "", spread=(), goal: str = "", met: bool | None = None
 ) -> dict:
-    """A line of the page. spread: the smallest and the largest of the repeats, or a 95 % interval;
+    """A row of results. spread: the smallest and the largest of the repeats, or a 95 % interval;
     goal, met: the target, and whether it is met (None: unknown)."""
     return {
         "what": what,
@@ -152,12 +150,12 @@ def row(
 
 
 def missing(what: str, why: str) -> dict:
-    """A line for a quantity that could not be measured."""
+    """A row for a quantity that could not be measured."""
     return {**row(what, math.nan), "why": why}
 
 
 def softly(what: str, rows: Iterator[dict]) -> Iterator[dict]:
-    """Yield these lines; after an error, yield a line with the error."""
+    """Yield these rows; after an error, yield a row with the error."""
     try:
         yield from rows
     except Exception as e:  # of any kind: the next case may succeed
@@ -167,7 +165,7 @@ def softly(what: str, rows: Iterator[dict]) -> Iterator[dict]:
 
 
 def ratio_row(what: str, pairs: dict, goal: str = "", met: Callable = bool) -> dict:
-    """A line for the result of bench.compare: a ratio of times and its 95 % interval."""
+    """A row for the result of bench.compare: a ratio of times and its 95 % interval."""
     said = met(pairs["ratio"]) if goal else None
     return row(
         f"{what}, {pairs['pairs']} pairs",
@@ -180,7 +178,7 @@ def ratio_row(what: str, pairs: dict, goal: str = "", met: Callable = bool) -> d
 
 
 def repeats_row(what: str, values: list[float], unit: str) -> dict:
-    """A line for repeated measurements: their median, minimum and maximum."""
+    """A row for repeated measurements: their median, minimum and maximum."""
     return row(
         f"{what}, {len(values)} times", float(np.median(values)), unit, (min(values), max(values))
     )
@@ -192,7 +190,7 @@ def repeats_row(what: str, values: list[float], unit: str) -> dict:
 
 
 def tests(s: Setting) -> Iterator[dict]:
-    """tests/test_gpu.py: a line for each test that did not pass, and the number of passed tests."""
+    """tests/test_gpu.py: a row for each test that did not pass, and the number of passed tests."""
     command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "--tb=short", "tests/test_gpu.py"]
     command += s.pick([], ["-k", "product"])
     env = {**os.environ, "GPU_LIST_DEVICE": s.device}
@@ -248,7 +246,7 @@ def linears(s: Setting) -> Iterator[dict]:
 
 
 def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator[dict]:
-    """Three lines: forward; forward and backward; forward with weights that are quantized every
+    """Three rows: forward; forward and backward; forward with weights that are quantized every
     time."""
     plain = block_of(s, name)
     aligned = [quant.LowBitLinear.from_linear(m, quant.format_of(kind)) for m in plain]
@@ -297,21 +295,22 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
     weight = (torch.randn(V, H, **how) * 0.02).requires_grad_()
     target = torch.randint(0, V, (N,), device=device)
 
-    def ours(chunk):
+    def chunked(chunk):
         rows = OneModelRows(Scored(target, None, None, None), Needs())
         return -ChunkedHead.apply(rows, chunk, [Head()], [None], hidden, weight, None)[0].sum()
 
     ways = {
-        "chunked, as the learner runs it": partial(ours, chunk_rows(V, device)),
-        "chunked, 1,024 tokens at a time": partial(ours, 1024),
+        "chunked, as the learner runs it": partial(chunked, chunk_rows(V, device)),
+        "chunked, 1,024 tokens at a time": partial(chunked, 1024),
         "whole logits": lambda: F.cross_entropy(
             (hidden @ weight.t()).float(), target, reduction="sum"
         ),
     }
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         options = torch.nn.LinearCrossEntropyOptions()
-        own = partial(F.linear_cross_entropy, hidden, weight, target, reduction="sum")
-        ways["torch.nn.functional.linear_cross_entropy"] = partial(own, options=options)
+        ways["torch.nn.functional.linear_cross_entropy"] = partial(
+            F.linear_cross_entropy, hidden, weight, target, reduction="sum", options=options
+        )
     if importlib.util.find_spec("liger_kernel") and device == "cuda":
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -341,7 +340,7 @@ def head(s: Setting) -> Iterator[dict]:
 
 
 def one_head(s: Setting, what: str, run: Callable, whole: Callable) -> Iterator[dict]:
-    """Lines for one implementation: time relative to whole logits, milliseconds, memory."""
+    """Rows for one implementation: time relative to whole logits, milliseconds, memory."""
     pairs = bench.alternate(run, whole, s.pick(8, 2), what)
     yield ratio_row(f"time relative to whole logits, {what}", pairs)
     yield row(f"time, {what}", 1000 * pairs["a_s"], "ms")
@@ -427,46 +426,26 @@ def fits(s: Setting, cfg: Config, names: tuple[str, ...]) -> bool:
     return planned(s, cfg, names) <= 0.9 * total / GIB
 
 
-class Measured(NamedTuple):
-    """Measurements of one learner's updates. tokens: of one update; seconds: of each update; gib:
-    peak of allocated memory; planned: the plan's value of gib."""
-
-    tokens: int
-    seconds: list[float]
-    gib: float
-    planned: float
-    share: float  # of the device's peak
-
-
-def updates(s: Setting, cfg: Config, names: tuple[str, ...], n: int = 3) -> Measured:
-    """Measure n updates of a new learner with these models, after one update that creates its
-    states."""
+def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3) -> Iterator[dict]:
+    """Three rows for n updates of a new learner with these models, after one update that creates
+    its states: speed, share of the device's peak, memory."""
     before = s.allocated()
     learner = s.learner(cfg, *names)
     batch, stats = batch_of(learner, cfg.train_batch, cfg.max_tokens)
-    work = sum(
-        operations(getattr(learner.models, name), cfg.max_tokens + PROMPT) for name in learner.names
-    )
+    length = cfg.max_tokens + PROMPT
+    work = sum(operations(getattr(learner.models, name), length) for name in learner.names)
     run = partial(learner.update, batch, stats)
     run()
     bench.synchronize(s.device)
-    held = s.allocated() - before
-    gib = held + s.peak_of(run)
-    spent = [s.seconds(run) for _ in range(n)]
-    tokens = int(batch.ids.numel())
-    share = work * tokens / float(np.median(spent)) / peak_of(s.device)
-    return Measured(tokens, spent, gib, planned(s, cfg, names), share)
-
-
-def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3) -> Iterator[dict]:
-    """Three lines from `updates`: speed, share of the peak, memory."""
-    m = updates(s, cfg, names, n)
-    yield repeats_row(f"speed, {what}", [m.tokens / t for t in m.seconds], "tokens/s")
-    yield row(f"share of peak, {what}", 100 * m.share, "%")
-    near = abs(m.planned / m.gib - 1) <= 0.1 if s.cuda else None
-    yield row(
-        f"memory, {what}, planned {m.planned:.2f}", m.gib, "GiB", goal="plan within 10 %", met=near
-    )
+    gib = s.allocated() - before + s.peak_of(run)
+    tokens, seconds = int(batch.ids.numel()), [s.seconds(run) for _ in range(n)]
+    share = work * tokens / float(np.median(seconds)) / peak_of(s.device)
+    yield repeats_row(f"speed, {what}", [tokens / t for t in seconds], "tokens/s")
+    yield row(f"share of peak, {what}", 100 * share, "%")
+    expected = planned(s, cfg, names)
+    near = abs(expected / gib - 1) <= 0.1 if s.cuda else None
+    what = f"memory, {what}, planned {expected:.2f}"
+    yield row(what, gib, "GiB", goal="plan within 10 %", met=near)
 
 
 def learner(s: Setting) -> Iterator[dict]:
@@ -543,11 +522,11 @@ def one_rank(device: str):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# rollouts, vllm
+# vllm
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def sampled(s: Setting, engine, what: str, tokens: int) -> Iterator[dict]:
+def sampled(s: Setting, engine, tokens: int) -> Iterator[dict]:
     """Tokens per second of an engine, with 64 prompts and 8 responses to each."""
     n = s.pick(64, 2)
     rng = np.random.default_rng(0)
@@ -556,14 +535,11 @@ def sampled(s: Setting, engine, what: str, tokens: int) -> Iterator[dict]:
     sampling = Sampling(max_tokens=tokens)
     engine.generate(prompts, seeds, replace(sampling, max_tokens=2), 0, [])
     times = [s.seconds(lambda: engine.generate(prompts, seeds, sampling, 0, [])) for _ in range(2)]
-    yield repeats_row(
-        f"speed, {what}, {8 * n} responses of {tokens}",
-        [8 * n * tokens / t for t in times],
-        "tokens/s",
-    )
+    speeds = [8 * n * tokens / t for t in times]
+    yield repeats_row(f"speed, {8 * n} responses of {tokens}", speeds, "tokens/s")
 
 
-def published(s: Setting, engine, learner: Learner, what: str) -> Iterator[dict]:
+def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
     """Seconds of three publications with their checks, with an update between two of them."""
     vocabulary = learner.models.policy.config.vocab_size
     ids = (uniforms(4 * 144, "probe") * vocabulary).astype(np.int64).reshape(4, 144)
@@ -574,28 +550,10 @@ def published(s: Setting, engine, learner: Learner, what: str) -> Iterator[dict]
         load = partial(check.load, engine, version, learner.published("policy", engine.packed))
         times.append(s.seconds(lambda now=load: changed.append(now().changed)))
         learner.update(batch, stats)
-    yield row(
-        f"{what}: share of tensors changed by an update",
-        changed[-1],
-        "",
-        goal="> 0",
-        met=changed[-1] > 0,
-    )
-    yield row(f"{what}: the first publication and its check", times[0], "s")
-    yield row(
-        f"{what}: a publication and its check",
-        min(times[1:]),
-        "s",
-        (min(times[1:]), max(times[1:])),
-    )
-
-
-def rollouts(s: Setting) -> Iterator[dict]:
-    """HFEngine in bfloat16 with the shape of Qwen3-0.6B."""
-    learner = s.learner(configured(s, *s.pick((16, 512), (8, 40)), lr=1e-3), "0.6B")
-    engine = HFEngine(s.model("0.6B", 1).to(torch.bfloat16), dtype="bfloat16", device=s.device)
-    yield from sampled(s, engine, "plain torch, 0.6B", s.pick(256, 4))
-    yield from published(s, engine, learner, "plain torch, 0.6B")
+    goal = {"goal": "> 0", "met": changed[-1] > 0}
+    yield row("share of tensors changed by an update", changed[-1], **goal)
+    yield row("the first publication and its check", times[0], "s")
+    yield repeats_row("a publication and its check", times[1:], "s")
 
 
 def vllm(s: Setting) -> Iterator[dict]:
@@ -612,8 +570,8 @@ def vllm(s: Setting) -> Iterator[dict]:
             "dtype": s.pick("bfloat16", "float32"),
         }
         engine = VLLMEngine(folder, memory_gib=s.pick(0.3, 0.05), sleep_level=2, **how)
-    yield from sampled(s, engine, "vLLM, 0.6B", s.pick(256, 4))
-    yield from published(s, engine, learner, "vLLM, 0.6B")
+    yield from sampled(s, engine, s.pick(256, 4))
+    yield from published(s, engine, learner)
     if s.cuda:
         free = torch.cuda.mem_get_info()[0]
         asleep = s.seconds(engine.sleep)
@@ -702,7 +660,6 @@ PARTS = {
     "kernels": (kernels, 150),
     "learner": (learner, 160),
     "memory": (memory, 130),
-    "rollouts": (rollouts, 100),
     "trl": (trl, 200),
     "ours": (ours, 100),
 }

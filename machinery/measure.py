@@ -204,7 +204,8 @@ class RowSamples:
 
 
 def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
-    """scale, bias, noise, noise_on, cosine of the mean, kappa and worth, as worth.py defines them.
+    """scale, bias, noise, noise_on, cosine of the mean, expected cosine of a batch, and worth, as
+    worth.py defines them.
 
     along: (batches, FOLDS); noise: (groups, directions); groups: number of groups in a batch. keep:
     indices to use (`replicates`)."""
@@ -235,7 +236,7 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
     )
     return {
         "worth": scale_squared * noise_on / (bias + noise_of_batch) if length > 0 else 0.0,
-        "kappa": length / math.sqrt(total) if total else 0.0,
+        "batch_cosine": length / math.sqrt(total) if total else 0.0,
         "cosine": length / math.sqrt(scale_squared + bias) if length else 0.0,
         "scale": scale,
         "bias": bias,

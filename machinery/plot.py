@@ -66,10 +66,7 @@ def draw(runs: list[str], out: str) -> str:
             f"{len(runs)} runs: at most {len(COLOURS)} lines can be distinguished; draw fewer runs in one picture"
         )
     rows = {str(run): read_metrics(run) for run in runs}
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.lines import Line2D
 
     measured = [
@@ -95,13 +92,21 @@ def draw(runs: list[str], out: str) -> str:
     return out
 
 
-def write(fig, path: Path) -> None:
-    """Save the figure (creating its folder) and close it."""
+def pyplot():
+    """The pyplot module of matplotlib, set to draw into files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def write(fig, path: Path) -> None:
+    """Save the figure (creating its folder) and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=110)
-    plt.close(fig)
+    pyplot().close(fig)
 
 
 def values_of(rows: list[dict], key: str) -> tuple[list[float], list[float]]:

@@ -61,10 +61,8 @@ class States:
             bytes_of_one = (1 if isinstance(optimizer, Muon) else 2) * 4
             for group in optimizer.param_groups:
                 moments |= {p: bytes_of_one * p.numel() for p in group["params"]}
-        weights, layers = (
-            weights_of(model),
-            [weights_of(layer) for layer in model.base_model.layers],
-        )
+        weights = weights_of(model)
+        layers = [weights_of(layer) for layer in model.base_model.layers]
         share = layers_travel_in(cfg, model) / 4
         return cls(
             weights=weights,
@@ -170,7 +168,7 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
             *always,
             *gradients,
             *activations,
-            *list(others)[:1],
+            "logits, or a layer's backward",
             "gathered from other ranks",
         ],
     }
@@ -263,25 +261,21 @@ def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: floa
         return 0
     sets = [{"samples": 1, "max_tokens": cfg.max_tokens}]
     if cfg.eval_task:
-        sets = [engine_kind for _, engine_kind in settings_of(cfg, "eval_task", sets[0])]
+        sets = [eval_set for _, eval_set in settings_of(cfg, "eval_task", sets[0])]
+    sharded = cfg.parallel == "fsdp" and ranks > 1
     sizes = []
     for name, config in configs.items():
         engine_kind = evaluated_by(cfg, name)
-        if engine_kind == "own":
-            sizes.append(own)
-        elif engine_kind == "second":
-            sizes.append(0)  # it is always loaded
-        else:
-            for eval_set in sets:
-                rows = (
-                    min(at_once(eval_set["samples"]), -(-cfg.eval_problems // ranks))
-                    * eval_set["samples"]
-                )
-                longest = width - cfg.max_tokens + eval_set["max_tokens"]
-                # plain torch: eval.sampler_of copies a sharded model
-                sharded = cfg.parallel == "fsdp" and ranks > 1
-                copied = weights_of(empty_model(config)) if sharded else 0
-                sizes.append(copied + torch_cache(config, 4, rows, longest))
+        if engine_kind in ("own", "second"):  # a second engine is always loaded
+            sizes.append(own if engine_kind == "own" else 0)
+            continue
+        # plain torch: eval.sampler_of copies a sharded model
+        copied = weights_of(empty_model(config)) if sharded else 0
+        for eval_set in sets:
+            n = eval_set["samples"]
+            rows = n * min(at_once(n), -(-cfg.eval_problems // ranks))
+            longest = width - cfg.max_tokens + eval_set["max_tokens"]
+            sizes.append(copied + torch_cache(config, 4, rows, longest))
     return max(sizes)
 
 
@@ -301,9 +295,8 @@ def mends(cfg: Config, width: int, ranks: int):
     """Yield (flags, changes of the configuration, ranks) that reduce memory: the cheapest first,
     cumulative."""
     for n in (2, 4, 8):
-        apart = (
-            cfg.delay != "none" and cfg.dynamic_sampling
-        ) or cfg.router_replay  # config and quant refuse these combinations
+        # config and quant refuse these combinations
+        apart = (cfg.delay != "none" and cfg.dynamic_sampling) or cfg.router_replay
         if cfg.rollout == "vllm" and cfg.rollout_tp < n and ranks % n == 0 and not apart:
             yield f"--rollout_tp={n}", {"rollout_tp": n}, ranks
     if cfg.eval_every >= 0:

@@ -14,9 +14,6 @@ p_ref:
   floor        the distances of the learner from itself and of the engine from itself, by rounding (probe/floor.py);
   distances    KL, chi2, the ESS of token and sequence weights, and T_max = clamp / KL, the length at which sequence
                weights become useless (Mismatch Praxis, section 4);
-  control      does the largest gap grow with the length of a response, or only with the number of tokens? One long
-               response against several short responses of the same total, and against its own beginning
-               (TIS text, "Longer Response, Larger Max Gap");
   verdicts     for each correction whether the variance of its weights stays small at these lengths, and why;
   ladder       with --explain: the share of each source in the mismatch (probe/ladder.py).
 
@@ -42,7 +39,7 @@ import objectives
 import quant
 from batching import Batch, collate
 from config import Config
-from eval import ModelFlags, Setup
+from eval import ModelFlags, Setup, n_problems
 from learner import Comm, Learner
 from machinery import settings
 from machinery.checkpoint.models import load_model
@@ -51,7 +48,7 @@ from model import Needs
 from model.engines import make_engine
 from probe.figures import draw_ladder, draw_mismatch
 from probe.floor import floors
-from probe.gaps import PIECES, by_length, by_prefix, by_turn, control, ess
+from probe.gaps import by_length, by_prefix, by_turn, ess
 from probe.ladder import explain
 from probe.page import text, with_format
 from probe.verdicts import Evidence, judged
@@ -84,22 +81,15 @@ class ProbeFlags(ModelFlags):
 
 @dataclass
 class ScoredTokens:
-    """Probabilities of the sampled tokens under engine and learner; 0 after the end of a
-    response."""
+    """The sampled tokens under engine and learner; 0 after the end of a response."""
 
-    p_inf: np.ndarray  # (B, T) probability of each token under the engine that sampled it
-    p_ref: np.ndarray  # (B, T) probability of each token under the learner
+    gap: np.ndarray  # (B, T) |p_inf - p_ref|
     log_r: np.ndarray  # (B, T) log p_ref - log p_inf, not clamped
     length: np.ndarray  # (B,)   sampled tokens of each response, without an environment's replies
     turn: np.ndarray  # (B, T) turn of each token, from 0
     groups: list[Rollout]  # the responses, as the engine recorded them
     batch: Batch  # the same responses, scored by the learner
     metrics: dict[str, float]  # reward, rollout_corr/*, as train.py logs them
-
-    @property
-    def gap(self) -> np.ndarray:
-        """|p_inf - p_ref|, (B, T)."""
-        return np.abs(self.p_inf - self.p_ref)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,25 +110,16 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
     comm = Comm(device)  # before vLLM makes its own process group, for one rank
     engine = start_engine(cfg, setup, actor or setup.folder, start, max(1, allowed), device)
     learner = Learner(load_model(setup.folder), None, train_cfg, comm, setup.vocabulary)
-    groups = rollouts(engine, setup, cfg.samples, sampling, allowed, "probe")
+    groups = rollouts(engine, setup, cfg.samples, sampling, allowed)
     first = groups[0]
     learner.check_heads(np.concatenate([first.prompt_ids, first.responses[0].tokens])[None])
     scored = score(learner, groups, train_cfg)
-    # the control: the first response to each prompt against PIECES short responses
-    first = scored.length[:: cfg.samples]
-    piece = max(1, int(np.median(first)) // PIECES)
-    shorter = dataclasses.replace(sampling, max_tokens=piece)
-    groups = rollouts(engine, setup, PIECES, shorter, allowed, "short")
-    short = score(learner, groups, dataclasses.replace(train_cfg, group_size=PIECES))
     floor = floors(learner, scored.batch, engine, sampling, setup)
     ladder = (
         explain(cfg, setup, learner, engine, scored, actor, floor, start) if cfg.explain else None
     )
     engine.close()
-    report = summarize(cfg, setup, scored, floor) | {
-        "control": control(scored.gap[:: cfg.samples], first, short.gap, short.length, piece),
-        "ladder": ladder,
-    }
+    report = summarize(cfg, setup, scored, floor) | {"ladder": ladder}
     print(text(report))
     picture = Path(cfg.out).with_suffix(".png") if cfg.out else Path("out/mismatch.png")
     print(f"figure: {draw_mismatch(report, scored, cfg.log_ratio_clamp, picture)}")
@@ -166,7 +147,7 @@ def start_engine(
 def learner_config(cfg: ProbeFlags, setup) -> config.Config:
     """The configuration with which the learner scores: no correction, all responses in one
     batch."""
-    responses = setup.problems * cfg.samples
+    responses = n_problems(setup.task, setup.most) * cfg.samples
     values = {
         "objective": "none",
         "model": setup.folder,
@@ -182,24 +163,21 @@ def learner_config(cfg: ProbeFlags, setup) -> config.Config:
     return settings.resolve(config.Config(**{**shared, **values}), 1)  # on one rank
 
 
-def rollouts(
-    engine, setup, samples: int, sampling: Sampling, allowed: int, key: str
-) -> list[Rollout]:
-    """Graded groups of `samples` responses to the held-out problems. A different `key` draws
-    different responses.
+def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int) -> list[Rollout]:
+    """Graded groups of `samples` responses to the held-out problems.
 
     allowed: maximum number of allowed tokens that are recorded under truncated sampling; 0: no
     tokens are recorded."""
-    problems = [setup.task.problem("test", i) for i in range(setup.problems)]
+    problems = [setup.task.problem("test", i) for i in range(n_problems(setup.task, setup.most))]
     prompts = [np.array(encode(setup.tokenizer, p), np.int32) for p in problems]
     seeds = []
     for problem in problems:
-        seeds.append([request_seed(key, sampling.seed, problem.id, s) for s in range(samples)])
+        seeds.append([request_seed("probe", sampling.seed, problem.id, s) for s in range(samples)])
     tools = (engine, setup.task, setup.tokenizer)
     options = (sampling, 1, setup.stop_ids, allowed)
     responses = turns.sample(*tools, problems, prompts, seeds, *options)
     grade_all(setup.task, setup.tokenizer, problems, responses)
-    groups = as_groups(key, prompts, responses, sampling, engine.dtype)
+    groups = as_groups("probe", prompts, responses, sampling, engine.dtype)
     for group, problem in zip(groups, problems, strict=True):
         group.prompt_id = problem.id
     return groups
@@ -215,12 +193,15 @@ def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
     _, logs = objectives.loss(new, batch, stats, cfg)
     sums = metrics.Sums()
     metrics.observe(sums, new, batch, stats, logs, cfg)
-    sampled = (batch.logp_inf.exp(), batch.logp_ref.exp(), batch.logp_ref - batch.logp_inf)
-    columns = [without_replies(x.double(), batch.mask).numpy() for x in sampled]
+    gap = (batch.logp_inf.exp().double() - batch.logp_ref.exp().double()).abs()
+    log_r = (batch.logp_ref - batch.logp_inf).double()
+    turn = torch.from_numpy(turns.turns_of(batch.mask))
+    gap, log_r, turn = (without_replies(x, batch.mask).numpy() for x in (gap, log_r, turn))
     return ScoredTokens(
-        *columns,
+        gap=gap,
+        log_r=log_r,
         length=batch.mask.sum(1).numpy(),
-        turn=without_replies(torch.from_numpy(turns.turns_of(batch.mask)), batch.mask).numpy(),
+        turn=turn,
         groups=groups,
         batch=batch,
         metrics=metrics.derive(sums.reduce(learner.comm)),
@@ -251,7 +232,7 @@ def retokenized(tokenizer, groups: list[Rollout]) -> float:
 
 
 def summarize(cfg: Config, setup, scored: ScoredTokens, floor: list[dict]) -> dict:
-    """The report without the control and the ladder."""
+    """The report without the ladder."""
     m = {name.removeprefix("rollout_corr/"): value for name, value in scored.metrics.items()}
     length, clamp = scored.length, cfg.log_ratio_clamp
     # k3 is too small if tokens were cut; k1 alone can be negative

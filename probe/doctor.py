@@ -7,7 +7,7 @@ A row is one response, with lists over its tokens: the log-probabilities of the 
 sampler and trainer and, if present, token ids and a loss mask. The column names of verl, TRL,
 prime-rl, slime and of this repository are known (COLUMNS); --columns gives different names.
 
-Each rule of CAUSES looks for the sign of a cause in these two numbers per token:
+Each rule looks for the sign of a cause in these two numbers per token:
 
     log r = log p_trainer - log p_sampler of a token. If the sampler records its own sampling distribution,
     E r = 1 for any distribution of the trainer, as long as both are normalised.
@@ -18,15 +18,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from batching import pad
 from config import Config
 from eval import write_result
-from machinery.flags import UserError, check_result, need, parse_flags
+from machinery.flags import check_result, need, parse_flags
 from probe.gaps import by_length, by_prefix, distances, ess, exists, k3
 from probe.page import lengths_text, verdicts_text
 from probe.verdicts import Evidence, judged
@@ -34,13 +32,8 @@ from tasks.data import from_file, named_columns
 
 COLUMNS = {  # in order of preference
     "sampler": (
-        *(
-            "rollout_log_probs",
-            "sampling_per_token_logps",
-            "inference_logprobs",
-            "rollout_logprobs",
-        ),
-        *("logp_inf", "sampler_logps", "behavior_logprobs"),
+        *("rollout_log_probs", "sampling_per_token_logps", "inference_logprobs"),
+        *("rollout_logprobs", "logp_inf", "sampler_logps", "behavior_logprobs"),
     ),
     "trainer": (
         *("old_log_probs", "old_per_token_logps", "trainer_logprobs", "log_probs", "logp_ref"),
@@ -80,6 +73,11 @@ class Dump:
     @property
     def on(self) -> np.ndarray:
         return exists(self.inf, self.length)
+
+    @property
+    def sides(self) -> dict[str, np.ndarray]:
+        """The log-probabilities of all tokens, by side."""
+        return {"sampler": self.inf[self.on], "trainer": self.ref[self.on]}
 
     @property
     def log_r(self) -> np.ndarray:
@@ -154,27 +152,47 @@ def numbers(row: dict, column: str, place: str) -> np.ndarray:
 # Causes: each rule returns the evidence in one sentence, or "" if its sign is missing
 # ---------------------------------------------------------------------------------------------------------------------
 
+CAUSES: list[tuple] = []  # (name, rule, check, broken), the most specific first
 
+
+def cause(name: str, check: str, broken: bool = False):
+    """Add a rule to CAUSES. check: advice on where to look. broken: the cause makes all further
+    causes meaningless, so the search ends."""
+
+    def add(rule):
+        CAUSES.append((name, rule, check, broken))
+        return rule
+
+    return add
+
+
+@cause(
+    "numbers that are not finite", "16-bit overflow, or tokens that truncation forbids", broken=True
+)
 def not_finite(d: Dump) -> str:
-    sides = {"sampler": d.inf[d.on], "trainer": d.ref[d.on]}
-    bad = {side: int((~np.isfinite(x)).sum()) for side, x in sides.items()}
+    bad = {side: int((~np.isfinite(x)).sum()) for side, x in d.sides.items()}
     return ", ".join(
         f"{n} of the {side}'s log-probabilities are NaN or infinite" for side, n in bad.items() if n
     )
 
 
+@cause(
+    "not recorded",
+    "whether the engine is asked for log-probabilities (vLLM: logprobs=0)",
+    broken=True,
+)
 def not_recorded(d: Dump) -> str:
-    sides = {"sampler": d.inf[d.on], "trainer": d.ref[d.on]}
-    zero = [side for side, x in sides.items() if (x == 0).mean() > 0.9]
+    zero = [side for side, x in d.sides.items() if (x == 0).mean() > 0.9]
     return f"nine in ten log-probabilities of the {' and the '.join(zero)} are 0" if zero else ""
 
 
+@cause("no logarithms", "whether probabilities or negated numbers were dumped", broken=True)
 def not_logarithms(d: Dump) -> str:
-    sides = {"sampler": d.inf[d.on], "trainer": d.ref[d.on]}
-    positive = [side for side, x in sides.items() if (x > 1e-3).mean() > 0.5]
+    positive = [side for side, x in d.sides.items() if (x > 1e-3).mean() > 0.5]
     return f"the {' and the '.join(positive)}'s numbers are above 0" if positive else ""
 
 
+@cause("base of the logarithm", "natural logarithms on both sides", broken=True)
 def base_of_the_logarithm(d: Dump) -> str:
     """A line through the origin of slope 0.69 (ln against log2) or 2.3 (log10) fits without
     residual."""
@@ -189,6 +207,9 @@ def base_of_the_logarithm(d: Dump) -> str:
     return ""
 
 
+@cause(
+    "shifted by one token", "the slice of the logits: position t scores token t + 1", broken=True
+)
 def one_place_off(d: Dump) -> str:
     """The trainer's numbers fit the sampler's numbers of a neighbouring token."""
     straight = correlation(d.inf, d.ref, d.on)
@@ -202,14 +223,23 @@ def one_place_off(d: Dump) -> str:
     return ""
 
 
+@cause(
+    "rows of a different response",
+    "the order of rows after sorting, balancing or packing",
+    broken=True,
+)
 def other_rows(d: Dump) -> str:
     """The two sides are nearly uncorrelated."""
     straight = correlation(d.inf, d.ref, d.on)
-    return (
-        f"the correlation of the two sides over tokens is {straight:.2f}" if straight < 0.3 else ""
-    )
+    if straight < 0.3:
+        return f"the correlation of the two sides over tokens is {straight:.2f}"
+    return ""
 
 
+@cause(
+    "some responses scored wrongly",
+    "padding side, attention mask, packing and position ids of these rows",
+)
 def some_rows(d: Dump) -> str:
     """A few responses cause nearly all of the gap."""
     rms = np.sqrt((d.log_r**2 * d.on).sum(1) / d.length)
@@ -220,6 +250,7 @@ def some_rows(d: Dump) -> str:
     return ""
 
 
+@cause("another prompt", "the chat template, a second begin-of-sequence token, the system prompt")
 def first_tokens(d: Dump) -> str:
     """The gap is at the beginning of responses."""
     near, far = gap_between(d, 0, 4), gap_between(d, 16, None)
@@ -228,6 +259,7 @@ def first_tokens(d: Dump) -> str:
     return ""
 
 
+@cause("the end of responses", "the end token: appended by one side, or masked by the other")
 def last_token(d: Dump) -> str:
     """The gap is at the last token of responses."""
     last = np.arange(d.inf.shape[1])[None] == d.length[:, None] - 1
@@ -239,6 +271,10 @@ def last_token(d: Dump) -> str:
     )
 
 
+@cause(
+    "one token",
+    "this token: a special token, a padded row of the vocabulary, a logit bias or penalty",
+)
 def one_token(d: Dump) -> str:
     """The gap is at one token id."""
     if d.tokens is None:
@@ -267,6 +303,23 @@ def truncated(d: Dump, sign: int) -> str:
     return ""
 
 
+@cause(
+    "truncated sampling",
+    "top-p, top-k, min-p: score within the kept set (here --keep_sampling_mask=replay)",
+)
+def truncated_sampler(d: Dump) -> str:
+    return truncated(d, 1)
+
+
+@cause(
+    "raw log-probabilities",
+    "whether the engine returns numbers before truncation (vLLM: processed_logprobs)",
+)
+def truncated_trainer(d: Dump) -> str:
+    return truncated(d, -1)
+
+
+@cause("temperature", "that both sides divide the logits by the same temperature")
 def temperature(d: Dump) -> str:
     """log r is proportional to log p: p_trainer ~ p_sampler^c."""
     inf, log_r = d.inf[d.on], d.log_r[d.on]
@@ -283,6 +336,7 @@ def temperature(d: Dump) -> str:
     return ""
 
 
+@cause("growth along the response", "8-bit KV cache, position ids, sliding window, RoPE scaling")
 def grows(d: Dump) -> str:
     """The gap grows with the position in the response."""
     T = int(np.median(d.length))
@@ -294,6 +348,7 @@ def grows(d: Dump) -> str:
     return ""
 
 
+@cause("16-bit arithmetic", "nothing: no correction is needed except for very long responses")
 def arithmetic(d: Dump) -> str:
     """E r = 1, and the gap is as small as 16-bit arithmetic makes it."""
     rms, mean = of_r(d)
@@ -302,6 +357,7 @@ def arithmetic(d: Dump) -> str:
     return ""
 
 
+@cause("another policy", "stale weights, a failed sync, low-bit rollouts, a different model")
 def another_policy(d: Dump) -> str:
     """E r = 1, and the gap is too large for 16-bit arithmetic."""
     rms, mean = of_r(d)
@@ -331,101 +387,18 @@ def of_r(d: Dump) -> tuple[float, float]:
     return float(np.sqrt((log_r**2).mean())), float(np.exp(log_r).mean())
 
 
-# (name, rule, advice). A cause in BROKEN invalidates all further causes, so the search ends there
-BROKEN = (
-    (
-        "numbers that are not finite",
-        not_finite,
-        "16-bit overflow, or tokens that truncation forbids",
-    ),
-    (
-        "not recorded",
-        not_recorded,
-        "whether the engine is asked for log-probabilities (vLLM: logprobs=0)",
-    ),
-    ("no logarithms", not_logarithms, "whether probabilities or negated numbers were dumped"),
-    ("base of the logarithm", base_of_the_logarithm, "natural logarithms on both sides"),
-    (
-        "shifted by one token",
-        one_place_off,
-        "the slice of the logits: position t scores token t + 1",
-    ),
-    (
-        "rows of a different response",
-        other_rows,
-        "the order of rows after sorting, balancing or packing",
-    ),
-)
-CAUSES = (
-    (
-        "some responses scored wrongly",
-        some_rows,
-        "padding side, attention mask, packing and position ids of these rows",
-    ),
-    (
-        "another prompt",
-        first_tokens,
-        "the chat template, a second begin-of-sequence token, the system prompt",
-    ),
-    (
-        "the end of responses",
-        last_token,
-        "the end token: appended by one side, or masked by the other",
-    ),
-    (
-        "one token",
-        one_token,
-        "this token: a special token, a padded row of the vocabulary, a logit bias or penalty",
-    ),
-    (
-        "truncated sampling",
-        partial(truncated, sign=1),
-        "top-p, top-k, min-p: score within the kept set (here --keep_sampling_mask=replay)",
-    ),
-    (
-        "raw log-probabilities",
-        partial(truncated, sign=-1),
-        "whether the engine returns numbers before truncation (vLLM: processed_logprobs)",
-    ),
-    ("temperature", temperature, "that both sides divide the logits by the same temperature"),
-    (
-        "growth along the response",
-        grows,
-        "8-bit KV cache, position ids, sliding window, RoPE scaling",
-    ),
-    (
-        "16-bit arithmetic",
-        arithmetic,
-        "nothing: no correction is needed except for very long responses",
-    ),
-    (
-        "another policy",
-        another_policy,
-        "stale weights, a failed sync, low-bit rollouts, a different model",
-    ),
-)
-
-
 def causes(d: Dump) -> list[dict]:
-    """The causes that fit: name, evidence, advice; the most specific first."""
-    for rules in (BROKEN, CAUSES):
-        rows = []
-        for name, rule, check in rules:
-            with np.errstate(all="ignore"):
-                evidence = rule(d)
-            if evidence:
-                rows.append({"cause": name, "evidence": evidence, "check": check})
-                if rules is BROKEN:
-                    return rows
-        if rows:
-            return rows
-    return [
-        {
-            "cause": "unknown",
-            "evidence": "no known pattern fits",
-            "check": "python -m probe --model=...",
-        }
-    ]
+    """The causes that fit: name, evidence, check; the most specific first."""
+    rows = []
+    for name, rule, check, broken in CAUSES:
+        with np.errstate(all="ignore"):
+            evidence = rule(d)
+        if evidence:
+            rows.append({"cause": name, "evidence": evidence, "check": check})
+        if evidence and broken:
+            break
+    check = "python -m probe --model=..."
+    return rows or [{"cause": "unknown", "evidence": "no known pattern fits", "check": check}]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,7 +411,7 @@ def diagnose(cfg: DoctorFlags) -> dict:
     d = read(cfg.rollouts, cfg.columns)
     report = {"rollouts": cfg.rollouts, "responses": len(d.length), "tokens": int(d.length.sum())}
     report |= {"notes": d.notes, "causes": causes(d)}
-    if not any(row["cause"] in {name for name, *_ in BROKEN} for row in report["causes"]):
+    if report["causes"][0]["cause"] not in {name for name, *_, broken in CAUSES if broken}:
         report |= measured(d, cfg.log_ratio_clamp)
     print(text(report))
     write_result(cfg.out, report)
@@ -477,16 +450,12 @@ def largest(d: Dump, gap) -> list[dict]:
     rows = []
     for at in np.argsort(gap, axis=None)[::-1][:SHOWN]:
         b, t = (int(i) for i in np.unravel_index(at, gap.shape))
-        token = None if d.tokens is None else int(d.tokens[b, t])
-        rows.append(
-            {
-                "response": b,
-                "place": t,
-                "token": token,
-                "p_sampler": math.exp(d.inf[b, t]),
-                "p_trainer": math.exp(d.ref[b, t]),
-            }
-        )
+        row = {
+            "response": b,
+            "place": t,
+            "token": None if d.tokens is None else int(d.tokens[b, t]),
+        }
+        rows.append(row | {"p_sampler": math.exp(d.inf[b, t]), "p_trainer": math.exp(d.ref[b, t])})
     return rows
 
 
@@ -526,10 +495,7 @@ def text(o: dict) -> str:
 def main(argv: list[str] | None = None) -> dict:
     """Run the command. UserError: a flag is wrong."""
     cfg = parse_flags(DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ...")
-    need(cfg.rollouts.strip(), "--rollouts is empty: name a file of responses")
     need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
-    if not Path(cfg.rollouts).is_file():
-        raise UserError(f"--rollouts={cfg.rollouts}: no such file")
     if cfg.out:
         check_result("out", cfg.out)
     return diagnose(cfg)

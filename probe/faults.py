@@ -170,27 +170,6 @@ def put(parameters: dict, values: dict):
             parameters[name].data = x
 
 
-@contextlib.contextmanager
-def body_once(model):
-    """Inside, the model's body computes each input once: for faults of the head and of
-    temperature."""
-    body, outputs = model.base_model, {}
-    forward = body.forward
-
-    def remembered(*args, **more):
-        tensors = [x for x in (*args, *more.values()) if isinstance(x, torch.Tensor)]
-        key = tuple(x.cpu().numpy().tobytes() for x in tensors)
-        if key not in outputs:
-            outputs[key] = forward(*args, **more)
-        return outputs[key]
-
-    body.forward = remembered
-    try:
-        yield
-    finally:
-        body.forward = forward
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Stale weights
 # ---------------------------------------------------------------------------------------------------------------------
@@ -218,23 +197,20 @@ def places(model) -> dict[str, list[str]]:
 
 def stale_weights(case: Case) -> Iterator[Finding]:
     """Yield the case that no new weights arrived."""
-    if case.old is not None:
-        yield stale(case, "", case.parameters)
+    yield stale(case, "", case.parameters)
 
 
 def stale_head(case: Case) -> Iterator[Finding]:
     """Yield the case of a stale head, as happens if tied weights are sent under one name."""
-    if case.old is not None:
-        head = case.model.get_output_embeddings().weight
-        yield stale(case, "", [name for name, p in case.parameters.items() if p is head])
+    head = case.model.get_output_embeddings().weight
+    yield stale(case, "", [name for name, p in case.parameters.items() if p is head])
 
 
 def stale_layer(case: Case) -> Iterator[Finding]:
     """Yield the cases of one stale layer, embedding or final norm."""
-    if case.old is not None:
-        for place, names in places(case.model).items():
-            if case.tries(place):
-                yield stale(case, place, names)
+    for place, names in places(case.model).items():
+        if case.tries(place):
+            yield stale(case, place, names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -465,8 +441,8 @@ FAULTS = {
 }
 
 
+STALE = (stale_weights, stale_head, stale_layer)  # need the older weights
 BY_LAYER = (stale_layer, scale_of_one)
-OF_HEAD = (truncated_head, wrong_temperature, raw, kept_sets)
 FINAL = 4  # number of layers that are tested on all responses
 
 
@@ -476,8 +452,7 @@ def best_finding(fault, case: Case) -> Finding | None:
     if fault in BY_LAYER:
         tried = sorted(fault(case.shortest()), key=lambda finding: finding.left.sum())
         case = replace(case, only=frozenset(finding.variant for finding in tried[:FINAL]))
-    with body_once(case.model) if fault in OF_HEAD else contextlib.nullcontext():
-        return min(fault(case), key=lambda finding: finding.left.sum(), default=None)
+    return min(fault(case), key=lambda finding: finding.left.sum(), default=None)
 
 
 def suspects(case: Case) -> list[dict]:
@@ -486,6 +461,8 @@ def suspects(case: Case) -> list[dict]:
     before = case.left(case.expected)
     rows = []
     for name, fault in FAULTS.items():
+        if fault in STALE and case.old is None:
+            continue
         best = best_finding(fault, case)
         if best is not None:
             explained = 1 - best.left.sum() / before.sum()

@@ -7,22 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from machinery.plot import write
+from machinery.plot import pyplot, write
 
 BLUE, ORANGE = "#1f6fb4", "#e07b28"
 
 
 def draw_mismatch(report, scored, clamp: float, path: Path) -> Path:
     """Draw three panels into `path`. report: of probe.summarize. scored: probe.ScoredTokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rng = np.random.default_rng(0)
     # lengths are integers: jitter keeps points from covering each other
     spread = scored.length + rng.uniform(-0.3, 0.3, len(scored.length))
-    fig, axes = plt.subplots(1, 3, figsize=(15, 4.4))
+    fig, axes = pyplot().subplots(1, 3, figsize=(15, 4.4))
     draw_gaps(axes[0], report, scored, spread)
     draw_weights(axes[1], report, scored, spread, clamp)
     draw_ess(axes[2], report)
@@ -41,17 +36,12 @@ def draw_mismatch(report, scored, clamp: float, path: Path) -> Path:
 def draw_ladder(ladder: dict, path: Path) -> Path:
     """Draw a waterfall plot for each measure of a ladder (probe.ladder.shares). The bar of each
     source begins at the end of the bar above; the last bar ends at the total."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     measures = {
         "kl": "KL a token",
         "dp": "mean |p_inf - p_ref| of a token",
         "var": "variance of sequence weights",
     }
-    fig, axes = plt.subplots(1, 3, figsize=(15, 1.7 + 0.36 * len(ladder["rows"])))
+    fig, axes = pyplot().subplots(1, 3, figsize=(15, 1.7 + 0.36 * len(ladder["rows"])))
     for ax, (measure, label) in zip(axes, measures.items(), strict=True):
         draw_waterfall(ax, ladder, measure)
         ax.set_title(label, fontsize=9)

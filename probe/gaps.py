@@ -1,14 +1,11 @@
-"""Statistics of the probe's (B, T) arrays: gaps and weights by length, and the control."""
+"""Statistics of the probe's (B, T) arrays: gaps and weights by length."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 
 from model import FLOOR
 
-PIECES = 5  # the control: pieces into which a long response is divided
 EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]  # tokens
 
 
@@ -121,32 +118,3 @@ def by_turn(gap, log_r, turn, length) -> list[dict]:
         }
         rows.append(row)
     return rows if len(rows) > 1 else []
-
-
-def control(gap, length, short_gap, short_length, piece: int) -> dict | None:
-    """Largest gap as [mean, standard error] over prompts: does it grow with the length of a
-    response, or with the number of tokens?
-
-    Computed for one short response (`piece` tokens), for PIECES short responses together, for the
-    first `piece` tokens of a long response, and for its first PIECES * piece tokens. gap (P, T),
-    length (P,): one long response to each of P prompts. short_gap, short_length: PIECES short
-    responses to each prompt, prompt by prompt. A prompt counts if all of its responses are long
-    enough. None: fewer than two prompts count."""
-    has_pieces = (short_length >= piece).reshape(-1, PIECES).all(1)
-    full = np.flatnonzero((length >= PIECES * piece) & has_pieces)
-    if len(full) < 2:
-        return None
-    short = short_gap.reshape(len(length), PIECES, -1)[full, :, :piece].max(2)  # (prompts, PIECES)
-
-    def mean_se(x) -> list[float]:
-        return [float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x)))]
-
-    return {
-        "prompts": len(full),
-        "piece": piece,
-        "pieces": PIECES,
-        "one_short": mean_se(short[:, 0]),
-        f"{PIECES}_short": mean_se(short.max(1)),
-        "long_beginning": mean_se(gap[full, :piece].max(1)),
-        "long": mean_se(gap[full, : PIECES * piece].max(1)),
-    }

@@ -272,26 +272,17 @@ def explain(
     names, logp, scorer = rungs(cfg, learner, groups, batch, actor)
     shares_of = shares(names, logp, batch, floor, cfg.log_ratio_clamp)
     shares_of |= {"responses": len(batch), "suspects": []}
-    if remains(logp, batch) > max(10 * floor[0]["rms"], LEAST):
+    remainder = (logp[-1] - logp[-2])[batch.exists.numpy()]
+    if np.sqrt((remainder**2).mean()) > max(10 * floor[0]["rms"], LEAST):
         old = None
         if start:
-            old = Scorer(
-                replace(scorer.recipe, folder=start),
-                scorer.sampling,
-                scorer.device,
-                setup.vocabulary,
-            )
+            recipe = replace(scorer.recipe, folder=start)
+            old = Scorer(recipe, scorer.sampling, scorer.device, setup.vocabulary)
         groups, batch, rows = within(groups[:TRIED], batch, FAULT[device] / size)
         expected = logp[-2][rows, : batch.tokens.shape[1]]
         case = Case(scorer, old, engine, setup, groups, batch, expected, cfg.micro_tokens)
         shares_of["suspects"] = suspects(case)
     return shares_of
-
-
-def remains(logp, batch) -> float:
-    """Root mean square difference of the engine's records and the last rung. logp (K, B, T)."""
-    on = batch.exists.numpy()
-    return float(np.sqrt(((logp[-1] - logp[-2])[on] ** 2).mean()))
 
 
 def rungs(
@@ -341,12 +332,8 @@ def shares(names: list[str], logp, batch, floor: list[dict], clamp: float) -> di
             again = np.diff(resampled[measure], axis=1)[:, k]
             low, high = np.quantile(again, [0.025, 0.975])
             share = float(np.diff(of_all[measure])[0, k])
-            row[measure] = {
-                "share": share,
-                "se": float(again.std()),
-                "low": float(low),
-                "high": float(high),
-            }
+            row[measure] = {"share": share, "se": float(again.std())}
+            row[measure] |= {"low": float(low), "high": float(high)}
         rows.append(row)
     under = largest(floor)
     return {

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 
 from probe.floor import largest
-from probe.gaps import PIECES
 
 
 def with_format(name: str, quant: str) -> str:
@@ -23,7 +22,6 @@ def text(o) -> str:
         *([turns_text] if o["by_turn"] else []),
         lengths_text,
         prefixes_text,
-        control_text,
         verdicts_text,
     ]
     if o["ladder"] is not None:
@@ -139,23 +137,6 @@ def prefixes_text(o) -> list[str]:
         f"the floor, whole responses {ess_floor(floor['chi2_seq']):>9s}   "
         f"log R at most {floor['log_R']:.1g} (log 4 is 1.4)",
     ]
-
-
-def control_text(o) -> list[str]:
-    if o["control"] is None:
-        return ["length or number of tokens? too few responses are long enough to tell"]
-    k = o["control"]["piece"]
-    labels = {
-        "one_short": f"one response of {k}",
-        f"{PIECES}_short": f"{PIECES} responses of {k}",
-        "long_beginning": f"the first {k} of a response of {PIECES * k}",
-        "long": f"all {PIECES * k} of this response",
-    }
-    lines = [f"length or number of tokens? largest gap (floor {largest(o['floor'])['max']:.1g}) in"]
-    for name, label in labels.items():
-        mean, se = o["control"][name]
-        lines.append(f"   {label:32s} {mean:.3g} +- {se:.2g}")
-    return lines
 
 
 def verdicts_text(o) -> list[str]:

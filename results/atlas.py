@@ -57,7 +57,7 @@ ROWS = {
 KEPT = (
     *("responses", "tokens", "length", "kl", "ratio_mean", "token_ess", "seq_ess", "max_mismatch"),
     *("mean_mismatch", "largest_mismatch", "above_half", "cut_fraction", "t_max", "by_prefix"),
-    *("by_length", "control"),
+    "by_length",
 )
 
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from tqdm import tqdm
 
 from machinery.flags import UserError, need, parse_flags, read_text, run_command
+from machinery.plot import pyplot
 from machinery.run import read_metrics
 from results.rows import STUDIES, Row, Study
 
@@ -374,16 +375,6 @@ def draw_panel(ax, group: str, key: str, rows: dict[str, dict]) -> None:
     ax.legend(fontsize=7)
     if key in LOGARITHMIC:
         ax.set_yscale("log")
-
-
-def pyplot():
-    """The pyplot module of matplotlib, set to draw into files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def save(fig, path: Path | str, dpi: int = 80) -> None:

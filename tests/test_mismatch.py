@@ -88,26 +88,13 @@ def test_the_floor_of_an_engine(folders):
         if kind == "noisy":
             engine.model.model.layers[0].self_attn.attention_dropout = 0.2
             engine.model.train()
-        rows = floor.engine_rows(engine, prompts, Sampling(max_tokens=12, temperature=0.5, seed=2), setup, 20.0)
-        decode[kind], again[kind] = rows
+        sampling = Sampling(max_tokens=12, temperature=0.5, seed=2)
+        decode[kind], again[kind] = floor.engine_rows(engine, prompts, sampling, setup, 20.0)
     assert 0 < decode["float32"]["max"] < 1e-5 < decode["bfloat16"]["max"] < 0.1
     assert again["float32"]["max"] < 1e-5 and decode["noisy"]["rms"] > 1e-3
     assert (again["float32"]["tokens"], decode["float32"]["tokens"]) == (3 * 11, 4 * 11)  # half of the prompts and one
     assert again["noisy"]["tokens"] < decode["noisy"]["tokens"]
-    more = np.array([1, 2, 4, 5])
-    assert floor.common(np.array([1, 2, 3]), more) == floor.common(np.array([1, 2]), more) == 2
-
-
-def test_the_control_by_hand():
-    """Two prompts with full responses; the third has a short response that ended early. Pieces of 2 of 10."""
-    long, short, lengths = np.zeros((3, 10)), np.zeros((15, 2)), np.full(15, 2)
-    long[:, 1], long[:, 9] = 0.1, [0.4, 0.6, 0.9]
-    short[0, 1], short[3, 0], short[5:10, 0] = 0.2, 0.3, 0.05
-    lengths[14] = 1
-    c = gaps.control(long, np.array([10, 10, 10]), short, lengths, 2)
-    means = [c[name][0] for name in ("one_short", "5_short", "long_beginning", "long")]
-    assert means == pytest.approx([0.125, 0.175, 0.1, 0.5]) and c["long"][1] == pytest.approx(0.1)
-    assert c["prompts"] == 2 and gaps.control(long, np.array([10, 9, 9]), short, lengths, 2) is None
+    assert floor.common(np.array([1, 2, 3]), np.array([1, 2, 4, 5])) == 2
 
 
 LONG = ["seq_is", "seq_tis", "seq_tis, C = 1", "prefix_tis", "retrace_seq", "seq_mis"]  # weights of long products
@@ -119,18 +106,16 @@ def test_verdicts_in_known_cases():
     def refused(rows) -> set:
         return {name for name, row in rows.items() if not row["viable"]}
 
-    assert not refused(judged(np.zeros((50, 10))))
     assert refused(judged(np.zeros((50, 10)), kl=0.05)) == {"none"}
     close = judged(0.02 * rng.standard_normal((400, 20)) - 0.0002, kl=2e-4)
     assert refused(close) == {"geo_rs"}  # means of 20 tokens: +- 0.0045
     s = 0.3  # log-normal: chi2 = e^(s^2) - 1 a token, KL = s^2 / 2
     long = judged(s * rng.standard_normal((400, 200)) - s * s / 2, kl=s * s / 2)
     assert refused(long) == {"none", "geo_rs", *LONG}
-    assert "200 x 0.045 = 9, and the clamp is 20" in long["seq_is"]["why"] and "mislead" not in long["seq_is"]["why"]
+    assert "200 x 0.045 = 9, and the clamp is 20" in long["seq_is"]["why"]
     clamped = judged(np.full((50, 200), -0.5), kl=0.5)
     assert {"seq_is", "geo_rs", "seq_tis, C = 1", "retrace_seq"} <= refused(clamped)
-    for name in ("seq_is", "seq_tis, C = 1"):
-        assert "is 1.00 but misleading: the weights are clamped" in clamped[name]["why"]
+    assert all("1.00 but misleading" in clamped[name]["why"] for name in ("seq_is", "seq_tis, C = 1"))
     # the mean of r is exactly 1, but every response is at the clamp
     one = np.log([0.85] * 199 + [200 - 199 * 0.85])
     fair = judged(np.tile(one, (50, 1)), kl=0.05)
@@ -138,8 +123,7 @@ def test_verdicts_in_known_cases():
     assert fair["jackpot"]["viable"] and "mean of r" not in fair["seq_is"]["why"]
     far = judged(np.zeros((50, 200)), kl=0.15)  # nothing is clamped here, but T x KL = 30 predicts clamping
     assert {"seq_is", "seq_tis"} <= refused(far) and far["tis"]["viable"]
-    cut = judged(np.full((50, 5), math.log(0.9)), kl=0.1)
-    assert "mean of r is 0.900, not 1" in cut["tis"]["why"] and {"tis", "jackpot"} <= refused(cut)
+    assert {"tis", "jackpot"} <= refused(judged(np.full((50, 5), math.log(0.9)), kl=0.1))  # the mean of r is not 1
 
 
 def test_rounding_alone_can_rule_out_a_correction():
@@ -151,7 +135,6 @@ def test_rounding_alone_can_rule_out_a_correction():
     assert not {"tis", "jackpot"} & set(row["uneven"])
     near = floor.compare("engine", logp, logp, length, 20.0)
     assert near["uneven"] == [] and near["kl"] == 0
-    assert floor.compare("engine", logp, logp, 0 * length, 20.0)["uneven"] == []
     rows = judged(np.zeros((50, 10)), floor=[near, row])
     assert not rows["seq_is"]["viable"] and rows["tis"]["viable"] and "rounding" not in rows["tis"]["why"]
     assert rows["seq_is"]["why"].endswith("; rounding alone makes them uneven (learner, 3 rows at once)")
@@ -180,9 +163,7 @@ def probe_with(folders, vllm_engines, tmp_path, monkeypatch):
         engine.load({"lm_head.weight": state["model.embed_tokens.weight"], **state}.items())
         return engine
 
-    def measure(*flags, rollout="hf", draw=False):
-        if not draw:
-            monkeypatch.setattr(probe, "draw_mismatch", lambda report, scored, clamp, path: path)
+    def measure(*flags, rollout="hf"):
         if rollout == "vllm":
             monkeypatch.setattr(probe, "make_engine", shared)
         sizes = ["--dtype=float32", "--problems=12", "--max_tokens=16", f"--out={tmp_path / 'm.json'}"]
@@ -194,19 +175,16 @@ def probe_with(folders, vllm_engines, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_the_command(kind, folders, probe_with, tmp_path, capsys):
     """Equal weights: tiny gaps, all corrections viable. An actor samples: large gaps. Output as text, JSON and PNG."""
-    same = probe_with(rollout=kind, draw=True)
+    same = probe_with(rollout=kind)
     assert same["mean_mismatch"] < 1e-5 and same["max_mismatch"] < 1e-4 and same["token_ess"] > 0.999
     assert all(row["viable"] for row in same["verdicts"])
     report = capsys.readouterr().out
     lines = {line.split()[0]: line for line in report.splitlines() if line}
-    for name, floors in {"|p_inf": 2, "KL(inf": 2, "r": 1, "chi2": 2, "ESS": 2, "T_max": 1, "reward": 1}.items():
-        assert lines[name].count("(floor ") == floors, lines[name]
     assert f"(floor {20 / max(row[k] for row in same['floor'] for k in ('k1', 'kl')):,.0f})" in lines["T_max"]
     worst = max(row["chi2_seq"] for row in same["floor"])
     assert f"a response (floor {worst:.1g})" in lines["chi2"] and f"(floor 1 - {worst:.1g})" in lines["ESS"]
     assert len(same["floor"]) == 4 and {row["tokens"] for row in same["floor"][:2]} == {same["tokens"]}
-    for row in same["floor"]:  # float32: equal up to rounding
-        assert 0 <= row["mean"] <= row["max"] < 1e-4 and 0 <= row["kl"] < 1e-8
+    assert all(0 <= row["mean"] <= row["max"] < 1e-4 and 0 <= row["kl"] < 1e-8 for row in same["floor"])  # rounding
     assert (tmp_path / "m.png").stat().st_size > 20_000
 
     actor = str(folders / "actor")
@@ -214,19 +192,16 @@ def test_the_command(kind, folders, probe_with, tmp_path, capsys):
     assert json.loads((tmp_path / "m.json").read_text())["kl"] == different["kl"] > 0.3
     assert different["sampler"] == actor != different["model"]
     assert 0.01 < different["mean_mismatch"] < different["max_mismatch"] < 1
-    verdict = {row["correction"]: row["viable"] for row in different["verdicts"]}
-    assert not verdict["none"] and not verdict["seq_is"]
+    assert {"none", "seq_is"} <= {row["correction"] for row in different["verdicts"] if not row["viable"]}
     assert different["t_max"] == pytest.approx(20 / different["kl"])
 
-    cut = ["--top_p=0.8", "--top_k=8"]
-    off = probe_with(*cut, "--keep_sampling_mask=off", rollout=kind)
+    off = probe_with("--top_p=0.8", "--top_k=8", "--keep_sampling_mask=off", rollout=kind)
     assert off["ratio_mean"] < 0.95 and "mean of r" in off["verdicts"][1]["why"]
-    assert probe_with(*cut, rollout=kind)["mean_mismatch"] < 1e-4
+    assert probe_with("--top_p=0.8", "--top_k=8", rollout=kind)["mean_mismatch"] < 1e-4
 
 
 def test_bad_calls(probe_with):
-    too_many = "--task=arith:temperature=0.6"
-    for flag, sentence in ((too_many, f"{too_many}: the report covers one set"), ("--temperature=0", "at least 0.01")):
+    for flag, sentence in (("--task=arith:temperature=0.6", "covers one set"), ("--temperature=0", "at least 0.01")):
         with pytest.raises(UserError, match=sentence):
             probe_with(flag)
 
@@ -246,11 +221,9 @@ def test_precisions_of_the_probe_and_its_engine(folders, tmp_path, monkeypatch):
     shutil.copytree(folders / "policy", tmp_path / "run" / "policy")
     (tmp_path / "run" / "config.json").write_text(json.dumps({"config": saved}))
     cases = {
-        (custom,): ("float32", "float32"),
         (custom, "--dtype=bfloat16"): ("bfloat16", "bfloat16"),
         (custom, "--dtype=bfloat16", "--rollout_dtype=float16"): ("bfloat16", "float16"),
         ("--model=base:policy", "--dtype=bfloat16"): ("bfloat16", "float32"),
-        ("--model=base:policy",): ("float32", "float32"),
         (f"--model={tmp_path / 'run'}",): ("bfloat16", "float16"),
     }
     for flags in cases:

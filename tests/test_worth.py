@@ -63,8 +63,8 @@ def test_coefficients_and_slopes_of_a_row_give_its_gradient(row, monkeypatch):
     c = worth.coefficients(batch, learner.comm, cfg)
     weights = Weights(learner, share=1.0)
     exact = [x.reshape(-1) for x in exact_gradient(learner, cfg, batch)]
-    assert weights.dot(exact, exact) > 0
-    directions = [weights.random(0), weights.random(1), exact]
+    assert weights.learner.dot(exact, exact) > 0
+    directions = [weights.random(0), exact]
     for v, s in zip(directions, weights.slopes(batch, directions), strict=True):
         want = sum(float((a * b).sum()) for a, b in zip(exact, v, strict=True))
         size = float((c * s).abs().sum())
@@ -87,15 +87,13 @@ def test_rows_measured_together_have_their_own_batches():
     assert not torch.allclose(together["0.8"].z_ref, together["1.3"].z_ref)
 
 
-def test_the_steps_of_directions_are_small_and_of_equal_size():
+def test_steps_are_small_and_weights_are_restored_to_the_bit():
     cfg, learner, batch = learner_and_batch(objective="none")
     weights, before = Weights(learner, share=1.0), [p.clone() for p in learner.models.policy.parameters()]
-    directions = [weights.random(0), weights.random(1)]
-    for v, s in zip(directions, weights.slopes(batch, directions), strict=True):
-        moved = s[batch.mask] * worth.STEP / weights.spreads[id(v)]
-        assert 0.5 * worth.STEP < float(moved.square().mean().sqrt()) < 2 * worth.STEP
-    for old, p in zip(before, learner.models.policy.parameters(), strict=True):
-        assert torch.equal(old, p)  # restored to the bit
+    v = weights.random(0)
+    moved = weights.slopes(batch, [v])[0][batch.mask] * worth.STEP / weights.spreads[id(v)]
+    assert 0.5 * worth.STEP < float(moved.square().mean().sqrt()) < 2 * worth.STEP
+    assert all(map(torch.equal, before, learner.models.policy.parameters()))
 
 
 def test_directions_are_independent_signs():
@@ -104,8 +102,7 @@ def test_directions_are_independent_signs():
     n = sum(x.numel() for x in a)
     assert {x.dtype for x in a} == {torch.int8}  # 32 directions are kept, each at a quarter of the parameters' bytes
     assert all(torch.equal(x, y) for x, y in zip(a, again, strict=True))
-    assert weights.dot(a, a) == n and abs(weights.dot(a, b)) < 4 * math.sqrt(n)
-    assert abs(sum(float(x.sum()) for x in a)) < 4 * math.sqrt(n)
+    assert weights.learner.dot(a, a) == n and abs(weights.learner.dot(a, b)) < 4 * math.sqrt(n)
     large = [x.double() for x in a if len(x) > 500]
     pairs = [(x, y) for i, x in enumerate(large) for y in large[:i] if x.shape == y.shape]
     assert pairs and all(abs((x * y).mean()) < 0.3 for x, y in pairs)  # signs differ between parameters
@@ -114,15 +111,14 @@ def test_directions_are_independent_signs():
 def test_only_the_drawn_share_of_entries_moves():
     cfg, learner, batch = learner_and_batch(objective="none")
     part, before = Weights(learner, share=0.3), [p.clone() for p in learner.models.policy.parameters()]
-    chosen = sum(len(x) for x in part.at_rest)
+    chosen = sum(len(x) for x in part.start)
     assert abs(chosen / sum(x.numel() for x in before) - 0.3) < 0.02
     part.shift(part.random(0), 0.125)
-    moved = [(old != p).sum() for old, p in zip(before, learner.models.policy.parameters(), strict=True)]
-    assert sum(moved) == chosen
+    assert sum((old != p).sum() for old, p in zip(before, learner.models.policy.parameters(), strict=True)) == chosen
     part.shift(part.random(0), 0.0)
     size = sum(float(x.square().sum()) for x in exact_gradient(learner, cfg, batch))
     drawn = part.gradient()
-    assert part.dot(drawn, drawn) / size == pytest.approx(0.3, abs=0.1)
+    assert part.learner.dot(drawn, drawn) / size == pytest.approx(0.3, abs=0.1)
 
 
 DIM, GROUPS, DIRECTIONS = 60, 8, 32
@@ -141,22 +137,22 @@ def synthetic(seed: int, batches: int = 20, scale=0.7, bias=0.4, noise=1.5, nois
     return RowSamples(along=list(shares.sum(1) @ means.T), noise=list(shares @ V.T)), reference
 
 
+def estimate(seen, reference) -> dict[str, float]:
+    return measure.estimate(np.array(seen.along), np.concatenate(seen.noise), reference, GROUPS)
+
+
 def true_numbers(scale, bias, noise, noise_on) -> dict[str, float]:
     worth_ = scale**2 * noise_on / (bias**2 + noise)
-    kappa = scale / math.sqrt(scale**2 + bias**2 + noise)
+    batch_cosine = scale / math.sqrt(scale**2 + bias**2 + noise)
     cosine = scale / math.sqrt(scale**2 + bias**2)
-    return dict(worth=worth_, kappa=kappa, cosine=cosine, scale=scale, bias=bias**2, noise=noise, noise_on=noise_on)
-
-
-def arrays(seen, reference):
-    return np.array(seen.along), np.concatenate(seen.noise), reference
+    cosines = dict(batch_cosine=batch_cosine, cosine=cosine)
+    return dict(worth=worth_, scale=scale, bias=bias**2, noise=noise, noise_on=noise_on, **cosines)
 
 
 def test_noise_along_the_gradient_is_not_worth():
     """If the row's mean gradient is small, scale^2 is mostly noise; worth corrects for the noise."""
     truth = dict(scale=0.04, bias=0.1, noise=1.5, noise_on=0.8)
-    made = (arrays(*synthetic(seed, batches=6, each=48, **truth)) for seed in range(200))
-    estimates = [measure.estimate(*samples, GROUPS) for samples in made]
+    estimates = [estimate(*synthetic(seed, batches=6, each=48, **truth)) for seed in range(200)]
     plain = [max(x["scale"], 0) ** 2 * x["noise_on"] / (x["bias"] + x["noise"]) for x in estimates]
     assert true_numbers(**truth)["worth"] < np.mean([x["worth"] for x in estimates]) < 0.75 * np.mean(plain)
 
@@ -178,28 +174,23 @@ def test_estimates_are_right_on_average_and_within_their_errors(truth):
         assert np.mean(np.abs(values - want) < 2 * errors) >= 0.8, name
 
 
-def test_kappa_and_worth_in_known_cases():
-    """An on-policy batch of (worth B) responses has the row's kappa: kappa^2 = 1 / (1 + noise_on / worth). A row that
+def test_cosine_and_worth_in_known_cases():
+    """An on-policy batch of (worth B) responses has the row's cosine: cosine^2 = 1 / (1 + noise_on / worth). A row that
     rejects everything, or goes against the gradient, is worth 0."""
     seen, reference = synthetic(3)
-    x = measure.estimate(*arrays(seen, reference), GROUPS)
-    assert x["kappa"] ** 2 == pytest.approx(1 / (1 + x["noise_on"] / x["worth"]))
+    x = estimate(seen, reference)
+    assert x["batch_cosine"] ** 2 == pytest.approx(1 / (1 + x["noise_on"] / x["worth"]))
     nothing, away = (RowSamples([a * x for x in seen.along], [a * x for x in seen.noise]) for a in (0, -1))
     x = measure.with_errors(nothing, reference, GROUPS)
-    assert x["worth"] == x["kappa"] == x["cosine"] == x["scale"] == x["worth_se"] == 0 < x["noise_on"]
-    x = measure.estimate(*arrays(away, reference), GROUPS)
-    assert x["worth"] == 0 and x["kappa"] < -0.2 and x["cosine"] < -0.5
+    assert x["worth"] == x["batch_cosine"] == x["cosine"] == x["scale"] == x["worth_se"] == 0 < x["noise_on"]
+    x = estimate(away, reference)
+    assert x["worth"] == 0 and x["batch_cosine"] < -0.2 and x["cosine"] < -0.5
 
 
 SMALL = ["--train_batch=32", "--rollout_batch=32", "--group_size=4", "--max_tokens=8", "--rollout=hf"]
 SMALL += ["--task=arith", "--rollout_dtype=float32", *(f"--{key}={value}" for key, value in TINY_TASK.items())]
 LEAST = ["--batches=3", "--reference=16", "--directions=4", "--noise_batches=3"]
 BRIEF = ["--batches=6", "--reference=24", "--directions=8", "--noise_batches=6"]
-
-
-@pytest.fixture(autouse=True)
-def no_figure(monkeypatch):
-    monkeypatch.setattr(worth, "draw", lambda rows, path: path)
 
 
 def weigh(tmp_path, models, *flags, actor="none") -> dict:
@@ -223,8 +214,7 @@ def measured(solvers):
         m.sampler.close()
 
 
-def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys, monkeypatch):
-    monkeypatch.undo()
+def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys):
     """Before training, and at equal cost; the result is printed, written and drawn."""
     flags = ["--batches=20", "--reference=40", "--directions=16", "--noise_batches=20", "--rows=none; tis", "--cost"]
     results = weigh(tmp_path, solvers, *flags, "--train_batch=96", "--rollout_batch=96")
@@ -234,24 +224,10 @@ def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys, monkeypatc
         assert x["noise"] == pytest.approx(x["noise_on"], rel=0.3)
     about, printed = results["about"], capsys.readouterr().out
     assert about["kl"] < 1e-9 and all(abs(half - 1) < 0.5 for half in about["halves"])
-    assert 0.3 < about["price"] < 3
     assert 0 < 3 * 96 * (about["sampler/seconds"] + about["on_policy/seconds"]) < about["seconds"]
-    best = max(results["rows"].values(), key=lambda x: x["worth"])
-    assert "\n".join(worth.verdict(best, about)) in printed and "figure:" in printed
+    assert f"above worth {about['price']:.2f}" in printed and "figure:" in printed
     assert json.loads((tmp_path / "w.json").read_text())["rows"] == results["rows"]
     assert (tmp_path / "w.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_responses_sampled_by_vllm(tmp_path, solvers):
-    """The policy's responses by vLLM, and the actor's: their KL equals the KL with plain torch."""
-    pytest.importorskip("vllm")
-    cases = [("vllm", "none"), ("vllm", "actor"), ("hf", "actor")]
-    flags = [*BRIEF, "--rows=none; is"]
-    alone, far, plain = (weigh(tmp_path, solvers, *flags, f"--rollout={x}", actor=actor) for x, actor in cases)
-    assert alone["about"]["kl"] < 1e-6
-    assert alone["rows"]["is"] == pytest.approx(alone["rows"]["none"], rel=0.02, abs=1e-3)
-    assert far["about"]["kl"] == pytest.approx(plain["about"]["kl"], rel=0.25) and far["about"]["kl"] > 1e-3
 
 
 def test_a_policy_without_rewards_has_no_gradient(tmp_path, folders):
@@ -266,7 +242,7 @@ def test_the_samples_of_a_row_by_hand(measured, monkeypatch):
     batch = worth.batches_of(m.learner, ragged(8, seed=5), m.rows)["is"]
     slopes = m.weights.slopes(batch, m.random)
     c, seen = worth.coefficients(batch, m.comm, m.cfg), RowSamples()
-    m.see(seen, worth.Slopes({"is": batch}, slopes[:FOLDS], slopes), c)
+    m.add_to(seen, worth.Slopes({"is": batch}, slopes[:FOLDS], slopes), c)
     assert seen.along[0][1] == pytest.approx(float((c * slopes[1]).sum()))
     assert seen.noise[0].shape == (8, 8)  # groups, directions
     assert seen.noise[0].sum(0) == pytest.approx([float((c * s).sum()) for s in slopes])
@@ -302,25 +278,23 @@ def test_the_engine_records_the_largest_top_k_of_all_rows(measured):
 
 def test_samplers_of_different_models(tmp_path, solvers):
     """The models are far apart: without a correction the step is not the policy's. --stale samples with a different
-    folder's weights; --rollout_quant rounds the policy's weights."""
+    folder's weights."""
     of_actor = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis", actor="actor")
     assert of_actor["rows"]["none"]["worth"] < 0.5 * of_actor["rows"]["prefix_tis"]["worth"]
     stale = weigh(tmp_path, solvers, *BRIEF, "--rows=none", f"--stale={solvers / 'actor'}")
     assert stale["about"]["kl"] == pytest.approx(of_actor["about"]["kl"]) and stale["about"]["kl"] > 0.1
-    low = weigh(tmp_path, solvers, *BRIEF, "--rows=none", "--rollout_quant=w4a16", "--quant_group=32")
-    assert 1e-4 < low["about"]["kl"] < stale["about"]["kl"]
 
 
 def test_truncated_sampling_is_mismatch_unless_the_learner_truncates(tmp_path, solvers):
     """With truncated distributions on both sides all weights are 1; without them each r is the kept mass, and on-policy
     responses are not truncated."""
     rewards = {}
-    for kind in ("off", "recompute", "replay"):
+    for kind in ("off", "replay"):
         cut = weigh(tmp_path, solvers, *LEAST, "--rows=none; is", "--top_p=0.5", f"--keep_sampling_mask={kind}")
         equal = cut["rows"]["is"] == pytest.approx(cut["rows"]["none"], rel=1e-3, abs=1e-6)
         assert (cut["about"]["kl"] < 1e-6) == equal == (kind != "off")
         rewards[kind] = cut["about"]["on_policy/reward"]
-    assert rewards["off"] < rewards["replay"] == rewards["recompute"]
+    assert rewards["off"] < rewards["replay"]
 
 
 @pytest.mark.slow
@@ -338,22 +312,14 @@ def test_two_ranks_give_the_result_of_one(parallel, tmp_path, solvers):
     for row, numbers in one["rows"].items():
         for name in compared:
             assert two["rows"][row][name] == pytest.approx(numbers[name], rel=0.02, abs=1e-3), (row, name)
-    for name in ("kl", "sampler/reward", "on_policy/length"):
-        assert two["about"][name] == pytest.approx(one["about"][name], rel=1e-3)
+    assert two["about"]["kl"] == pytest.approx(one["about"]["kl"], rel=1e-3)
 
 
 def test_flags_of_rows_and_of_g(folders):
     """worth.py's defaults apply only to missing flags; g has the given advantages, and no correction, low bits or
     regularisation."""
-    flags = [
-        f"--model={folders / 'policy'}",
-        "--actor=none",
-        *SMALL,
-        "--lr=1e-6",
-        "--kl_coef=0.1",
-        "--entropy_coef=0.1",
-    ]
-    flags += ["--is_floor=0.1", "--advantage=rloo", "--rollout_quant=int8"]
+    flags = [f"--model={folders / 'policy'}", "--actor=none", *SMALL, "--lr=1e-6", "--kl_coef=0.1"]
+    flags += ["--entropy_coef=0.1", "--is_floor=0.1", "--advantage=rloo", "--rollout_quant=int8"]
     names = ["tis is_cap=3", "jackpot is_floor=0 obrs_mask=expected advantage=grpo"]
     _, rows, g = worth.parse([*flags, f"--rows={'; '.join(names)};"])
     tis, jackpot = rows.values()
@@ -363,9 +329,9 @@ def test_flags_of_rows_and_of_g(folders):
     assert (g.kl_coef, g.entropy_coef, tis.kl_coef) == (0.0, 0.0, 0.1) and list(rows) == names
     assert (tis.is_cap, tis.is_floor, tis.rollout_quant) == (3, 0.1, "int8")
     assert (jackpot.obrs_mask, jackpot.advantage, jackpot.is_floor) == ("expected", "grpo", 0)
-    with pytest.raises(UserError, match="--stale=base:policy: the actor samples here; add --actor=none"):
+    with pytest.raises(UserError, match="--stale=base:policy: the actor samples here"):
         worth.parse(["--model=base:policy", "--actor=base:actor", "--rollout=hf", "--stale=base:policy"])
-    with pytest.raises(UserError, match="--rows: temperature=0.5 of 'tis temperature=0.5' is not a flag of an obj"):
+    with pytest.raises(UserError, match="temperature=0.5 of 'tis temperature=0.5' is not a flag of an obj"):
         worth.parse([*flags, "--rows=tis; tis temperature=0.5"])
 
 
@@ -378,24 +344,10 @@ def test_the_engine_has_the_precision_of_the_run(solvers, tmp_path):
         ([custom, f"--config={tmp_path / 'run.toml'}"], ("bfloat16", "float32")),
         ([custom, *task, "--rollout_dtype=float16"], ("float16", "float32")),
         ([custom, *task, "--dtype=bfloat16"], ("bfloat16", "bfloat16")),
-        ([custom, *task], ("float32", "float32")),
         ([], ("float32", "float32")),
     ):
         _, rows, plain = worth.parse([*engine, *flags])
         assert [(cfg.rollout_dtype, cfg.dtype) for cfg in (rows["tis"], plain)] == 2 * [wanted]
-
-
-def test_a_verdict():
-    about = {"price": 0.4, "sampler/seconds": 0.02, "on_policy/seconds": 0.05}
-    about |= {"sampler/length": 20, "on_policy/length": 25}
-    assert worth.verdict({"worth": 0.8, "worth_se": 0.1}, about) == [
-        "a token takes 1 ms with the sampler and 2 ms with the policy",
-        "on-policy equivalents per second: 40 from the sampler, 20 from the policy",
-        "this sampler is worth its cost, by a factor of 2.00 +- 0.25",
-    ]
-    assert [worth.pays(w, 0.1, 0.6) for w in (0.9, 0.75, 0.45, 0.3)] == ["yes", "open", "open", "no"]
-    for worth_, error, says in ((0.2, 0.01, "this sampler is not worth its cost"), (0.5, 0.1, "undecided")):
-        assert worth.verdict({"worth": worth_, "worth_se": error}, about)[-1].startswith(says)
 
 
 def test_the_number_of_batches_for_a_precise_worth_by_hand():

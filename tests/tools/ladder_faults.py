@@ -2,8 +2,7 @@
 
 The suite plants faults in a tiny model. This command plants faults in the embedded policy and prints suspects:
 
-    python tests/tools/ladder_faults.py           # all, several minutes on two cores: results/ladder.json
-    python tests/tools/ladder_faults.py "stale head" "a scale at 1"
+    python tests/tools/ladder_faults.py           # several minutes on two cores: results/ladder.json
 
 Faults are like faults of real engines: a loader skips tensors, settings are not passed on. The ladder
 has the flags, the older weights and the engine's records.
@@ -99,8 +98,8 @@ def saturated(engine) -> None:
         module.register_forward_hook(store)
 
 
-def no_template(prompts):
-    return [p[1:-1] for p in prompts]
+def no_template(engine) -> None:
+    spoil_generate(engine, prompts=lambda prompts: [p[1:-1] for p in prompts])
 
 
 def forgetful(engine) -> None:
@@ -132,7 +131,7 @@ PLANTED = [
     Planted("swapped kept sets", lambda engine: spoil_generate(engine, swap_sets), ("--top_k=12", "--top_p=0.95")),
     Planted("float16 overflow", saturated, kind="loud"),
     Planted("a dropout left on", forgetful),
-    Planted("another chat template", lambda engine: spoil_generate(engine, prompts=no_template), kind="chat"),
+    Planted("another chat template", no_template, kind="chat"),
 ]
 
 
@@ -193,19 +192,15 @@ def main() -> None:
     from tasks import arithmetic_tokenizer
 
     record = []
-    chosen = [planted for planted in PLANTED if planted.name in sys.argv[1:] or not sys.argv[1:]]
     with tempfile.TemporaryDirectory() as scratch:
         policy = warmstart.base_model("model", "base:policy", settings.resolve(config.Config(), 1))
         models = make_models(policy, Path(scratch), arithmetic_tokenizer())
-        for planted in chosen:
+        for planted in PLANTED:
             suspects = named(planted, models, Path(scratch), "--problems=16", "--max_tokens=32")
             kept = [dict(fault=x["fault"], where=x["where"], explained=round(x["explained"], 4)) for x in suspects[:3]]
             record.append({"planted": planted.name, "suspects": kept})
             print("PLANTED", planted.name, kept, flush=True)
-    right = sum([x["fault"] for x in row["suspects"][:1]] == [row["planted"]] for row in record)
-    print(f"PLANTED {right} of {len(chosen)} named first")
-    if chosen == PLANTED:
-        sweep.store("ladder", {**sweep.load("ladder"), "faults": record})
+    sweep.store("ladder", {**sweep.load("ladder"), "faults": record})
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ TESTS = {
     ],
     "model/kernels.py": ["test_learner.py", "-k", "(compiled_layers and aot_eager) or second_learner"],
     "machinery/speed.py": ["test_speed.py"],
-    "bench/gpu.py": ["test_bench.py", "-k", "started or writes_its_page"],
+    "bench/gpu.py": ["test_bench.py", "-k", "started or appends"],
     "machinery/optim.py": ["test_learner.py", "test_moe.py", "-k", "muon or schedules or non_finite_weight"],
     "learner.py": [
         *("test_learner.py", "test_placement.py::test_a_rank_uses_only_its_gpu"),
@@ -488,7 +488,6 @@ MUTANTS = {
     ],
     "plan/__init__.py": [
         ("if other.peak <= gpu_gib * GIB:", "if other.peak < gpu_gib * GIB:"),
-        ("return max(tokens, width)", "return tokens"),
     ],
     "sync.py": [
         ("mixed >>= 29", "pass"),
@@ -537,8 +536,7 @@ MUTANTS = {
     ],
     "bench/gpu.py": [
         ("os.killpg(process.pid, signal.SIGKILL)", "process.kill()"),
-        ("        if left < 20:", "        if left < -20:"),
-        ("records, end = known(folder),", "records, end = {},"),
+        ("        if end - start < 20:", "        if end - start < -20:"),
     ],
     "sampling.py": [
         ('if cfg.keep_sampling_mask == "off" else law', 'if cfg.keep_sampling_mask == "replay" else law'),
@@ -637,13 +635,8 @@ MUTANTS = {
     "eval.py": [
         ("temperature=1.0, top_k=1,", "temperature=1.0, top_k=2,"),
         ("float(x.std(ddof=1) / math.sqrt(len(x)))", "float(x.std() / math.sqrt(len(x)))"),
-        ('"files": models.stamps(setup.folder)', '"files": 0'),
         ("models.check_angles(path, context)", "pass"),
         ("engine.any_rank(\n        start < len(indices)\n    )", "start < len(indices)"),
-        (
-            'complete_lines = [line for line in lines if line.endswith("\\n")]',
-            "complete_lines = lines",
-        ),
         ("return 1.0 - math.comb(n - c, k) / math.comb(n, k)", "return 1.0 - (1 - c / n) ** k"),
         (
             '[request_seed("eval", seed, problem.id, s)',
@@ -734,7 +727,6 @@ MUTANTS = {
     ],
     "probe/gaps.py": [
         ("log_r = np.where(on, other - logp, 0.0)", "log_r = other - logp"),
-        ("gap.max(1, initial=0.0).mean()", "gap.max()"),
         ('"k1": abs(float(log_r.sum() / tokens))', '"k1": float(np.abs(log_r).sum() / tokens)'),
         ("(other <= FLOOR)) & on", "(other <= FLOOR))"),
     ],
@@ -742,11 +734,9 @@ MUTANTS = {
         ("return int(differs[0]) if len(differs) else n", "return n"),
         ("row[len(p) - 1 :]", "row[len(p) :]"),
         ("* batch.mask.numpy()", ""),
-        ("for row in rows if key in row", "for row in rows[:1] if key in row"),
     ],
     "probe/page.py": [
         ('kl_floor = max(floor["k1"], floor["kl"])', 'kl_floor = floor["kl"]'),
-        ("x['low']:.1e}, {x['high']", "x['high']:.1e}, {x['low']"),
     ],
     "probe/verdicts.py": [
         ("        if rounding:\n            viable = False", "        if rounding:\n            viable = viable"),
@@ -758,10 +748,8 @@ MUTANTS = {
     ],
     "probe/ladder.py": [
         ("batch.length.numpy(), batch.group.numpy()", "batch.length.numpy(), np.arange(len(batch))"),
-        ('out["var"] = counts @ (centred**2).T / n - shift**2', 'out["var"] = counts @ (centred**2).T / n'),
         ("z = logits * (1.0 / torch.tensor(self.recipe.temperature))", "z = logits"),
         ('cut = "sets" if cfg.keep_sampling_mask == "replay" else "rule"', 'cut = "rule"'),
-        ("same_shape(learner.folder, engine.folder)", "learner.folder"),
     ],
     "probe/faults.py": [
         (
@@ -771,20 +759,17 @@ MUTANTS = {
         ('rows.sort(key=lambda row: -row["explained"])', 'rows.sort(key=lambda row: row["explained"])'),
         ("for name, x in kept.items():", "for name, x in ():"),
         ('case.logp(temperature=1.0, cut="none"), case.logp())', 'case.logp(temperature=1.0, cut="none"))'),
-        ("noise.sum() > RANDOM * left.sum()", "noise.sum() >= 0"),
     ],
     "worth.py": [
         ("    factor = (error / PRECISE) ** 2", "    factor = error / PRECISE"),
         ("sampling.Sampling.of_policy(cfg),", "sampling.Sampling.of(cfg),"),
         (
-            "self.sampler = open_source(lead, late, self.comm, sleeps=False)",
-            "self.sampler = open_source(lead, late, self.comm)",
+            "self.sampler = open_source(cfg, sampled_run, self.comm, sleeps=False)",
+            "self.sampler = open_source(cfg, sampled_run, self.comm)",
         ),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("        self.shift(direction, 0.0)\n        return logp", "        return logp"),
-        ("        size = STEP / self.spread(batch, still, direction)", "        size = STEP"),
-        ("1_000_003 * (1 + number) + 1009 * self.seed + i", "1_000_003 * (1 + number) + 1009 * self.seed"),
-        ("n = 3 * m.cfg.train_batch", "n = m.cfg.train_batch"),
+        ("size = STEP / self.spread(batch, unshifted, v)", "size = STEP"),
         ("(1 << 20) // learner.comm.size", "0"),
         (
             "index_add_(\n                0, batch.group, shares\n            )",
