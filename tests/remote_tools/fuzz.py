@@ -150,14 +150,13 @@ def nonsense(r: random.Random, name: str) -> bytes:
     names = [text] * r.choice([0, 1, 100, 70_000 if r.random() < 0.02 else 2])
     hello = {"sampler": r.choice([name, text]), "incarnation": r.choice([odd, large]), "handed": r.choice([odd, large])}
     bodies = [
-        {"type": "hello", "session": r.choice(["session", "", text]), "lost": names, **hello},
+        {"type": "hello", "session": r.choice(["session", "", text]), "lost": names, "newest": text, **hello},
         {"type": "offer", "of": of, "version": odd, "published": odd},
         {"type": "ask", "name": text, "first": odd, "count": odd},
         {"type": "leaves", "name": text, "first": odd},
         {"type": "gone", "name": text},
-        {"type": "got", "names": names, "newest": text},
+        {"type": "got", "names": names},
         {"type": "held", "names": names},
-        {"type": "want"},
         {"type": "welcome", "session": text, "run": {}, "setup": {text: b"x"}},
         {"type": text},
     ]
@@ -207,7 +206,7 @@ class Attacker(Raw):
         """The frame, without hellos in the honest sampler's name, which are legitimate without keys."""
         with contextlib.suppress(wire.WireError):
             if self.in_the_clear and getattr(wire.decode(frame), "sampler", "") == HONEST:
-                return wire.encode(wire.Want())
+                return wire.encode(wire.Held([]))
         return frame
 
     def mutant(self) -> bytes:
@@ -218,7 +217,7 @@ class Attacker(Raw):
             wire.Ask("v000000.safetensors", 0, 1),
             wire.Leaves(group, 0),
             wire.Gone(group),
-            wire.Got([group], "v000000.safetensors"),
+            wire.Got([group]),
             wire.Held([group]),
         ]
         frame = wire.encode(self.r.choice(messages))

@@ -830,13 +830,9 @@ MUTANTS = {
     ],
     "remote/wire.py": [
         ("need(\n            0 < self.nbytes <= most,", "need(0 < self.nbytes,"),
-        ("return hashlib.sha256(leaf).digest() == self.of.leaves[i]", "return True"),
+        ("if hashlib.sha256(leaf).digest() == self.of.leaves[i]:", "if True:"),
         ("        self.missing += reversed(bad)", "        pass"),
-        ("        return self.in_flight >= IN_FLIGHT", "        return False"),
-        (
-            "        lost = list(itertools.takewhile(lambda other: other != key, self.asks))",
-            "        lost = []",
-        ),
+        ("        return sum(self.asks.values()) >= IN_FLIGHT", "        return False"),
     ],
     "tasks/turns.py": [
         ("loss_mask=np.zeros(n, bool)", "loss_mask=np.ones(n, bool)"),
