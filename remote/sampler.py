@@ -41,7 +41,8 @@ from remote.link import Link
 from rollout import Rollout, request_seed
 from source import LocalSource
 from sync import WeightCheck
-from tasks import digest_of, file_of, make_task
+from tasks import make_task
+from tasks.data import digest_of, file_of
 
 PRINT_EVERY = 10.0  # seconds between two lines on the screen
 

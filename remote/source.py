@@ -31,7 +31,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
-import tasks
 from config import Config, PrecisionFlags, PromptFlags, RemoteFlags, TaskFlags
 from machinery.flags import UserError, need
 from model import routing_of
@@ -44,6 +43,8 @@ from remote.weights import Store, change_of
 from rollout import Rollout
 from sampling import Sampling
 from source import has_spread
+from tasks.data import digest_of
+from tasks.prompts import contents
 
 FATES = ("trained", "staleness", "window", "no_spread", "orphan", "refused", "corrupt", "lost")
 TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "faults")
@@ -117,13 +118,13 @@ def describe_run(
     """Everything that a sampler must know of a run, except the model's files."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
     return wire.Description(
-        config=shared | tasks.prompts.contents(cfg),
+        config=shared | contents(cfg),
         model=model,
         topk=topk,
         max_allowed=max_allowed,
         context=run.context,
         world=ranks,
-        task_digest=tasks.digest_of(cfg.task),
+        task_digest=digest_of(cfg.task),
         sampling=Sampling.of(cfg),
         probe=run.probe_ids().tolist(),
         packed=travels_packed(cfg),

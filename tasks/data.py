@@ -228,14 +228,10 @@ def is_own(name: str) -> bool:
     return ".py:" in name
 
 
-def label_of(name: str, whole: bool = False) -> str:
-    """A task's short name for problems and metrics: the name of its file, data set or class.
-
-    whole: add configuration and split of a data set."""
+def label_of(name: str) -> str:
+    """A task's short name for problems and metrics: the name of its file, data set or class."""
     if name.startswith("hf:") and len(mixed(name)) == 1:
-        place, _, split = name.removeprefix("hf:").rpartition("/")
-        label, _, configuration = place.rpartition("/")[2].partition("@")
-        return "-".join(filter(None, [label, configuration, split])) if whole else label
+        return name.removeprefix("hf:").rpartition("/")[0].rpartition("/")[2].partition("@")[0]
     if is_own(name):
         return name.rpartition(":")[2]
     if len(mixed(name)) > 1:
@@ -275,7 +271,9 @@ def read_rows(
     flag: the flag that names it. needed: a row without an answer is an error; else its answer is
     "". Columns named by --columns but missing from a set of --eval_task are replaced by the default
     names."""
-    raw = [pair for part in mixed(name) for pair in from_place(part, flag)]
+    raw = []
+    for part in mixed(name):
+        raw += from_hub(part, flag) if part.startswith("hf:") else from_file(part, flag)
     if flag == "eval_task" and raw and isinstance(raw[0][1], dict):
         columns = [key if nested(raw[0][1], key) is not None else "" for key in columns]
     rows = [read_row(row, place, *columns, needed) for place, row in raw]
@@ -288,11 +286,6 @@ def mixed(name: str) -> list[str]:
     if "," not in name or Path(name).exists() or is_own(name):
         return [name]
     return [part.strip() for part in name.split(",") if part.strip()]
-
-
-def from_place(name: str, flag: str) -> list[tuple[str, object]]:
-    """(place, row) pairs of a file or data set."""
-    return from_hub(name, flag) if name.startswith("hf:") else from_file(name, flag)
 
 
 def from_file(name: str, flag: str) -> list[tuple[str, object]]:

@@ -116,7 +116,6 @@ WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dty
 --model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: these ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06
 HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --max_tokens=8 | --model=Qwen ... no such
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
---config=/no/such.toml | --config=/no/such.toml: no such file; name a TOML file of flags, such as configs/demo.toml
 --config=cut.toml | --config=cut.toml: not valid TOML (Invalid value (at end of document)); fix that line
 --config=true_steps.toml | true_steps.toml: --steps=True: must be a whole number
 --config=unreadable.toml | unreadable.toml: Permission denied; ... name a different path, or get permission
@@ -152,7 +151,7 @@ HF_HUB_OFFLINE=1 --actor=some/where --actor_lr=1 | --actor=some/where: no such f
 --eval_task=fine.jsonl:samples=２ | --eval_task=fine.jsonl:samples=２: must be a number of at least 1
 --task=fine.jsonl --reward=math*０.5 | --reward=math*０.5: ０.5 is not a weight; write NAME*0.5
 --eval_task=fine.jsonl:n=4 | --eval_task=fine.jsonl:n=4: no such setting; the settings are samples=
---eval_task=fine.jsonl,fine.jsonl | --eval_task=fine.jsonl,fine.jsonl: two sets have the same name; rename a file
+--eval_task=fine.jsonl,fine.jsonl | --eval_task=fine.jsonl,fine.jsonl: two sets have the same name; leave one out
 --epochs=2 --steps=5 | --epochs with --steps: both set the length of the run; leave out one of the two flags
 --epochs=2 --dynamic_sampling=3 | --epochs with --dynamic_sampling: the number of groups per update is not known; give
 --rollout_quant=w4a16 --quant_group=7 | --quant_group=7: model.layers.0.self_attn.q_proj has ... choose a divisor
@@ -229,7 +228,6 @@ nowhere | nowhere/metrics.jsonl: no such file; give the folder of a run (it hold
 metrics_junk | metrics_junk/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
 run run run run run run run run | 8 runs: at most 7 lines can be distinguished; draw fewer runs in one picture
 run --out=read_only/x.png | --out=read_only/x.png: ... cannot be written; name a different path
-run --out=/proc/x.png | --out=/proc/x.png: /proc cannot be written; name a different path
 --samples=nowhere | nowhere/samples.jsonl: no such file; give the folder of a run of train.py
 --samples=responses_empty | responses_empty/samples.jsonl: no responses in it; ... wait for the run's first update,
 --samples=responses_uneven | responses_uneven/samples.jsonl: the line of step 0 is not a response; fix or remove it

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import tasks
-from tasks import Answer, Problem, Table, digest_of, encode, eval_sets, make_task, read_rows
-from tasks.data import final_answer, label_of
-from tasks.prompts import TEMPLATES, Chat, Style, encode_all
+from tasks import eval_sets, make_task
+from tasks.data import Table, digest_of, final_answer, read_rows
+from tasks.prompts import TEMPLATES, Answer, Chat, Problem, Style, encode, encode_all
 from tasks.rewards import Reward
 
 DEFAULTS = {"samples": 4, "temperature": 1.0, "max_tokens": 32}  # of a held-out set
@@ -310,11 +310,6 @@ def test_the_box_of_a_worked_solution():
         "\\boxed {4}": "4",
     }
     assert {solution: final_answer(solution) for solution in boxes} == boxes
-
-
-def test_two_splits_of_one_data_set_have_different_names():
-    assert label_of("hf:Qwen/Foo-2.5-Math@main/test") == "Foo-2.5-Math"
-    assert label_of("hf:openai/gsm8k@main/test", whole=True) == "gsm8k-main-test"
 
 
 def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path):

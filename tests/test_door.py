@@ -16,7 +16,7 @@ from test_wire import RUN
 from machinery.flags import UserError
 from remote import account, files, files_link, hub, keys, sampler, wire
 from remote.sampler import SamplerFlags
-from tasks import Arithmetic
+from tasks.arith import Arithmetic
 
 __all__ = ["opened"]  # a fixture
 

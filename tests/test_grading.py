@@ -19,10 +19,11 @@ from conftest import ROOT
 from test_hub import until
 
 from config import SampleFlags
-from tasks import Answer, Problem, Table, builtin, grading, grading_metrics, make_task, read_rows, rewards
+from tasks import builtin, grading, grading_metrics, make_task, rewards
 from tasks.builtin import last_box
+from tasks.data import Table, read_rows
 from tasks.grading import Graders, graders
-from tasks.prompts import Style
+from tasks.prompts import Answer, Problem, Style
 from tasks.rewards import Reward, parts_of
 
 
@@ -373,16 +374,6 @@ def forks(row, text, finish_reason):
         os.waitpid(child, 0)
     return 1.0
 
-def forks_once(row, text, finish_reason):
-    n = int(text)
-    if n == row["at"] and os.fork() == 0:
-        if row["how"] == "raise":
-            raise ValueError("in the child")
-        if row["how"] == "exit":
-            sys.exit(0)
-        return -1.0
-    return float(n)
-
 def ends(row, text, finish_reason):
     return os._exit(4) if text == "end" else 1.0
 
@@ -469,15 +460,6 @@ def test_a_fork_that_outlives_its_process_does_not_block(custom, tmp_path, monke
         assert custom("forks", seconds=0.4).of(answers)[0] == [1.0, 0.0, 1.0]
     finally:
         os.kill(int((tmp_path / "pids").read_text()), signal.SIGKILL)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", ["return", "exit", "raise"])
-def test_a_forked_child_of_a_reward_sends_no_answer(custom, how):
-    """For every end of the child, each response has its reward, in two calls."""
-    answers = [Answer(problem("", at=7, how=how), str(n), True) for n in range(40)]
-    for _ in range(2):
-        assert custom("forks_once", seconds=5.0).of(answers)[0] == [float(n) for n in range(40)]
 
 
 def test_a_function_that_raises_is_counted_and_reported_once(custom, capsys, monkeypatch):

@@ -9,9 +9,11 @@ from conftest import make_cfg
 
 from machinery.flags import UserError
 from machinery.settings import unlike_paper
-from tasks import Answer, arithmetic_tokenizer, digest_of, grading_metrics, make_task
+from tasks import grading_metrics, make_task
+from tasks.arith import arithmetic_tokenizer
+from tasks.data import digest_of
 from tasks.preflight import warnings_of
-from tasks.prompts import Chat, render
+from tasks.prompts import Answer, Chat, render
 
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
 

@@ -20,9 +20,11 @@ from model.engines import HFEngine
 from rollout import Response, request_seed
 from sampling import Sampling
 from source import LocalSource
-from tasks import Arithmetic, Problem, Table, arithmetic_tokenizer, grade_all, make_task, read_rows, stop_ids
+from tasks import grade_all, make_task
+from tasks.arith import Arithmetic, arithmetic_tokenizer
+from tasks.data import Table, read_rows
 from tasks.gold import grade_gold, perturbed
-from tasks.prompts import Style
+from tasks.prompts import Problem, Style, stop_ids
 from tasks.rewards import Reward
 
 

@@ -17,7 +17,7 @@ from quant import format_of
 from remote import wire
 from remote.sampler import SamplerFlags, open_source
 from remote.weights import Store, change_of, manifest_of
-from tasks import arithmetic_tokenizer
+from tasks.arith import arithmetic_tokenizer
 
 
 def odd_tensors():

@@ -41,7 +41,7 @@ from remote import wire
 from remote.groups import encode_group
 from remote.keys import make_keys, sampler_keys
 from rollout import Rollout
-from tasks import Arithmetic
+from tasks.arith import Arithmetic
 
 EVERY = 100  # an attacker's frames between two groups of the honest sampler
 MOST_GROWTH = 64.0  # MiB

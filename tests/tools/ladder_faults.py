@@ -190,7 +190,7 @@ def named(planted: Planted, models: dict[str, str], out: Path, *sizes: str) -> l
 def main() -> None:
     import config
     from machinery import settings, warmstart
-    from tasks import arithmetic_tokenizer
+    from tasks.arith import arithmetic_tokenizer
 
     record = []
     chosen = [planted for planted in PLANTED if planted.name in sys.argv[1:] or not sys.argv[1:]]
