@@ -204,16 +204,14 @@ class FilesHub(Intake):
             return []
         return sorted(names, key=split)
 
-    def _new(self, stream: str) -> list[str]:
-        return [name for name in self._names(stream) if not self.got.has(name)]
-
     def _fetch(self, out: list[Arrived]) -> None:
         """Read new groups while there is room, and list the fetched groups."""
         for stream in self._streams("rollouts"):
             before = len(out)
-            for name in self._guarded(stream, self._new, stream) or []:
-                arrived = self._guarded(stream, self._read_group, name)
-                if arrived is not None:
+            for name in self._guarded(stream, self._names, stream) or []:
+                if self.got.has(name):
+                    continue
+                if arrived := self._guarded(stream, self._read_group, name):
                     self.got.add(name)
                     out.append(arrived)
             if len(out) > before:

@@ -142,18 +142,6 @@ class Line:
             ) from None
         return socket
 
-    def say_hello_again(self) -> None:
-        """Introduce this sampler again: the learner does not know this connection."""
-        self.session = ""
-        self.beat = 0.0
-
-    def forget_session(self) -> None:
-        """Drop offers, fetched groups and asks of a session or a connection that has ended."""
-        self.offered.clear()
-        self.got.clear()
-        if self.fetcher is not None and self.fetcher.pull is not None:
-            self.fetcher.pull.forget_asked()
-
     def send(self, message: wire.Message, payload=None) -> None:
         frames = [wire.encode(message)]
         if payload is not None:
@@ -228,9 +216,7 @@ class Line:
         self.heard = time.monotonic()
         match message:
             case wire.Welcome() if not self.link.welcome.full():  # otherwise the hello is repeated
-                self.session = message.session
-                self.forget_session()
-                self.link.welcome.put(message)
+                self.on_welcome(message)
             case wire.Refuse():
                 self.link.error = wire.printable(message.why, 2000)
             case wire.Got():
@@ -244,9 +230,18 @@ class Line:
             case wire.Leaves() if self.fetcher is not None and len(frames) == 2:
                 self.fetcher.on_leaves(message, frames[1].buffer, self.heard)
             case wire.Gone(name=""):
-                self.say_hello_again()
+                self.session, self.beat = "", 0.0  # the learner does not know this connection
             case wire.Gone() if self.fetcher is not None:
                 self.fetcher.on_gone(message.name)
+
+    def on_welcome(self, message: wire.Welcome) -> None:
+        """Begin a session: offers, fetched groups and asks of an earlier one have ended."""
+        self.session = message.session
+        self.offered.clear()
+        self.got.clear()
+        if self.fetcher is not None and self.fetcher.pull is not None:
+            self.fetcher.pull.forget_asked()
+        self.link.welcome.put(message)
 
     def on_got(self, message: wire.Got) -> None:
         with self.link.spool.lock:

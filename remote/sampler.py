@@ -17,7 +17,7 @@ import contextlib
 import os
 import re
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -94,22 +94,24 @@ def sample(flags: SamplerFlags) -> None:
         sampler.link.close()
 
 
+@dataclass
 class RemoteSampler:
     """The loop: load the newest weights, sample for the rank with the fewest groups, hand over.
 
     spool: of this sampler's streams, one for each rank of the learner. folder: used by this sampler
     only."""
 
-    def __init__(self, flags: SamplerFlags, link: Link | FilesLink, spool: Spool, folder: Path):
-        self.flags = flags
-        self.link = link
-        self.spool = spool
-        self.folder = folder
-        self.sampled = dict.fromkeys(spool.waiting, 0)  # stream -> groups
-        self.welcome: wire.Welcome | None = None
-        self.source: SamplerSource | None = None  # opened at the first welcome
-        self.loaded: wire.ReceivedWeights | None = None
-        self.printed = time.monotonic()
+    flags: SamplerFlags
+    link: Link | FilesLink
+    spool: Spool
+    folder: Path
+    welcome: wire.Welcome | None = None
+    source: SamplerSource | None = None  # opened at the first welcome
+    loaded: wire.ReceivedWeights | None = None
+    printed: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self):
+        self.sampled = dict.fromkeys(self.spool.waiting, 0)  # stream -> groups
 
     def run(self) -> None:
         """Run the loop until the link has an error; raise it as UserError."""

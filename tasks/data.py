@@ -29,7 +29,7 @@ from config import TaskFlags
 from machinery.flags import UserError, need, read_text, shortened
 from tasks.builtin import last_box
 from tasks.grading import attribute_of, described
-from tasks.prompts import Answer, Problem, Style, encode, encode_all, opens_think
+from tasks.prompts import Answer, Problem, Style, encode, encode_all, render
 from tasks.rewards import Reward
 
 PROMPTS = ("problem", "question", "prompt", "Question", "Problem")
@@ -100,7 +100,8 @@ class Table:
                 for i in range(start, min(start + 1000, len(self.rows)))
             ]
             lengths += [len(ids) for ids in encode_all(tokenizer, problems)]
-        opened = opens_think(tokenizer, self.find(f"{self.stem}/0"))
+        prompt, _ = render(tokenizer, self.find(f"{self.stem}/0"))
+        opened = prompt.rstrip().endswith("<think>")  # by chat templates of reasoning models
         self.reward = dataclasses.replace(self.reward, opened=opened)
         return self.keep(lengths, limit)
 
@@ -454,19 +455,14 @@ def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
         value = nested(row, name)
         if isinstance(value, str) and value.strip():
             return value
-        messages = isinstance(value, list) and value and all(is_message(m) for m in value)
-        if messages:
-            return [{"role": m["role"], "content": m["content"]} for m in value]
+        if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
+            messages = [{key: m.get(key) for key in ("role", "content")} for m in value]
+            if all(isinstance(x, str) for m in messages for x in m.values()):
+                return messages
     named = f"`{key}`" if key else "`problem` or `question`"
     raise UserError(
         f"{place}: no {named} text; add one"
         + ("" if key else ", or name the column with --columns=prompt=NAME")
-    )
-
-
-def is_message(m) -> bool:
-    return (
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
     )
 
 

@@ -218,11 +218,6 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
         ) from None
 
 
-def opens_think(tokenizer, problem: Problem) -> bool:
-    """Whether the prompt ends with <think>, as with chat templates of reasoning models."""
-    return render(tokenizer, problem)[0].rstrip().endswith("<think>")
-
-
 def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
     """The output of --show_prompt: prompts with visible special tokens, and the stop tokens."""
     lines = []
