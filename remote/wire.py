@@ -367,21 +367,13 @@ def decode(frame) -> Message:
 
 
 def check_address(flag: str, address: str, least: int) -> None:
-    """Raise UserError unless this is an address with a TCP port from `least` to 65535; ZeroMQ maps
-    99999 to a different port."""
+    """Raise UserError unless this is an address with a TCP port from `least` to 65535 (ZeroMQ maps
+    99999 to a different port), or with * for any free port if `least` is 0."""
+    match = re.fullmatch(r"tcp://\S+:([0-9]{1,5}|\*)", address)
+    port = match and match[1].replace("*", "0")
     flags.need(
-        address.startswith("tcp://"), f"--{flag}={address}: not an address; write tcp://HOST:PORT"
-    )
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if least == 0 and port == "*":  # any free port
-        return
-    flags.need(
-        port.isascii() and port.isdigit(), f"--{flag}={address}: no port; write tcp://HOST:PORT"
-    )
-    flags.need(host, f"--{flag}={address}: no host; write tcp://HOST:PORT")
-    flags.need(
-        least <= int(port[:6]) <= 65535,
-        f"--{flag}={address}: a port is a number from {least} to 65535",
+        match and least <= int(port) <= 65535,
+        f"--{flag}={address}: write tcp://HOST:PORT, with a port from {least} to 65535",
     )
 
 

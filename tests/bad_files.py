@@ -124,7 +124,6 @@ FILES = {
     "run": {"config.json": RUN, "metrics.jsonl": ROW},
     "run_of_a_model": {"config.json": '{"model_type": "qwen3"}', "notes.txt": "mine"},
     "notes": {"notes.txt": "mine", "checkpoints": {"mine": "precious"}},
-    "run_cut": {"config.json": RUN[:99]},
     "run_of_text": {"config.json": run_of(steps="many")},
     "run_spoilt": lambda path: make_file(
         path,
@@ -132,9 +131,7 @@ FILES = {
     ),
     # metrics and responses
     "metrics_junk": {"metrics.jsonl": "junk\n" * 50},
-    "responses_empty": {"samples.jsonl": ""},
     "responses_uneven": {"samples.jsonl": json.dumps({**RESPONSE, "gaps": [0.0, 1.0]}) + "\n"},
-    "responses": {"samples.jsonl": json.dumps(RESPONSE) + "\n"},
     # keys
     "keys_learner": keys_of("learner"),
     "keys_cut": keys_of("learner", cut("learner.key_secret", 200)),

@@ -48,7 +48,6 @@ ROWS = [
 --steps=0 | --steps=0: must be at least 1
 --steps=99999999999999999999 | --steps=99999999999999999999: must have at most 18 digits
 --arith=seed=５ | --arith=seed=５: seed=５: must be a whole number, 0 or more
---objective=is --reject=token:０.5:5 | --reject=token:０.5:5: token:０.5:5 is not a statistic with two bounds
 --objective=jackpt | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
 --correction=jackpot | --correction=jackpot: a value of --objective, not of --correction; ... --objective=jackpot
 --kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: --rollout=hf has no such cache; use --rollout=vllm, or auto
@@ -97,7 +96,6 @@ ROWS = [
 --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
 --resume --overwrite --out=run | --resume with --overwrite: --resume continues the run, --overwrite deletes it; leave
 WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
-WITHOUT=wandb --wandb=x | --wandb=x: wandb is not installed; pip install wandb, or leave the flag out
 WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 | --reward=math, for ... pip
 --model=/no/such | --model=/no/such: no Hugging Face ... give a folder as save_pretrained writes it, or base:policy
 --model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: these ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06
@@ -154,9 +152,9 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 --out=notes --overwrite | --overwrite: --out=notes holds files but no run; name a different folder
 --out=. --overwrite | --overwrite: --out=. holds the working folder; name the folder of one run
 --out=run --overwrite --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a ... add one
---samplers=tcp://127.0.0.1:99999 | --samplers=tcp://127.0.0.1:99999: a port is a number from 0 to 65535
+--samplers=tcp://127.0.0.1:99999 | --samplers=tcp://127.0.0.1:99999: write tcp://HOST:PORT, with a port from 0 to 65535
 --keys=keys_learner --samplers=tcp://203.0.113.1:5555 | --samplers=tcp://203.0.113.1:5555: Cannot ... name a free
---samplers=udp://127.0.0.1:5555 --keys=keys_learner | --samplers=udp://127.0.0.1:5555: not an address; write tcp://
+--samplers=udp://127.0.0.1:5555 --keys=keys_learner | --samplers=udp://127.0.0.1:5555: write tcp://HOST:PORT,
 --samplers=tcp://127.0.0.1:5555 --keys=keys_cut | --keys: keys_cut/learner.key_secret is not a file of keys; copy it
         """,
     ),
@@ -184,11 +182,8 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
     *rows(
         "eval.py --rollout=hf --model=POLICY --max_tokens=8",
         r"""
---k=１,4 | --k=１,4: each k must be between 1 and --samples=4, as in 1,4
 --k=1,9 | --k=1,9: each k must be between 1 and --samples=4, as in 1,4
---max_tokens=1000 | --max_tokens=1000: the longest prompt of arith has 12 ... shorten the response, or drop long prompts
 --role=actor | --role=actor: ... is a single model, not a run or a checkpoint; leave the flag out
---actor=ACTOR | --actor: no such flag
 --exact | --exact=True: an evaluation has no learner; use python -m probe
 --out=. | --out=.: a folder; name a file in this folder
 --top_k=300 | --top_k=300: larger than the vocabulary ... 256 tokens; 0 keeps all
@@ -206,12 +201,9 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 | name at least one run folder: python -m machinery.plot out/demo
 nowhere | nowhere/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
 metrics_junk | metrics_junk/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
-run run run run run run run run | 8 runs: at most 7 lines can be distinguished; draw fewer runs in one picture
 run --out=read_only/x.png | --out=read_only/x.png: ... cannot be written; name a different path
 --samples=nowhere | nowhere/samples.jsonl: no such file; give the folder of a run of train.py
---samples=responses_empty | responses_empty/samples.jsonl: no responses in it; ... wait for the run's first update,
 --samples=responses_uneven | responses_uneven/samples.jsonl: the line of step 0 is not a response; fix or remove it
-run --samples=responses | --samples=responses: prints responses and draws no runs; leave out run
         """,
     ),
     *rows(
@@ -227,12 +219,10 @@ run --samples=responses | --samples=responses: prints responses and draws no run
         r"""
 train.py --resume --out=/no/such/run | --resume: /no/such/run holds no run; start without --resume, or name its folder
 train.py --resume --out=run --lr=0.5 | --resume with a changed configuration: ... or start a new run in a different
-train.py --resume --out=run_cut | run_cut/config.json: not valid JSON ... copy it from a backup, or start
 train.py --resume --out=run_of_text | run_of_text/config.json: --steps=many: must be a whole number
 train.py --resume --out=run_spoilt | run_spoilt: all checkpoints are damaged; ... start a new run with --overwrite, or
 -m remote.keys | name one new folder: python -m remote.keys keys --samplers=4
 -m remote.keys k --samplers=0 | --samplers=0: must be at least 1
--m remote.keys file | file is a file; name a new folder
 -m remote.keys keys_learner | keys_learner is not empty: keys are not overwritten; name a new folder
 -m remote --rollout=hf --name=box --connect=tcp://10.0.0.1:5555 | --connect=tcp://10.0.0.1:5555: ... `python -m
 -m machinery.warmstart --rollout=hf --model=POLICY --task=arith --max_tokens=8 --lr=1 --dtype=float32 | leave --model
@@ -241,9 +231,6 @@ metrics.py out/demo | out/demo: metrics.py takes no arguments; leave them out
 -m bench --parts=haed --device=cpu | --parts=haed: no such part; there are tests
 -m remote | --connect: name the learner's address, tcp://HOST:PORT, or a shared folder
 results/sweep.py | no study: no such study; name one of jackpot, tis, praxis, qarl, real, heterorl, worth
-results/sweep.py jackpot --jobs=0 | --jobs=0: must be at least 1; name the number of runs at a time
-results/against_trl.py --steps=3 | --steps=3: results/against_trl.py takes no flags; leave them out
-WITHOUT=trl results/against_trl.py | TRL 1.16 is needed; the head of this file says how to install it
         """,
     ),
 ]

@@ -126,7 +126,6 @@ def test_unannounced_tensors_are_refused(tmp_path):
 
 FORMS = [  # dtype of the published weights, --rollout_quant of the learner, --rollout_quant of the sampler
     ("float32", "none", "none"),
-    ("bfloat16", "none", "int8"),
     ("bfloat16", "none", "w4a16"),
     ("quantized", "int8", "auto"),
     ("quantized", "w4a16", "auto"),
