@@ -21,7 +21,7 @@ from test_hub import until
 from config import SampleFlags
 from tasks import builtin, grading, grading_metrics, make_task, rewards
 from tasks.builtin import last_box
-from tasks.data import Table, read_rows
+from tasks.data import Table
 from tasks.grading import Graders, graders
 from tasks.prompts import Answer, Problem, Style
 from tasks.rewards import Reward, parts_of
@@ -76,10 +76,9 @@ def pool(monkeypatch):
     pool.close()
 
 
-def math_task(tmp_path, *answers, **settings) -> Table:
-    path = tmp_path / "math.jsonl"
-    path.write_text("".join(json.dumps({"problem": "p", "answer": a}) + "\n" for a in answers))
-    return Table(str(path), read_rows(str(path)), Style(), Reward(**settings))
+def math_task(*answers, **settings) -> Table:
+    rows = [{"prompt": "p", "answer": answer, "row": {}} for answer in answers]
+    return Table("math.jsonl", rows, Style(), Reward(**settings))
 
 
 def answers_of(task, *texts) -> list[Answer]:
@@ -95,9 +94,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_an_endless_answer_fails_alone(tmp_path):
+def test_an_endless_answer_fails_alone():
     """Answers in the same chunk are graded, and an equal endless answer is not tried again."""
-    task = math_task(tmp_path, "5", seconds=0.5)
+    task = math_task("5", seconds=0.5)
     answers = answers_of(
         task, "\\boxed{5}", TOWER, "\\boxed{5.0}", "\\boxed{6}", TOWER, "5", *(f"\\boxed{{{i}}}" for i in range(40))
     )
@@ -109,9 +108,9 @@ def test_an_endless_answer_fails_alone(tmp_path):
     assert counts == Counter({"answers": 46, "timeouts": 2, "unboxed": 1, "reward/math": 3, "plain": 46, "exact": 4})
 
 
-def test_equal_answers_are_graded_once(tmp_path, monkeypatch, pool):
+def test_equal_answers_are_graded_once(monkeypatch, pool):
     """An answer without a box is not graded at all; each response is compared with its own problem."""
-    task = math_task(tmp_path, "5", "6", seconds=3.0)
+    task = math_task("5", "6", seconds=3.0)
     calls_made, grade = [], pool.grade
     monkeypatch.setattr(pool, "grade", lambda *call: calls_made.append(call) or grade(*call))
     texts = ("so \\boxed{5}", "\\boxed{5}.", "none", "\\boxed{6}")
