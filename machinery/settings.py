@@ -252,28 +252,18 @@ def check_sizes(cfg: Config, n_ranks: int) -> None:
     schedule = ("warmup_steps", "save_every", "epochs", "dynamic_sampling")
     for name in (*schedule, "weight_decay", "distill_kl_target", "obrs_topk"):
         need_each(cfg, (getattr(cfg, name) >= 0, name, "must not be negative"))
+    warmup = cfg.warmup_steps
     whole_groups = f"not divisible by --group_size={cfg.group_size} times {n_ranks} rank(s)"
+    whole_updates = f"not a multiple of --train_batch={cfg.train_batch}"
     need_each(
         cfg,
         (cfg.lr <= 1, "lr", "must be at most 1; 1e-6 is usual"),
         (cfg.actor_lr <= 1, "actor_lr", "must be at most 1; 1e-6 is usual"),
         (cfg.eval_every >= -1, "eval_every", "must be at least -1 (never evaluate)"),
-        (
-            cfg.warmup_steps % 1 == 0 or cfg.warmup_steps < 1,
-            "warmup_steps",
-            "must be whole above 1",
-        ),
-        (
-            cfg.group_size >= 2,
-            "group_size",
-            "an advantage needs at least 2 responses to each prompt",
-        ),
+        (warmup % 1 == 0 or warmup < 1, "warmup_steps", "must be whole, or a share below 1"),
+        (cfg.group_size >= 2, "group_size", "must be at least 2, for an advantage"),
         (cfg.train_batch % (cfg.group_size * n_ranks) == 0, "train_batch", whole_groups),
-        (
-            cfg.rollout_batch % cfg.train_batch == 0,
-            "rollout_batch",
-            "not a multiple of --train_batch",
-        ),
+        (cfg.rollout_batch % cfg.train_batch == 0, "rollout_batch", whole_updates),
     )
 
 

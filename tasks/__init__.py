@@ -201,11 +201,7 @@ def check(cfg: Config) -> None:
     """Raise UserError if the flags of the task contradict each other or are out of range."""
     need_each(
         cfg,
-        (
-            0 <= cfg.overlong < cfg.max_tokens,
-            "overlong",
-            "must be at least 0, and below --max_tokens",
-        ),
+        (0 <= cfg.overlong < cfg.max_tokens, "overlong", "must be from 0 to below --max_tokens"),
         (cfg.max_prompt_tokens >= 0, "max_prompt_tokens", "must be at least 0"),
     )
     need(
@@ -221,14 +217,10 @@ def check(cfg: Config) -> None:
             f"warning: --eval_task={min(shared)}: these are problems of --task, so this is no held-out accuracy",
             file=sys.stderr,
         )
-    without = getattr(cfg, "eval_every", 0) <= 0 or cfg.eval_task
+    held_out = getattr(cfg, "eval_every", 0) <= 0 or cfg.eval_task
     need_each(
         cfg,
-        (
-            without,
-            "eval_every",
-            "there is no held-out set; name files or data sets with --eval_task",
-        ),
+        (held_out, "eval_every", "there is no held-out set; name files with --eval_task"),
         (not cfg.arith, "arith", f"settings of --task=arith; leave it out for --task={cfg.task}"),
     )
 

@@ -71,8 +71,8 @@ ROWS = [
 --objective=z_tis --obrs_target=new | --correction=z_tis is a control for target ref; leave --obrs_target=ref
 --distill_kl_target=0.1 --actor=none | --distill_kl_target: there is no actor to distil; name one with --actor
 --train_batch=100 | --train_batch=100: not divisible by --group_size=8 times 1 rank(s)
---rollout_batch=300 | --rollout_batch=300: not a multiple of --train_batch
---group_size=1 --train_batch=4 --rollout_batch=4 | --group_size=1: ... needs at least 2 responses to each prompt
+--rollout_batch=300 | --rollout_batch=300: not a multiple of --train_batch=256
+--group_size=1 --train_batch=4 --rollout_batch=4 | --group_size=1: must be at least 2, for an advantage
 --logprobs_mode=raw --top_k=5 | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
 --keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor: the KL ... use replay
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or name the learner's
