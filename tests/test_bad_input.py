@@ -324,12 +324,7 @@ def test_numbers_out_of_bounds():
         assert str(e.value).startswith(word), word
 
 
-REAL = ["train.py --rollout=hf --steps=0", "-m remote.keys k --samplers=0"]
-SLOW = ["eval.py --model=config_cut --rollout=hf", "-m machinery.plot metrics_junk", "mini.py --stps=3"]
-REAL += [pytest.param(command, marks=pytest.mark.slow) for command in SLOW]
-
-
-@pytest.mark.parametrize("command", REAL)
+@pytest.mark.parametrize("command", ["train.py --rollout=hf --steps=0", "-m remote.keys k --samplers=0"])
 def test_a_separate_process_gives_the_same_answer(prepared, command):
     """A separate process, with its imports, gives the status and the sentence of a fork."""
     assert command in dict(ROWS)
