@@ -60,12 +60,7 @@ class FilesLink(threading.Thread):
 
     def _turn_if_there(self, now: float) -> None:
         """Do one turn. A bad file does not stop the thread or the reading of other files."""
-        for work in (
-            self._read_welcome,
-            self._read_fetched,
-            self._write_hellos,
-            self._read_newest,
-        ):
+        for work in (self._read_welcome, self._read_fetched, self._write_hellos, self._read_newest):
             try:
                 work(now)
             except (FileNotFoundError, wire.WireError):

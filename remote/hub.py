@@ -188,8 +188,7 @@ class Hub(threading.Thread, Intake):
         for identity, peer in list(self.peers.items()):
             if now - peer.heard > SILENT:
                 self.log.info(
-                    "sampler %s sends nothing: the requested groups are given up",
-                    peer.sampler,
+                    "sampler %s sends nothing: the requested groups are given up", peer.sampler
                 )
                 self._drop_all(self.peers.pop(identity))
                 continue
