@@ -49,9 +49,11 @@ from model.engines import HFEngine, make_engine
 from rollout import request_seed
 from sampling import Sampling
 from source import check_poisoned, set_aside_if_poisoned
-from tasks import EvalSet, encode, eval_sets, grade_all, prompts, stop_ids, turns
+from tasks import EvalSet, eval_sets, grade_all, prompts, turns
+from tasks.data import parsed
 from tasks.gold import grade_gold
 from tasks.preflight import warnings_of
+from tasks.prompts import encode, stop_ids
 
 PROBLEMS = 512  # default of --problems
 
@@ -82,7 +84,7 @@ def solve(
     """Sample and grade `samples` responses to each held-out problem. Returns correctness (0 or 1),
     (len(indices), samples), and the mean length in tokens.
 
-    indices: problem numbers. ends: tokens that end a response (tasks.stop_ids). write(problem,
+    indices: problem numbers. ends: tokens that end a response (prompts.stop_ids). write(problem,
     group): callback for each problem's graded responses."""
     right, lengths, chunk = [], [], tasks.at_once(samples)
     rounds = -(-len(indices) // chunk)
@@ -456,7 +458,7 @@ class Responses:
         # a kill can leave a partial last line
         complete_lines = [line for line in lines if line.endswith("\n")]
         for n, line in enumerate(complete_lines[1:], 2):
-            row = tasks.parsed(line, f"{path}, line {n}")
+            row = parsed(line, f"{path}, line {n}")
             responses.known[row["set"]][row["id"]] = row
         os.truncate(path, sum(len(line.encode()) for line in complete_lines))
         print(f"{path}: {len(complete_lines) - 1} problems are already evaluated")

@@ -25,7 +25,8 @@ import sync
 from machinery.flags import need
 from rollout import LEAST_LOGP, Response, Rollout, request_seed
 from sampling import Sampling
-from tasks import encode, grade_all, grading_metrics, turns
+from tasks import grade_all, grading_metrics, turns
+from tasks.prompts import encode
 
 POSITIVE = 1e-3  # largest log-probability that rounding can produce
 
@@ -91,7 +92,7 @@ class LocalSource:
     check: sync.WeightCheck | None  # check of loaded weights; None: no check
     max_allowed: int = 0  # size limit of a recorded set of allowed tokens; 0: do not record sets
     resample: int = 0  # rounds of --dynamic_sampling
-    # tokens that end a response (tasks.stop_ids); None: the tokenizer's end token
+    # tokens that end a response (tasks.prompts); None: the tokenizer's end token
     stop_ids: list[int] | None = None
     rank: int = 0
     n_ranks: int = 1

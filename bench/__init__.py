@@ -18,7 +18,7 @@ import objectives
 from machinery import settings
 from rollout import Response, Rollout, as_groups
 from sampling import Sampling
-from tasks import arithmetic_tokenizer
+from tasks.arith import arithmetic_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring

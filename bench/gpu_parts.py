@@ -39,7 +39,7 @@ from results import against_trl
 from rollout import uniforms
 from sampling import Sampling
 from sync import WeightCheck
-from tasks import arithmetic_tokenizer
+from tasks.arith import arithmetic_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30

@@ -43,8 +43,10 @@ from model.memory import unread
 from rollout import probe_ids
 from source import LocalSource
 from sync import WeightCheck
-from tasks import EvalSet, eval_sets, make_task, stop_ids
+from tasks import EvalSet, eval_sets, make_task
+from tasks.arith import VOCAB
 from tasks.preflight import warnings_of
+from tasks.prompts import stop_ids
 
 
 @dataclass
@@ -130,7 +132,7 @@ def open_run(cfg: config.Config, comm) -> Run:
         tasks.check_unchanged(cfg, Path(cfg.out) / "config.json")
     warmstart.check(cfg, task)
     if cfg.model.startswith("base:"):
-        check_vocabulary(cfg, tasks.VOCAB)
+        check_vocabulary(cfg, VOCAB)
     folders = {
         "policy": model_folder("model", cfg, comm),
         "actor": model_folder("actor", cfg, comm),

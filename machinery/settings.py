@@ -30,13 +30,12 @@ from config import (
     PROPOSED,
     Config,
     DelayFlags,
-    EngineFlags,
     LossFlags,
     StalenessFlags,
 )
 from machinery import flags
 from machinery.checkpoint.models import own_dtype
-from machinery.flags import UserError, choice, need
+from machinery.flags import UserError, choice, need, need_each
 from model import exact, kernels, lora
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,9 +195,6 @@ def fill(cfg: Config, values: dict) -> Config:
     return replace(cfg, **{k: v for k, v in values.items() if getattr(cfg, k) is None})
 
 
-PLAIN_TOKENS = 1 << 18  # maximum tokens of a rollout of the plain engine on a GPU
-
-
 def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> Config:
     """The complete, checked configuration. Raises UserError, which names the flag and the fix.
 
@@ -212,9 +208,6 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
         f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None
     ]
     cfg = fill(cfg, EMBEDDED)
-    for key, kind in flags.types_of(Config).items():
-        if words := flags.choices_of(kind):
-            choice(key, getattr(cfg, key), words)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)
     sampling.check_with_actor(cfg)
@@ -232,9 +225,8 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
         check_packages(cfg, n_ranks)
     else:
         check_tensor_parallel(cfg, n_ranks)
-    alone = cfg.eval_engine == "second" and cfg.actor == "none"
     need(
-        not alone,
+        cfg.eval_engine != "second" or cfg.actor != "none",
         "--eval_engine=second: there is no actor, so the rollout engine already evaluates the policy; leave "
         "the flag out",
     )
@@ -252,48 +244,26 @@ def check_named(model: str, missing: list[str]) -> None:
 
 def check_sizes(cfg: Config, n_ranks: int) -> None:
     """Check counts, rates, and the division of batches into groups and ranks."""
-    counts = (
-        "steps",
-        "rollout_batch",
-        "train_batch",
-        "group_size",
-        "max_tokens",
-        "micro_tokens",
-        "eval_problems",
-    )
-    for name in (*counts, "keep"):
-        need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
+    counts = ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens")
+    for name in (*counts, "eval_problems", "keep"):
+        need_each(cfg, (getattr(cfg, name) >= 1, name, "must be at least 1"))
     for name in ("lr", "actor_lr", "grad_clip"):
-        need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
-    for name in ("lr", "actor_lr"):
-        need(
-            getattr(cfg, name) <= 1,
-            f"--{name}={getattr(cfg, name)}: must be at most 1; 1e-6 is usual",
-        )
-    need(
-        cfg.eval_every >= -1,
-        f"--eval_every={cfg.eval_every}: must be a number of updates, 0 (only before and after the run) or -1 (never)",
-    )
+        need_each(cfg, (getattr(cfg, name) > 0, name, "must be above 0"))
     schedule = ("warmup_steps", "save_every", "epochs", "dynamic_sampling")
     for name in (*schedule, "weight_decay", "distill_kl_target", "obrs_topk"):
-        need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
-    warmup, is_whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
-    need(
-        warmup < 1 or is_whole,
-        f"--warmup_steps={warmup}: a whole number of updates, or a share of --steps below 1",
-    )
-    need(
-        cfg.group_size >= 2,
-        f"--group_size={cfg.group_size}: an advantage needs at least 2 responses to each prompt",
-    )
-    need(
-        cfg.train_batch % (cfg.group_size * n_ranks) == 0,
-        f"--train_batch={cfg.train_batch}: not divisible by --group_size={cfg.group_size} times {n_ranks} rank(s); "
-        "each rank trains on whole groups",
-    )
-    need(
-        cfg.rollout_batch % cfg.train_batch == 0,
-        f"--rollout_batch={cfg.rollout_batch}: not a multiple of --train_batch={cfg.train_batch}",
+        need_each(cfg, (getattr(cfg, name) >= 0, name, "must not be negative"))
+    warmup = cfg.warmup_steps
+    whole_groups = f"not divisible by --group_size={cfg.group_size} times {n_ranks} rank(s)"
+    whole_updates = f"not a multiple of --train_batch={cfg.train_batch}"
+    need_each(
+        cfg,
+        (cfg.lr <= 1, "lr", "must be at most 1; 1e-6 is usual"),
+        (cfg.actor_lr <= 1, "actor_lr", "must be at most 1; 1e-6 is usual"),
+        (cfg.eval_every >= -1, "eval_every", "must be at least -1 (never evaluate)"),
+        (warmup % 1 == 0 or warmup < 1, "warmup_steps", "must be whole, or a share below 1"),
+        (cfg.group_size >= 2, "group_size", "must be at least 2, for an advantage"),
+        (cfg.train_batch % (cfg.group_size * n_ranks) == 0, "train_batch", whole_groups),
+        (cfg.rollout_batch % cfg.train_batch == 0, "rollout_batch", whole_updates),
     )
 
 
@@ -317,36 +287,23 @@ def check_models(cfg: Config) -> None:
 def check_engine(cfg: Config, n_ranks: int = 1) -> None:
     """Raise UserError unless the engine can start on this host. cfg: flags of train.py, eval.py or
     a remote sampler."""
-    memory = f"--rollout_memory={cfg.rollout_memory}"
-    need(cfg.rollout_memory >= 0, f"{memory}: must not be negative; 0 sizes it by the batch")
     check_tensor_parallel(cfg, n_ranks)
-    check_kv_cache(cfg)
-    if cfg.rollout != "vllm":
-        return
-    need(
-        importlib.util.find_spec("vllm") is not None,
-        "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
-    )
-    if torch.cuda.is_available():
-        need(
-            cfg.rollout_memory <= 1,
-            f"{memory}: must be at most 1, since on a GPU it is a share of the memory",
-        )
-    else:
+    bounds = [(cfg.rollout_memory >= 0, "must not be negative; 0 sizes it by the batch")]
+    if cfg.rollout == "vllm" and torch.cuda.is_available():
+        share = "must be at most 1, since on a GPU it is a share of the memory"
+        bounds.append((cfg.rollout_memory <= 1, share))
+    elif cfg.rollout == "vllm":
         host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        need(
-            cfg.rollout_memory < host_gib,
-            f"{memory}: on a CPU it is a number of GiB, and this host has {host_gib:.0f}; lower it",
-        )
-
-
-def check_plain_engine(cfg: Config) -> None:
-    """Raise UserError if a rollout of the plain engine would take minutes on this GPU."""
-    plain = cfg.rollout == "hf" and not cfg.exact and torch.cuda.is_available()
+        size = f"on a CPU it is a number of GiB, and this host has {host_gib:.0f}; lower it"
+        bounds.append((cfg.rollout_memory < host_gib, size))
+    need_each(cfg, *((ok, "rollout_memory", sentence) for ok, sentence in bounds))
+    caches = {"auto": cfg.rollout, "fp8": "vllm", "int8": "hf"}
+    engine = caches[cfg.kv_cache_dtype]
+    no_cache = f"--rollout={cfg.rollout} has no such cache; use --rollout={engine}, or auto"
+    need_each(cfg, (cfg.rollout == engine, "kv_cache_dtype", no_cache))
     need(
-        not plain or cfg.rollout_batch * cfg.max_tokens <= PLAIN_TOKENS,
-        f"--rollout=hf: {cfg.rollout_batch} responses of up to {cfg.max_tokens} tokens take minutes in the plain "
-        "engine on a GPU; use --rollout=vllm",
+        cfg.rollout != "vllm" or importlib.util.find_spec("vllm") is not None,
+        "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
     )
 
 
@@ -372,32 +329,11 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
     )
 
 
-def check_kv_cache(cfg: EngineFlags) -> None:
-    """Check that the engine supports the 8-bit KV cache of --kv_cache_dtype."""
-    flag = f"--kv_cache_dtype={cfg.kv_cache_dtype}"
-    if cfg.kv_cache_dtype == "auto":
-        return
-    engine = {"fp8": "vllm", "int8": "hf"}[cfg.kv_cache_dtype]
-    need(
-        cfg.rollout == engine,
-        f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout={engine}, or auto",
-    )
-    need(
-        engine == "hf"
-        or torch.cuda.is_available()
-        or torch.backends.cpu.get_cpu_capability() == "AVX512",
-        f"{flag}: on a CPU vLLM has this cache only with AVX-512, which this processor lacks; use auto",
-    )
-
-
 def check_packages(cfg: Config, n_ranks: int) -> None:
     """Check that the packages needed by the flags are installed."""
     if cfg.samplers == "local":
         check_engine(cfg, n_ranks)
-        check_plain_engine(cfg)
         quant.check_routing(cfg)
-    has_wandb = not cfg.wandb or importlib.util.find_spec("wandb") is not None
-    need(
-        has_wandb,
-        f"--wandb={cfg.wandb}: wandb is not installed; pip install wandb, or leave the flag out",
-    )
+    has_wandb = not cfg.wandb or importlib.util.find_spec("wandb")
+    sentence = "wandb is not installed; pip install wandb, or leave the flag out"
+    need_each(cfg, (has_wandb, "wandb", sentence))

@@ -29,7 +29,9 @@ from machinery.flags import UserError, check_output, embedded_model, need, run_c
 from model.engines import HFEngine
 from rollout import request_seed
 from sampling import Sampling
-from tasks import VOCAB, arithmetic_tokenizer, encode, grade_all, make_task
+from tasks import grade_all, make_task
+from tasks.arith import VOCAB, arithmetic_tokenizer
+from tasks.prompts import encode
 
 # Every dimension is a multiple of 32, so that quantized formats and kernels fit.
 SHAPES = {

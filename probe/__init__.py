@@ -54,7 +54,8 @@ from probe.page import text, with_format
 from probe.verdicts import Evidence, judged
 from rollout import Rollout, as_groups, request_seed
 from sampling import Sampling, max_allowed
-from tasks import encode, grade_all, turns
+from tasks import grade_all, turns
+from tasks.prompts import encode
 
 PROBLEMS = 64  # default of --problems
 

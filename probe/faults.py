@@ -29,8 +29,7 @@ import quant
 from model import FLOOR, Needs, PolicyAndActor
 from probe.floor import prefill
 from rollout import Rollout
-from tasks import encode
-from tasks.prompts import Chat
+from tasks.prompts import Chat, encode
 
 ALIKE = 0.02  # if two explanations differ by less, the likelihood of the sampled tokens decides
 BOUND = 20.0  # differences of log-probabilities are clamped to +- this

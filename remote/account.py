@@ -45,11 +45,6 @@ def is_stream(name: str) -> bool:
     return re.fullmatch(STREAM, name) is not None
 
 
-def without_rank(stream: str) -> str:
-    """The sampler's name in a stream's name."""
-    return stream.partition(".")[0]
-
-
 def split(name: str) -> tuple[tuple[str, int], int]:
     """((stream, incarnation), n) of a group's name. Raise ValueError for any other text."""
     match = GROUP.fullmatch(name)
@@ -214,9 +209,6 @@ class Spool:
         self.handed[stream] = 0
         self.lost[stream] = sorted(filter(None, lost), key=split)
         self.waiting[stream] = deque(sorted(filter(None, waiting), key=split))
-
-    def __len__(self) -> int:
-        return sum(map(len, self.waiting.values()))
 
     def path(self, name: str) -> Path:
         (stream, incarnation), n = split(name)

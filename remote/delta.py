@@ -19,7 +19,6 @@ not sent."""
 from __future__ import annotations
 
 import hashlib
-import mmap
 import struct
 import zlib
 from pathlib import Path
@@ -56,13 +55,6 @@ def encode(before, after) -> bytes | None:
             return None
         parts.append(part)
     return b"".join(parts)
-
-
-def between(before: Path, after: Path) -> bytes | None:
-    """The delta between two files; None as in `encode`."""
-    with open(before, "rb") as old, open(after, "rb") as new:
-        maps = [mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) for file in (old, new)]
-    return encode(*maps)
 
 
 def encode_block(old: np.ndarray, new: np.ndarray) -> bytes:

@@ -23,7 +23,7 @@ import contextlib
 import os
 import threading
 import time
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 
 from remote import wire
@@ -32,7 +32,6 @@ from remote.account import (
     Arrived,
     Intake,
     OddFileError,
-    Received,
     is_sampler,
     is_stream,
     name_of_file,
@@ -46,9 +45,7 @@ from remote.groups import Limits
 from remote.weights import manifest_of
 
 BEAT = 2.0  # seconds between two signs of life
-PATIENCE = 20.0  # seconds until a missing file counts as lost: remote folder listings lag
 MOST_FILES = 1 << 16  # most files of a folder that are read
-MANY = 1 << 14  # most groups handed over and not held; a report of more is not believed
 
 
 def read_message(path: Path, kind):
@@ -78,8 +75,6 @@ class FilesHub(Intake):
         self.limits = limits
         self.rank = rank
         self.ranks = ranks
-        self.absent: dict[str, float] = {}  # missing groups -> time since when they are missing
-        self.turns = 0
         self.closed = threading.Event()
         self.beat = 0.0  # time of the learner's last sign of life
         self.unwritten: dict[Path, bytes] = {}  # messages that wait for room on the disk
@@ -117,7 +112,6 @@ class FilesHub(Intake):
             self._write_waiting()
             for stream in self._streams("samplers"):
                 self._guarded(stream, self._read_report, stream)
-            self._book_absent(out)
         self._fetch(out)
         return out
 
@@ -210,28 +204,18 @@ class FilesHub(Intake):
             return []
         return sorted(names, key=split)
 
-    def _new(self, stream: str) -> list[str]:
-        return [name for name in self._names(stream) if not self.got.has(name)]
-
     def _fetch(self, out: list[Arrived]) -> None:
-        """Read new groups while there is room, one of each stream in turn, and list the fetched
-        groups. Each call starts at a different stream."""
-        streams = self._streams("rollouts")
-        self.turns += 1
-        first = self.turns % max(1, len(streams))
-        new = [
-            self._guarded(stream, self._new, stream) or []
-            for stream in streams[first:] + streams[:first]
-        ]
-        fetched = set()
-        for name in (name for row in zip_longest(*new) for name in row if name is not None):
-            arrived = self._guarded(sampler_of(name), self._read_group, name)
-            if arrived is not None:
-                self.got.add(name)
-                out.append(arrived)
-                fetched.add(sampler_of(name))
-        for stream in fetched:
-            self._guarded(stream, self._write_got, stream)
+        """Read new groups while there is room, and list the fetched groups."""
+        for stream in self._streams("rollouts"):
+            before = len(out)
+            for name in self._guarded(stream, self._names, stream) or []:
+                if self.got.has(name):
+                    continue
+                if arrived := self._guarded(stream, self._read_group, name):
+                    self.got.add(name)
+                    out.append(arrived)
+            if len(out) > before:
+                self._guarded(stream, self._write_got, stream)
 
     def _read_group(self, name: str) -> Arrived | None:
         """The group, or its fate; None if there is no room for it."""
@@ -265,24 +249,4 @@ class FilesHub(Intake):
             hello.sampler == stream,
             f"a hello of {wire.printable(hello.sampler, 100)}, under the name of a different sampler",
         )
-        key = (stream, hello.incarnation)
-        begin = self.got.get(key, Received()).upto
-        wire.need(
-            hello.handed - begin <= MANY,
-            f"the sampler reports {hello.handed} groups handed over; {begin} groups have arrived",
-        )
-        self.report(key, hello.handed)
-
-    def _book_absent(self, out: list[Arrived]) -> None:
-        """Book a group as lost if it was handed over and stays missing from the folder for PATIENCE
-        seconds."""
-        before, self.absent = self.absent, {}
-        for (stream, incarnation), handed in list(self.reports.items()):
-            seen = self.got.get((stream, incarnation), Received())
-            due = {f"{stream}/{incarnation}/{n}" for n in range(seen.upto, handed) if n not in seen}
-            for name in sorted(due.difference(self._names(stream)) if due else (), key=split):
-                self.absent[name] = before.get(name, time.monotonic())
-                if time.monotonic() - self.absent[name] > PATIENCE:
-                    self.log.warning("%s is missing", self.folder / "rollouts" / name)
-                    self.got.add(name)
-                    out.append(Arrived(name, time.time(), fate="lost"))
+        self.report((stream, hello.incarnation), hello.handed)

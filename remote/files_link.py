@@ -15,7 +15,6 @@ from remote.account import OddFileError, Spool, read_regular, write_atomically
 from remote.files import BEAT, read_message
 
 PRINT_EVERY = 30.0  # seconds between two printed lines about a missing learner
-OFFERS = 64  # most names of lost groups in a hello
 WEIGHTS = re.compile(r"v[0-9]{6,18}\.safetensors")
 
 
@@ -61,12 +60,7 @@ class FilesLink(threading.Thread):
 
     def _turn_if_there(self, now: float) -> None:
         """Do one turn. A bad file does not stop the thread or the reading of other files."""
-        for work in (
-            self._read_welcome,
-            self._read_fetched,
-            self._write_hellos,
-            self._read_newest,
-        ):
+        for work in (self._read_welcome, self._read_fetched, self._write_hellos, self._read_newest):
             try:
                 work(now)
             except (FileNotFoundError, wire.WireError):
@@ -94,7 +88,7 @@ class FilesLink(threading.Thread):
         for stream in self.streams:
             held, got = self.folder / "held" / stream, self.folder / "got" / stream
             with self.spool.lock:
-                known = {*self.spool.waiting[stream], *self.spool.lost[stream]}
+                known = set(self.spool.waiting[stream])
             if held.exists():
                 self.spool.forget(known.intersection(read_message(held, wire.Held).names))
             names = set(read_message(got, wire.Got).names) if got.exists() else set()
@@ -128,8 +122,8 @@ class FilesLink(threading.Thread):
             return
         self.beat = now
         for stream in self.streams:
-            handed, lost = self.spool.handed[stream], self.spool.lost[stream][:OFFERS]
-            hello = wire.Hello(stream, self.spool.incarnation, self.session, handed, lost)
+            handed = self.spool.handed[stream]
+            hello = wire.Hello(stream, self.spool.incarnation, self.session, handed)
             write_atomically(self.folder / "samplers" / stream, wire.encode(hello))
 
 

@@ -27,8 +27,8 @@ from remote.account import is_stream
 from remote.wire import Number, Seconds, Text, WireError, need, printable
 from rollout import LEAST_LOGP, Response, Rollout
 from sampling import Sampling
+from tasks.turns import PER_TOKEN
 
-PER_TOKEN = ("tokens", "loss_mask", "logp_inf", "topk_ids", "topk_logp")
 ALLOWED = ("allowed_ids", "allowed_sizes")
 SHAPES = {  # array -> type, dimensions
     "prompt_ids": (np.int32, 1),

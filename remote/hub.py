@@ -69,7 +69,6 @@ class Hub(threading.Thread, Intake):
         self.arrived: deque[Arrived] = deque()  # the inbox
         self.todo: deque[Offered | wire.Held] = deque()  # messages from the training loop
         self.stopping = False
-        self.turns = 0
         self.peers: dict[bytes, Peer] = {}
         self.weights: dict[str, Offered] = {}  # in order of publication
         self.chain = Chain()
@@ -189,8 +188,7 @@ class Hub(threading.Thread, Intake):
         for identity, peer in list(self.peers.items()):
             if now - peer.heard > SILENT:
                 self.log.info(
-                    "sampler %s sends nothing: the requested groups are given up",
-                    peer.sampler,
+                    "sampler %s sends nothing: the requested groups are given up", peer.sampler
                 )
                 self._drop_all(self.peers.pop(identity))
                 continue
@@ -204,11 +202,8 @@ class Hub(threading.Thread, Intake):
                     self._drop(peer, name)
 
     def _ask(self, now: float) -> None:
-        """Ask for offered groups while there is room. Each call starts at a different peer."""
-        peers = list(self.peers.values())
-        self.turns += 1
-        first = self.turns % max(1, len(peers))
-        for peer in peers[first:] + peers[:first]:
+        """Ask for offered groups while there is room."""
+        for peer in self.peers.values():
             for name, pull in peer.pulls.items():
                 self._ask_for(peer, name, pull, now)
             while peer.offers and len(peer.pulls) < PULLS and not peer.window.is_full:
@@ -255,8 +250,6 @@ class Hub(threading.Thread, Intake):
                 self._on_leaves(peer, message, frames[1].buffer)
             case wire.Ask():
                 self._on_ask(peer, message)
-            case wire.Want():
-                self._send_newest(peer.identity)
             case wire.Gone() if message.name in peer.pulls:
                 self._drop(peer, message.name)
 
@@ -275,14 +268,14 @@ class Hub(threading.Thread, Intake):
         )
         if not same or hello.session != self.welcome.session:
             peer = self._let_in(identity, key, hello)
+        elif hello.newest != next(reversed(self.weights), ""):
+            self._send_newest(identity)
         peer.heard = time.monotonic()
         self.report((hello.sampler, hello.incarnation), hello.handed)
         for name in hello.lost:
             if is_of(peer.sampler, name):
                 self._on_lost(peer, name)
-        newest = next(reversed(self.weights), "")
-        # the answer shows that the learner is alive
-        self._send(identity, wire.Got([], newest))
+        self._send(identity, wire.Got([]))  # the answer shows that the learner is alive
 
     def _refusal(self, hello: wire.Hello, key: str) -> str:
         """Why this sampler is rejected; empty if it is accepted."""

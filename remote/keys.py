@@ -20,7 +20,6 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from machinery.flags import UserError, need, parse_flags, run_command
-from remote.account import without_rank
 
 USAGE = "python -m remote.keys OUT [--samplers=N]: keys for a learner and its samplers, one folder for each machine"
 
@@ -118,7 +117,7 @@ def secure(context, socket, keys: str) -> tuple[ThreadAuthenticator, dict[str, s
 
 def refusal_of(stream: str, owner: str) -> str:
     """Why a sampler with the keys of the folder `owner` may not use this name; empty if it may."""
-    sampler = without_rank(stream)
+    sampler = stream.partition(".")[0]
     if sampler == owner or sampler.startswith(f"{owner}-"):
         return ""
     return f"--name={sampler}: these keys belong to {owner}; use this name, or {owner}-NAME"

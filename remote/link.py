@@ -50,6 +50,7 @@ class Link(threading.Thread):
         self.keys = keys
         self.welcome: queue.Queue[wire.Welcome] = queue.Queue(maxsize=16)
         self.newest: wire.ReceivedWeights | None = None  # None until the first weights are complete
+        self.newest_name = ""  # name of the weights in the last offer
         self.error = ""
         self.stopping = False
         self.context = zmq.Context()
@@ -75,10 +76,10 @@ class Link(threading.Thread):
 
     def run(self) -> None:
         try:
+            poller = zmq.Poller()
+            for line in self.lines.values():
+                poller.register(line.socket, zmq.POLLIN)
             while not self.stopping and not self.error:
-                poller = zmq.Poller()
-                for line in self.lines.values():
-                    poller.register(line.socket, zmq.POLLIN)
                 poller.poll(10)
                 for line in self.lines.values():
                     self._turn(line)
@@ -110,54 +111,36 @@ class Line:
         self.address = address
         self.stream = stream
         self.fetcher: Fetcher | None = None  # only on the line that brings weights
-        self.socket = None
         self.session = ""  # the learner's session, after its welcome
         self.offered: dict[str, float] = {}  # name -> time of the offer
         self.got: set[str] = set()  # groups that the learner has received completely
         self.sent: tuple[str, bytes] = ("", b"")  # name and bytes of the last group asked for
         self.heard = time.monotonic()  # time of the learner's last message
-        self.tried = self.heard  # time of the last message or of the last new connection
         self.printed = self.heard
         self.beat = 0.0  # time of the last hello
-        self.connect()
+        self.socket = self.connect()
 
     @property
     def silence(self) -> float:
         """Seconds since the learner's last message."""
         return time.monotonic() - self.heard
 
-    def connect(self) -> None:
-        """Open the connection, or replace a silent connection."""
-        if self.socket is not None:
-            self.socket.close(linger=0)
-        self.socket = self.link.context.socket(zmq.DEALER)
-        keys = self.link.keys
+    def connect(self) -> zmq.Socket:
+        """The socket, which connects again by itself."""
+        socket, keys = self.link.context.socket(zmq.DEALER), self.link.keys
         if keys is not None:
-            self.socket.curve_publickey = keys.public
-            self.socket.curve_secretkey = keys.secret
-            self.socket.curve_serverkey = keys.learner
-        wire.set_socket_options(self.socket, linger=200)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+            socket.curve_publickey = keys.public
+            socket.curve_secretkey = keys.secret
+            socket.curve_serverkey = keys.learner
+        wire.set_socket_options(socket, linger=200)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
         try:
-            self.socket.connect(self.address)
+            socket.connect(self.address)
         except zmq.ZMQError as e:
             raise UserError(
                 f"--connect={self.address}: {zmq.strerror(e.errno)}; write tcp://HOST:PORT"
             ) from None
-        self.say_hello_again()
-        self.forget_session()
-
-    def say_hello_again(self) -> None:
-        """Introduce this sampler again: the learner does not know this connection."""
-        self.session = ""
-        self.beat = 0.0
-
-    def forget_session(self) -> None:
-        """Drop offers, fetched groups and asks of a session or a connection that has ended."""
-        self.offered.clear()
-        self.got.clear()
-        if self.fetcher is not None and self.fetcher.pull is not None:
-            self.fetcher.pull.forget_asked()
+        return socket
 
     def send(self, message: wire.Message, payload=None) -> None:
         frames = [wire.encode(message)]
@@ -174,7 +157,7 @@ class Line:
         if now - self.beat > min(BEAT, self.link.flags.patience / 2):
             self.beat = now
             self.send_hello()
-        self.reconnect_if_silent(now)
+        self.print_silence(now)
         if self.session:
             self.offer(now)
             if self.fetcher is not None:
@@ -193,21 +176,17 @@ class Line:
     def send_hello(self) -> None:
         spool = self.link.spool
         handed, lost = spool.handed[self.stream], spool.lost[self.stream][:OFFERS]
-        self.send(wire.Hello(self.stream, spool.incarnation, self.session, handed, lost))
+        newest = self.link.newest_name
+        self.send(wire.Hello(self.stream, spool.incarnation, self.session, handed, lost, newest))
 
-    def reconnect_if_silent(self, now: float) -> None:
-        patience, give_up = self.link.flags.patience, self.link.flags.give_up
-        if self.silence <= 3 * patience or now - self.tried <= 3 * patience:
-            return
-        self.tried = now
-        if now - self.printed > PRINT_EVERY:
+    def print_silence(self, now: float) -> None:
+        if now - max(self.heard, self.printed) > PRINT_EVERY:
             self.printed = now
             print(
                 f"no answer from {self.address} for {self.silence:.0f} s, trying again "
-                f"(at most {give_up:.0f} s, --give_up)",
+                f"(at most {self.link.flags.give_up:.0f} s, --give_up)",
                 flush=True,
             )
-        self.connect()
 
     def offer(self, now: float) -> None:
         """Offer the oldest waiting groups, and repeat offers that were not answered."""
@@ -234,12 +213,10 @@ class Line:
     # -- one method for each message
 
     def handle(self, message: wire.Message, frames: list[zmq.Frame]) -> None:
-        self.heard = self.tried = time.monotonic()
+        self.heard = time.monotonic()
         match message:
             case wire.Welcome() if not self.link.welcome.full():  # otherwise the hello is repeated
-                self.session = message.session
-                self.forget_session()
-                self.link.welcome.put(message)
+                self.on_welcome(message)
             case wire.Refuse():
                 self.link.error = wire.printable(message.why, 2000)
             case wire.Got():
@@ -253,9 +230,18 @@ class Line:
             case wire.Leaves() if self.fetcher is not None and len(frames) == 2:
                 self.fetcher.on_leaves(message, frames[1].buffer, self.heard)
             case wire.Gone(name=""):
-                self.say_hello_again()
+                self.session, self.beat = "", 0.0  # the learner does not know this connection
             case wire.Gone() if self.fetcher is not None:
                 self.fetcher.on_gone(message.name)
+
+    def on_welcome(self, message: wire.Welcome) -> None:
+        """Begin a session: offers, fetched groups and asks of an earlier one have ended."""
+        self.session = message.session
+        self.offered.clear()
+        self.got.clear()
+        if self.fetcher is not None and self.fetcher.pull is not None:
+            self.fetcher.pull.forget_asked()
+        self.link.welcome.put(message)
 
     def on_got(self, message: wire.Got) -> None:
         with self.link.spool.lock:
@@ -263,12 +249,6 @@ class Line:
         for name in waiting.intersection(message.names):
             self.offered.pop(name, None)
             self.got.add(name)
-        if (
-            self.fetcher is not None
-            and message.newest
-            and message.newest != self.fetcher.newest_name
-        ):
-            self.send(wire.Want())
 
     def on_held(self, message: wire.Held) -> None:
         for name in message.names:
@@ -297,7 +277,6 @@ class Fetcher:
         self.link = link
         self.line = line
         self.window = wire.Window(link.flags.patience)
-        self.newest_name = ""  # name of the weights in the last offer
         self.wanted: wire.Offer | None = None  # the last offer, until its weights are complete
         self.fetching: wire.Offer | None = None  # the offer that `work` fetches
         self.work = None  # the running generator `fetch`
@@ -330,7 +309,7 @@ class Fetcher:
         wire.need(offer.version >= 0, "an offer of weights without a version")
         offer.of.check(wire.MOST_WEIGHTS)
         self.wanted = offer
-        self.newest_name = offer.of.name
+        self.link.newest_name = offer.of.name
 
     def on_leaves(self, message: wire.Leaves, data, now: float) -> None:
         if self.pull is not None and self.pull.of.name == message.name:
@@ -341,8 +320,8 @@ class Fetcher:
                 raise
 
     def on_gone(self, name: str) -> None:
-        """Stop the fetch: newer weights are published. If their offer was lost, the answer to the
-        next hello names them."""
+        """Stop the fetch: newer weights are published. If their offer was lost, the next hello
+        gets it."""
         if self.pull is not None and self.pull.of.name == name:
             self.stop()
             if self.wanted is self.fetching:

@@ -17,7 +17,7 @@ import contextlib
 import os
 import re
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +28,7 @@ import quant
 from config import Config, EngineFlags
 from machinery.checkpoint.models import read_config, read_tokenizer, vocabulary_size, write_zeros
 from machinery.checkpoint.tensors import Published, read_tensors
-from machinery.flags import UserError, need, parse_flags, run_command
+from machinery.flags import UserError, need, need_each, parse_flags, run_command
 from machinery.run import lock_folder
 from machinery.settings import check_engine
 from model.engines import make_engine
@@ -41,7 +41,8 @@ from remote.link import Link
 from rollout import Rollout, request_seed
 from source import LocalSource
 from sync import WeightCheck
-from tasks import digest_of, file_of, make_task
+from tasks import make_task
+from tasks.data import digest_of, file_of
 
 PRINT_EVERY = 10.0  # seconds between two lines on the screen
 
@@ -93,22 +94,24 @@ def sample(flags: SamplerFlags) -> None:
         sampler.link.close()
 
 
+@dataclass
 class RemoteSampler:
     """The loop: load the newest weights, sample for the rank with the fewest groups, hand over.
 
     spool: of this sampler's streams, one for each rank of the learner. folder: used by this sampler
     only."""
 
-    def __init__(self, flags: SamplerFlags, link: Link | FilesLink, spool: Spool, folder: Path):
-        self.flags = flags
-        self.link = link
-        self.spool = spool
-        self.folder = folder
-        self.sampled = dict.fromkeys(spool.waiting, 0)  # stream -> groups
-        self.welcome: wire.Welcome | None = None
-        self.source: SamplerSource | None = None  # opened at the first welcome
-        self.loaded: wire.ReceivedWeights | None = None
-        self.printed = time.monotonic()
+    flags: SamplerFlags
+    link: Link | FilesLink
+    spool: Spool
+    folder: Path
+    welcome: wire.Welcome | None = None
+    source: SamplerSource | None = None  # opened at the first welcome
+    loaded: wire.ReceivedWeights | None = None
+    printed: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self):
+        self.sampled = dict.fromkeys(self.spool.waiting, 0)  # stream -> groups
 
     def run(self) -> None:
         """Run the loop until the link has an error; raise it as UserError."""
@@ -189,13 +192,13 @@ def connect(flags: SamplerFlags, incarnation: int) -> RemoteSampler:
         flags.connect, "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder"
     )
     name = sampler_name(flags)
-    for flag in ("patience", "give_up"):
-        need(getattr(flags, flag) > 0, f"--{flag}={getattr(flags, flag)}: must be above 0")
-    if flags.groups < 1 or flags.spool_groups < flags.groups:
-        raise UserError(
-            f"--groups={flags.groups} --spool_groups={flags.spool_groups}: --groups must be at least 1, and "
-            "--spool_groups at least --groups"
-        )
+    need_each(
+        flags,
+        (flags.patience > 0, "patience", "must be above 0"),
+        (flags.give_up > 0, "give_up", "must be above 0"),
+        (flags.groups >= 1, "groups", "must be at least 1"),
+        (flags.spool_groups >= flags.groups, "spool_groups", "must be at least --groups"),
+    )
     check_engine(flags)
     file = file_of(flags.task)
     need(

@@ -28,10 +28,9 @@ import sys
 import time
 from collections import Counter, deque
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import tasks
 from config import Config, PrecisionFlags, PromptFlags, RemoteFlags, TaskFlags
 from machinery.flags import UserError, need
 from model import routing_of
@@ -44,6 +43,8 @@ from remote.weights import Store, change_of
 from rollout import Rollout
 from sampling import Sampling
 from source import has_spread
+from tasks.data import digest_of
+from tasks.prompts import contents
 
 FATES = ("trained", "staleness", "window", "no_spread", "orphan", "refused", "corrupt", "lost")
 TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "faults")
@@ -117,13 +118,13 @@ def describe_run(
     """Everything that a sampler must know of a run, except the model's files."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
     return wire.Description(
-        config=shared | tasks.prompts.contents(cfg),
+        config=shared | contents(cfg),
         model=model,
         topk=topk,
         max_allowed=max_allowed,
         context=run.context,
         world=ranks,
-        task_digest=tasks.digest_of(cfg.task),
+        task_digest=digest_of(cfg.task),
         sampling=Sampling.of(cfg),
         probe=run.probe_ids().tolist(),
         packed=travels_packed(cfg),
@@ -187,6 +188,7 @@ class Ready:
     nbytes: int  # of room that it takes; 0 after it was handed out
 
 
+@dataclass
 class RemoteSource:
     """The interface of a LocalSource over a hub: groups in order of arrival, within the bounds of
     staleness and age.
@@ -194,38 +196,27 @@ class RemoteSource:
     store: folder of the published weights, for all ranks on one disk (weights.py). task: must
     contain each group's problem; None: not checked."""
 
-    def __init__(
-        self,
-        hub: Hub | FilesHub,
-        cfg: RemoteFlags,
-        limits: Limits,
-        sampling: Sampling,
-        store: Store,
-        comm,
-        log,
-        task=None,
-        packed: bool = False,
-    ):
-        self.hub = hub
-        self.cfg = cfg
-        self.limits = limits
-        self.sampling = sampling
-        self.store = store
-        self.comm = comm
-        self.log = log
-        self.task = task
-        self.packed = packed  # `publish` needs the engine's low-bit tensors
-        self.error = ""
-        self.counts: Counter = Counter()  # fate -> groups
-        # groups that the last checkpoint accounts for; the hub rejects them
-        self.taken = Account()
-        self.since: list[str] = []  # groups that were decided since the last checkpoint
-        self.saving: list[str] = []  # the part of `since` in the checkpoint being written
-        self.ready: deque[Ready] = deque()
-        self.batch: list[Ready] = []  # handed out last
-        self.waited = 0.0  # seconds spent in `next` since the last metrics
-        self.broadcast_at: int | None = None  # the version published last
-        self.published: dict[int, float] = {}  # version -> time of publication, in this history
+    hub: Hub | FilesHub
+    cfg: RemoteFlags
+    limits: Limits
+    sampling: Sampling
+    store: Store
+    comm: object
+    log: logging.Logger
+    task: object = None
+    packed: bool = False  # `publish` needs the engine's low-bit tensors
+    error: str = ""
+    counts: Counter = field(default_factory=Counter)  # fate -> groups
+    # groups that the last checkpoint accounts for; the hub rejects them
+    taken: Account = field(default_factory=Account)
+    since: list[str] = field(default_factory=list)  # groups decided since the last checkpoint
+    saving: list[str] = field(default_factory=list)  # those in the checkpoint being written
+    ready: deque[Ready] = field(default_factory=deque)
+    batch: list[Ready] = field(default_factory=list)  # handed out last
+    waited: float = 0.0  # seconds spent in `next` since the last metrics
+    broadcast_at: int | None = None  # the version published last
+    # version -> time of publication, in this history
+    published: dict[int, float] = field(default_factory=dict)
 
     def now(self, learner_version: int) -> float:
         return time.time()

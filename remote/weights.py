@@ -57,9 +57,10 @@ class Store:
         self._write_if_new(path, named_tensors)
         of = wire.manifest(path.name, mapped(path))
         write_atomically(path.with_suffix(".manifest"), msgspec.msgpack.encode(of), flush=False)
-        change = delta.between(self.files[-1], path) if self.with_deltas and self.files else None
-        if change is not None:
-            write_atomically(path.with_suffix(".delta"), change, flush=False)
+        if self.with_deltas and self.files:
+            change = delta.encode(mapped(self.files[-1]), mapped(path))
+            if change is not None:
+                write_atomically(path.with_suffix(".delta"), change, flush=False)
 
     def _tidy(self, path: Path) -> None:
         """Delete files that no rank serves any more: all but the previous weights and the deltas

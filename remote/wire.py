@@ -19,17 +19,14 @@ The messages between a sampler's Line (link.py) and the learner's Hub (hub.py):
     Offer    of a group                               Ask for leaves of it; Got, when the group has arrived whole;
     Leaves   the answer to Ask; or Gone               Held, when a checkpoint accounts for it
     Ask      for leaves of the weights                Offer of weights; Leaves, the answer to Ask; or Gone
-    Want     please repeat the offer of the newest weights
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -104,23 +101,12 @@ class Manifest(msgspec.Struct, frozen=True):
         )
 
 
-POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "leaves")
-
-
-def each(work, numbers: range) -> list:
-    """work(number) for each number, several at once: hashing and writing release the GIL."""
-    if len(numbers) == 1:
-        return [work(numbers[0])]
-    return list(POOL.map(work, numbers))
-
-
 def manifest(name: str, data) -> Manifest:
     """The manifest of an object, computed in one pass over its bytes."""
     view = memoryview(data)
-    leaves = each(
-        lambda start: hashlib.sha256(view[start : start + LEAF]).digest(), range(0, len(view), LEAF)
-    )
-    return Manifest(name, len(view), leaves)
+    starts = range(0, len(view), LEAF)
+    digests = [hashlib.sha256(view[start : start + LEAF]).digest() for start in starts]
+    return Manifest(name, len(view), digests)
 
 
 def leaves(data, first: int, count: int) -> memoryview:
@@ -133,54 +119,17 @@ def leaves(data, first: int, count: int) -> memoryview:
 
 
 class Window:
-    """The asks in flight on one connection, at most IN_FLIGHT bytes.
-
-    The other end answers in order, so an ask is lost if a later ask was answered. All asks are lost
-    if nothing arrives for `patience` seconds. This time doubles after each timeout."""
+    """The asks in flight on one connection, at most IN_FLIGHT bytes. All asks are lost if nothing
+    arrives for `patience` seconds."""
 
     def __init__(self, patience: float = 10.0):
         self.patience = patience
-        self.asks: dict = {}  # key -> (bytes, whether it is a repeated ask), in order
-        self.in_flight = 0  # bytes
+        self.asks: dict[tuple[Pull, int], int] = {}  # (pull, first leaf) -> bytes, in order
         self.heard = 0.0  # time of the last answer, or of the first ask
-        self.timeouts = 0  # number since the last answer to a first ask
 
     @property
     def is_full(self) -> bool:
-        return self.in_flight >= IN_FLIGHT
-
-    def ask(self, key, nbytes: int, now: float, again: bool) -> None:
-        """Record that these bytes were asked for."""
-        if not self.asks:
-            self.heard = now
-        self.asks[key] = (nbytes, again)
-        self.in_flight += nbytes
-
-    def forget(self, key) -> None:
-        self.in_flight -= self.asks.pop(key)[0]
-
-    def answer(self, key, now: float) -> list:
-        """Record that this ask was answered; return the keys of the asks before it, which are
-        lost."""
-        self.heard = now
-        if key not in self.asks:
-            return []
-        if not self.asks[key][1]:  # after a repeated ask it is unknown which ask was answered
-            self.timeouts = 0
-        lost = list(itertools.takewhile(lambda other: other != key, self.asks))
-        for name in (*lost, key):
-            self.forget(name)
-        return lost
-
-    def overdue(self, now: float) -> list:
-        """The keys of all asks if nothing has arrived for too long; otherwise an empty list."""
-        if not self.asks or now - self.heard <= self.patience * 2 ** min(self.timeouts, 6):
-            return []
-        self.timeouts += 1
-        lost = list(self.asks)
-        for key in lost:
-            self.forget(key)
-        return lost
+        return sum(self.asks.values()) >= IN_FLIGHT
 
 
 class Pull:
@@ -196,12 +145,8 @@ class Pull:
         # in reverse order: pop takes the next leaf
         self.missing = list(reversed(range(len(of.leaves))))
         self.asked: dict[int, int] = {}  # first leaf -> number of leaves
-        self.repeated: set[int] = set()  # leaves that were asked for and not answered
         self.corrupt = 0  # number of leaves that arrived and differ from the manifest
         self.moved: float | None = None  # time of the last good leaf, or of the first ask
-
-    def _is_good(self, i: int, leaf) -> bool:
-        return hashlib.sha256(leaf).digest() == self.of.leaves[i]
 
     @property
     def done(self) -> bool:
@@ -212,8 +157,10 @@ class Pull:
         is in flight."""
         if self.moved is None:
             self.moved = now
-        for pull, lost in self.window.overdue(now)[::-1]:
-            pull._ask_again(lost)
+        if now - self.window.heard > self.window.patience:
+            self.window.heard = now
+            for pull, lost in reversed(list(self.window.asks)):
+                pull._ask_again(lost)
         if not self.missing or self.window.is_full:
             return None
         first = self.missing.pop()
@@ -222,49 +169,43 @@ class Pull:
             self.missing.pop()
             count += 1
         self.asked[first] = count
-        nbytes = min((first + count) * LEAF, self.of.nbytes) - first * LEAF
-        self.window.ask((self, first), nbytes, now, first in self.repeated)
+        self.window.asks[self, first] = min((first + count) * LEAF, self.of.nbytes) - first * LEAF
         return first, count
 
     def put(self, first: int, data, now: float) -> None:
         """Process an answer. An answer that was not asked for is dropped; leaves that differ from
         the manifest are asked for again. OSError if the sink cannot be written: the leaves of this
         answer stay missing."""
-        for pull, lost in self.window.answer((self, first), now)[::-1]:
-            pull._ask_again(lost)
+        self.window.heard = now
         if first not in self.asked:
             return
+        del self.window.asks[self, first]
         asked = range(first, first + self.asked.pop(first))
-
-        def write_if_good(i: int) -> bool:
-            leaf = data[(i - first) * LEAF : (i - first + 1) * LEAF]
-            if not self._is_good(i, leaf):
-                return False
-            self.sink[i * LEAF : i * LEAF + len(leaf)] = leaf
-            return True
-
+        bad = []
         try:
-            good = each(write_if_good, asked)
+            for i in asked:
+                leaf = data[(i - first) * LEAF : (i - first + 1) * LEAF]
+                if hashlib.sha256(leaf).digest() == self.of.leaves[i]:
+                    self.sink[i * LEAF : i * LEAF + len(leaf)] = leaf
+                else:
+                    bad.append(i)
         except OSError:  # a full disk
             self.missing += reversed(asked)
             raise
-        bad = [i for i, ok in zip(asked, good, strict=True) if not ok]
         self.corrupt += len(bad)
         self.missing += reversed(bad)
         if len(bad) < len(asked):
             self.moved = now
 
     def _ask_again(self, first: int) -> None:
-        again = range(first, first + self.asked.pop(first))
-        self.repeated.update(again)
-        self.missing += reversed(again)
+        del self.window.asks[self, first]
+        self.missing += reversed(range(first, first + self.asked.pop(first)))
 
     def forget_asked(self) -> None:
         """Mark all asked leaves as missing: the connection is new, or the object is not wanted any
         more."""
         self.moved = None
         for first in sorted(self.asked, reverse=True):
-            self.window.forget((self, first))
             self._ask_again(first)
 
 
@@ -305,13 +246,14 @@ class ReceivedWeights(NamedTuple):
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """From a sampler: its name. handed: number of groups handed over by this incarnation; lost:
-    names of groups that it cannot send any more."""
+    names of groups that it cannot send any more; newest: name of the weights last offered to it."""
 
     sampler: Text
     incarnation: Number
     session: Text  # the session that the sampler knows, "" at first
     handed: Number = 0
     lost: Texts = []
+    newest: Text = ""
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -386,15 +328,9 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
 
 
 class Got(msgspec.Struct, tag="got", frozen=True):
-    """From the learner: these groups have arrived whole and need no new offer in this session. As
-    the answer to a hello: newest is the name of the newest weights."""
+    """From the learner: these groups have arrived whole and need no new offer in this session."""
 
     names: Texts
-    newest: Text = ""
-
-
-class Want(msgspec.Struct, tag="want", frozen=True):
-    """From a sampler that has no offer of the newest weights: please repeat it."""
 
 
 class Held(msgspec.Struct, tag="held", frozen=True):
@@ -404,7 +340,7 @@ class Held(msgspec.Struct, tag="held", frozen=True):
     names: Texts
 
 
-Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Want | Held
+Message = Hello | Welcome | Refuse | Offer | Ask | Leaves | Gone | Got | Held
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -431,21 +367,13 @@ def decode(frame) -> Message:
 
 
 def check_address(flag: str, address: str, least: int) -> None:
-    """Raise UserError unless this is an address with a TCP port from `least` to 65535; ZeroMQ maps
-    99999 to a different port."""
+    """Raise UserError unless this is an address with a TCP port from `least` to 65535 (ZeroMQ maps
+    99999 to a different port), or with * for any free port if `least` is 0."""
+    match = re.fullmatch(r"tcp://\S+:([0-9]{1,5}|\*)", address)
+    port = match and match[1].replace("*", "0")
     flags.need(
-        address.startswith("tcp://"), f"--{flag}={address}: not an address; write tcp://HOST:PORT"
-    )
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if least == 0 and port == "*":  # any free port
-        return
-    flags.need(
-        port.isascii() and port.isdigit(), f"--{flag}={address}: no port; write tcp://HOST:PORT"
-    )
-    flags.need(host, f"--{flag}={address}: no host; write tcp://HOST:PORT")
-    flags.need(
-        least <= int(port[:6]) <= 65535,
-        f"--{flag}={address}: a port is a number from {least} to 65535",
+        match and least <= int(port) <= 65535,
+        f"--{flag}={address}: write tcp://HOST:PORT, with a port from {least} to 65535",
     )
 
 

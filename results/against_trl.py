@@ -32,7 +32,7 @@ from results import sweep
 from sampling import Sampling
 from source import LocalSource
 from sync import WeightCheck
-from tasks import Arithmetic, arithmetic_tokenizer
+from tasks.arith import Arithmetic, arithmetic_tokenizer
 
 
 def our_step(folder: str, engine, cfg: Config, device: str = "cpu"):

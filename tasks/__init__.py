@@ -23,26 +23,10 @@ from operator import itemgetter
 from pathlib import Path
 
 from config import COLDEST, Config, PromptFlags, SampleFlags, TaskFlags
-from machinery.flags import from_environment, need, number, read_json
-from tasks import arith, builtin, prompts, rewards
-from tasks.arith import VOCAB, Arithmetic, arithmetic_tokenizer
-from tasks.data import (
-    OwnTask,
-    Table,
-    choices_of,
-    columns_of,
-    digest_of,
-    file_of,
-    is_own,
-    label_of,
-    mixed,
-    parsed,
-    read_rows,
-)
-from tasks.prompts import Answer, Problem, Style, encode, stop_ids
-
-__all__ = ["VOCAB", "Arithmetic", "Problem", "arithmetic_tokenizer", "encode", "parsed", "stop_ids"]
-
+from machinery.flags import from_environment, need, need_each, number, read_json
+from tasks import arith, builtin, data, prompts, rewards
+from tasks.data import OwnTask, Table
+from tasks.prompts import Answer, Style
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The task named by flags
@@ -58,15 +42,15 @@ def make_task(
     name = getattr(cfg, flag) if name is None else name
     if name == "arith":
         return arith.of_settings(cfg.arith)
-    is_custom = is_own(name)
-    file = file_of(name)
+    is_custom = data.is_own(name)
+    file = data.file_of(name)
     need(
         not is_custom or Path(file).is_file(),
         f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS",
     )
     graded_otherwise = cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
-    columns = columns_of(cfg)
-    rows = [] if is_custom else read_rows(name, flag, columns, needed=not graded_otherwise)
+    columns = data.columns_of(cfg)
+    rows = [] if is_custom else data.read_rows(name, flag, columns, needed=not graded_otherwise)
     reward = reward_of(cfg, name, rows)
     wrong = next((row["answer"] for row in rows if not reward.can_grade(row["answer"])), "")
     need(
@@ -99,13 +83,8 @@ class EvalSet:
     max_tokens: int
 
 
-# settings that can be given for each set, with their types
-SETTINGS = {
-    "samples": int,
-    "temperature": float,
-    "max_tokens": int,
-}
-SMALLEST = {"samples": 1, "temperature": 0, "max_tokens": 1}  # temperature 0: greedy
+# settings that can be given for each set: type, smallest value (temperature 0: greedy)
+SETTINGS = {"samples": (int, 1), "temperature": (float, 0), "max_tokens": (int, 1)}
 
 
 def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
@@ -115,23 +94,18 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
     Raises UserError."""
     sets = []
     for name, options in settings_of(cfg, flag, usual):
-        sets.append(EvalSet(make_task(cfg, flag, name, evaluates=True), label_of(name), **options))
-    seen = Counter(eval_set.label for eval_set in sets)
-    sets = [
-        replace(eval_set, label=label_of(eval_set.task.name, whole=seen[eval_set.label] > 1))
-        for eval_set in sets
-    ]
-    # greedy responses to a problem are identical
-    sets = [eval_set if eval_set.temperature else replace(eval_set, samples=1) for eval_set in sets]
-    labels = [eval_set.label for eval_set in sets]
-    for eval_set in sets:
+        temperature = options["temperature"]
         need(
-            eval_set.temperature == 0 or eval_set.temperature >= COLDEST,
-            f"--{flag}={getattr(cfg, flag)}: temperature={eval_set.temperature} must be 0, or at least {COLDEST}",
+            temperature == 0 or temperature >= COLDEST,
+            f"--{flag}={getattr(cfg, flag)}: temperature={temperature} must be 0, or at least {COLDEST}",
         )
+        if not temperature:  # greedy responses to a problem are identical
+            options["samples"] = 1
+        task = make_task(cfg, flag, name, evaluates=True)
+        sets.append(EvalSet(task, data.label_of(name), **options))
     need(
-        len(set(labels)) == len(labels),
-        f"--{flag}={getattr(cfg, flag)}: two sets have the same name; rename a file",
+        len({eval_set.label for eval_set in sets}) == len(sets),
+        f"--{flag}={getattr(cfg, flag)}: two sets have the same name; leave one out, or rename a file",
     )
     return sets
 
@@ -164,8 +138,8 @@ def names_of(value: str) -> list[str]:
 
 def places_of(names: list[str]) -> set[str]:
     """The resolved files, data sets and classes of several tasks."""
-    parts = [part for name in names for part in mixed(name)]
-    return {str(Path(part).resolve()) if file_of(part) == part else part for part in parts}
+    parts = [part for name in names for part in data.mixed(name)]
+    return {str(Path(part).resolve()) if data.file_of(part) == part else part for part in parts}
 
 
 def digests(cfg: TaskFlags) -> dict[str, str]:
@@ -174,20 +148,20 @@ def digests(cfg: TaskFlags) -> dict[str, str]:
     held_out = getattr(cfg, "eval_task", None)
     names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
     parts = rewards.parts_of(cfg.reward) if cfg.reward else ()
-    names += [part.name for part in parts if is_own(part.name)]
+    names += [part.name for part in parts if data.is_own(part.name)]
     texts = {
         f"--{flag}": hashlib.sha256(x.encode()).hexdigest()
         for flag, x in prompts.contents(cfg).items()
     }
-    return {name: digest_of(name) for name in names} | texts
+    return {name: data.digest_of(name) for name in names} | texts
 
 
 def check_unchanged(cfg: TaskFlags, path: Path) -> None:
     """Raise UserError if a file of the run changed since the run began. path: the run's
     config.json."""
     made = read_json(path, "name a different folder") if path.is_file() else {}
-    data, now = made.get("data", {}), digests(cfg)
-    changed = [name for name, digest in data.items() if now.get(name, digest) != digest]
+    before, now = made.get("data", {}), digests(cfg)
+    changed = [name for name, digest in before.items() if now.get(name, digest) != digest]
     need(
         not changed,
         f"--resume: {', '.join(changed)} changed since the run began; restore the old text, or start a new run in a "
@@ -200,10 +174,11 @@ def setting(flag: str, name: str, part: str) -> tuple[str, float]:
     key, _, text = part.partition("=")
     known = ", ".join(f"{key}=" for key in SETTINGS)
     need(key in SETTINGS, f"--{flag}={name}:{part}: no such setting; the settings are {known}")
-    value = number(text, SETTINGS[key])
+    kind, smallest = SETTINGS[key]
+    value = number(text, kind)
     need(
-        math.isfinite(value) and value >= SMALLEST[key],
-        f"--{flag}={name}:{part}: must be a number of at least {SMALLEST[key]}",
+        math.isfinite(value) and value >= smallest,
+        f"--{flag}={name}:{part}: must be a number of at least {smallest}",
     )
     return key, value
 
@@ -211,65 +186,42 @@ def setting(flag: str, name: str, part: str) -> tuple[str, float]:
 def reward_of(cfg: SampleFlags, name: str, rows: list[dict]) -> rewards.Reward:
     """The reward of a task. Raises UserError."""
     parts = cfg.reward
-    if not parts and is_own(name):
+    if not parts and data.is_own(name):
         parts = f"{name}.reward"
     if not parts:
-        parts = "letter" if rows and all(choices_of(row["row"]) for row in rows) else "math"
-    options = {
-        "max_tokens": cfg.max_tokens,
-        "overlong": cfg.overlong,
-    }
-    reward = rewards.Reward(rewards.parts_of(parts), **options)
+        parts = "letter" if rows and all(data.choices_of(row["row"]) for row in rows) else "math"
+    reward = rewards.Reward(
+        rewards.parts_of(parts), max_tokens=cfg.max_tokens, overlong=cfg.overlong
+    )
     rewards.check_libraries(reward, name)
     return reward
 
 
 def check(cfg: Config) -> None:
     """Raise UserError if the flags of the task contradict each other or are out of range."""
-    need(
-        0 <= cfg.overlong < cfg.max_tokens,
-        f"--overlong={cfg.overlong}: must be at least 0, and below --max_tokens",
+    need_each(
+        cfg,
+        (0 <= cfg.overlong < cfg.max_tokens, "overlong", "must be from 0 to below --max_tokens"),
+        (cfg.max_prompt_tokens >= 0, "max_prompt_tokens", "must be at least 0"),
     )
-    again = getattr(cfg, "epochs", 0) and cfg.dynamic_sampling
     need(
-        not again,
+        not (getattr(cfg, "epochs", 0) and cfg.dynamic_sampling),
         "--epochs with --dynamic_sampling: the number of groups per update is not known; give --steps",
     )
-    need(
-        cfg.max_prompt_tokens >= 0,
-        f"--max_prompt_tokens={cfg.max_prompt_tokens}: must be at least 0",
-    )
     if cfg.task == "arith":
-        files_alone = (
-            "columns",
-            "reward",
-            "overlong",
-            "system_prompt",
-            "prompt_template",
-            "chat_kwargs",
-        )
-        for flag in files_alone:
-            value = getattr(cfg, flag)
-            need(
-                not value,
-                f"--{flag}={value}: --task=arith does not use this flag; leave it out, or name a file with --task",
-            )
         arith.of_settings(cfg.arith)
         return
-    eval_every = getattr(cfg, "eval_every", 0)
     shared = places_of([cfg.task]) & places_of(names_of(getattr(cfg, "eval_task", "")))
     if shared and from_environment("RANK", 0) == 0:
         print(
             f"warning: --eval_task={min(shared)}: these are problems of --task, so this is no held-out accuracy",
             file=sys.stderr,
         )
-    need(
-        eval_every <= 0 or cfg.eval_task,
-        f"--eval_every={eval_every}: there is no held-out set; name files or data sets with --eval_task",
-    )
-    need(
-        not cfg.arith,
-        f"--arith={cfg.arith}: settings of --task=arith; leave it out for --task={cfg.task}",
+    held_out = getattr(cfg, "eval_every", 0) <= 0 or cfg.eval_task
+    need_each(
+        cfg,
+        (held_out, "eval_every", "there is no held-out set; name files with --eval_task"),
+        (not cfg.arith, "arith", f"settings of --task=arith; leave it out for --task={cfg.task}"),
     )
 
 

@@ -29,7 +29,7 @@ from config import TaskFlags
 from machinery.flags import UserError, need, read_text, shortened
 from tasks.builtin import last_box
 from tasks.grading import attribute_of, described
-from tasks.prompts import Answer, Problem, Style, encode, encode_all, opens_think
+from tasks.prompts import Answer, Problem, Style, encode, encode_all, render
 from tasks.rewards import Reward
 
 PROMPTS = ("problem", "question", "prompt", "Question", "Problem")
@@ -100,7 +100,8 @@ class Table:
                 for i in range(start, min(start + 1000, len(self.rows)))
             ]
             lengths += [len(ids) for ids in encode_all(tokenizer, problems)]
-        opened = opens_think(tokenizer, self.find(f"{self.stem}/0"))
+        prompt, _ = render(tokenizer, self.find(f"{self.stem}/0"))
+        opened = prompt.rstrip().endswith("<think>")  # by chat templates of reasoning models
         self.reward = dataclasses.replace(self.reward, opened=opened)
         return self.keep(lengths, limit)
 
@@ -228,14 +229,10 @@ def is_own(name: str) -> bool:
     return ".py:" in name
 
 
-def label_of(name: str, whole: bool = False) -> str:
-    """A task's short name for problems and metrics: the name of its file, data set or class.
-
-    whole: add configuration and split of a data set."""
+def label_of(name: str) -> str:
+    """A task's short name for problems and metrics: the name of its file, data set or class."""
     if name.startswith("hf:") and len(mixed(name)) == 1:
-        place, _, split = name.removeprefix("hf:").rpartition("/")
-        label, _, configuration = place.rpartition("/")[2].partition("@")
-        return "-".join(filter(None, [label, configuration, split])) if whole else label
+        return name.removeprefix("hf:").rpartition("/")[0].rpartition("/")[2].partition("@")[0]
     if is_own(name):
         return name.rpartition(":")[2]
     if len(mixed(name)) > 1:
@@ -275,7 +272,9 @@ def read_rows(
     flag: the flag that names it. needed: a row without an answer is an error; else its answer is
     "". Columns named by --columns but missing from a set of --eval_task are replaced by the default
     names."""
-    raw = [pair for part in mixed(name) for pair in from_place(part, flag)]
+    raw = []
+    for part in mixed(name):
+        raw += from_hub(part, flag) if part.startswith("hf:") else from_file(part, flag)
     if flag == "eval_task" and raw and isinstance(raw[0][1], dict):
         columns = [key if nested(raw[0][1], key) is not None else "" for key in columns]
     rows = [read_row(row, place, *columns, needed) for place, row in raw]
@@ -288,11 +287,6 @@ def mixed(name: str) -> list[str]:
     if "," not in name or Path(name).exists() or is_own(name):
         return [name]
     return [part.strip() for part in name.split(",") if part.strip()]
-
-
-def from_place(name: str, flag: str) -> list[tuple[str, object]]:
-    """(place, row) pairs of a file or data set."""
-    return from_hub(name, flag) if name.startswith("hf:") else from_file(name, flag)
 
 
 def from_file(name: str, flag: str) -> list[tuple[str, object]]:
@@ -461,19 +455,14 @@ def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
         value = nested(row, name)
         if isinstance(value, str) and value.strip():
             return value
-        messages = isinstance(value, list) and value and all(is_message(m) for m in value)
-        if messages:
-            return [{"role": m["role"], "content": m["content"]} for m in value]
+        if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
+            messages = [{key: m.get(key) for key in ("role", "content")} for m in value]
+            if all(isinstance(x, str) for m in messages for x in m.values()):
+                return messages
     named = f"`{key}`" if key else "`problem` or `question`"
     raise UserError(
         f"{place}: no {named} text; add one"
         + ("" if key else ", or name the column with --columns=prompt=NAME")
-    )
-
-
-def is_message(m) -> bool:
-    return (
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
     )
 
 

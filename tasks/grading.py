@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from numbers import Real
 from pathlib import Path
 
-from machinery.flags import UserError, from_environment
+from machinery.flags import UserError, from_environment, shortened
 from tasks.builtin import loaded
 
 CHUNK = 16  # maximum number of answers that a process gets at once
@@ -48,12 +48,10 @@ def grading_process(fd: int) -> None:
     """The main function of a grading process: receive calls and send values, until the other end of
     the socket `fd` closes.
 
-    Each value is sent with the number of its call. A child forked by a reward function never sends:
-    it ends when the function returns or raises. The process ignores Ctrl-C and SIGTERM, which the
-    parent handles."""
+    Each value is sent with the number of its call. The process ignores Ctrl-C and SIGTERM, which
+    the parent handles."""
     import resource
 
-    pid = os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -67,25 +65,16 @@ def grading_process(fd: int) -> None:
                     if not name.endswith(".reply"):
                         answers = number_of
                 except BaseException as e:  # the file is the user's: it may do anything
-                    end_if_forked(pid)
                     connection.send((None, ("failed", described(e))))
                     return
-                end_if_forked(pid)
                 connection.send((None, ("ready", None)))
             for number, call in calls:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
                 signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
                 result = value_of(function, call, answers)
-                end_if_forked(pid)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 connection.send((number, result))
-
-
-def end_if_forked(pid: int) -> None:
-    """End this process at once unless its id is `pid`."""
-    if os.getpid() != pid:
-        os._exit(0)
 
 
 def function_of(name: str):
@@ -159,7 +148,7 @@ def described(e: BaseException) -> str:
         if at.tb_frame.f_globals.get("__name__", "").startswith("user_"):
             place = f" ({file.name}, line {at.tb_lineno})"
         at = at.tb_next
-    return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}{place}"
+    return f"{type(e).__name__}: {shortened(e)}{place}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

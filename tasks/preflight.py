@@ -10,12 +10,7 @@ from tasks.prompts import Answer, render
 
 TRIED = 32  # gold answers that are graded
 # form in which a response gives its answer, for each reward
-HONEST = {
-    "math": wrapped,
-    "gsm8k": "#### {}".format,
-    "praxis": "#### {}".format,
-    "letter": wrapped,
-}
+HONEST = {"math": wrapped, "gsm8k": "#### {}".format, "praxis": "#### {}".format, "letter": wrapped}
 MARKS = {"boxed": "\\boxed", "letter": "\\boxed", "hashes": "####"}  # marks in the templates
 ASKED_BY = {name: (MARKS[template],) for name, template in TEMPLATE_OF.items()}
 ASKED_BY |= {"think": ("<think>", "<answer>")}

@@ -76,13 +76,13 @@ class Style:
         """The style given by the flags. usual: the template without --prompt_template. Raises
         UserError."""
         named = cfg.prompt_template
-        template = TEMPLATES.get(named or usual) or text_or_file("prompt_template", named)
+        template = TEMPLATES.get(named or usual) or text_or_file(named)
         need(
             template.count("{problem}") == 1,
             f"--prompt_template={named}: must contain {{problem}} exactly once, or be one of {', '.join(TEMPLATES)}, "
             "or be a file",
         )
-        system = text_or_file("system_prompt", cfg.system_prompt)
+        system = text_or_file(cfg.system_prompt)
         need(
             not re.fullmatch(r"\S+\.(txt|md)", system),
             f"--system_prompt={system}: no such file; give an existing file, or a text",
@@ -112,22 +112,20 @@ class Style:
         return last["content"] if only_text else messages
 
 
-def text_or_file(flag: str, value: str) -> str:
+def text_or_file(value: str) -> str:
     """The text given by a flag, or the text of the file that the flag names."""
     try:
         is_file = Path(value).is_file()
     except (OSError, ValueError):  # too long for a file name, or with a zero byte
         is_file = False
-    text = read_text(value).rstrip("\n") if value and is_file else value
-    need("\0" not in text, f"--{flag}: contains a zero byte; remove the zero byte")
-    return text
+    return read_text(value).rstrip("\n") if value and is_file else value
 
 
 def contents(cfg: PromptFlags) -> dict[str, str]:
     """The flags that may name files, with the contents of the files, for a host without the
     files."""
     return {
-        flag: text_or_file(flag, getattr(cfg, flag))
+        flag: text_or_file(getattr(cfg, flag))
         for flag in ("system_prompt", "prompt_template", "chat_template")
     }
 
@@ -138,7 +136,7 @@ def chat_template_of(cfg: PromptFlags) -> str | None:
         return None
     if cfg.chat_template == "off":
         return ""
-    text = text_or_file("chat_template", cfg.chat_template)
+    text = text_or_file(cfg.chat_template)
     need(
         "{" in text,
         f"--chat_template={cfg.chat_template}: no such file; give auto, off, or a file of Jinja",
@@ -216,11 +214,6 @@ def render(tokenizer, problem: Problem) -> tuple[str, bool]:
             f"{problem.id}: the chat template rejects this prompt ({shortened(e)}); check --system_prompt, "
             "--chat_kwargs and --chat_template"
         ) from None
-
-
-def opens_think(tokenizer, problem: Problem) -> bool:
-    """Whether the prompt ends with <think>, as with chat templates of reasoning models."""
-    return render(tokenizer, problem)[0].rstrip().endswith("<think>")
 
 
 def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:

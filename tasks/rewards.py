@@ -187,10 +187,7 @@ def tell_once(
     if name in TOLD:
         return
     TOLD.add(name)
-    tqdm.write(
-        f"warning: {name}: {why}; {so}",
-        file=sys.stderr,
-    )
+    tqdm.write(f"warning: {name}: {why}; {so}", file=sys.stderr)
 
 
 def parts_of(text: str) -> tuple[Part, ...]:

@@ -31,8 +31,8 @@ def model(change=None, **config):
     return make
 
 
-def without(*names: str):
-    return lambda folder: [path.unlink() for name in names for path in folder.glob(name)]
+def without(names: str):
+    return lambda folder: [path.unlink() for path in folder.glob(names)]
 
 
 def holding(name: str, content):
@@ -58,16 +58,12 @@ def keys_of(owner: str, change=None):
 
 
 def only_public(folder: Path) -> None:
-    secret = folder / "sampler0.key_secret"
-    secret.write_text((folder / "learner.key").read_text())
+    shutil.copy(folder / "learner.key", folder / "sampler0.key_secret")
 
 
-def unreadable(content):
-    def make(path: Path) -> None:
-        make_file(path, content)
-        path.chmod(0)
-
-    return make
+def unreadable(path: Path) -> None:
+    path.write_text("lr = 1")
+    path.chmod(0)
 
 
 def read_only(path: Path) -> None:
@@ -111,7 +107,7 @@ FILES = {
     # configurations
     "cut.toml": "steps = ",
     "true_steps.toml": "steps = true",
-    "unreadable.toml": unreadable("lr = 1"),
+    "unreadable.toml": unreadable,
     # model folders
     "no_config": {"model.safetensors": "x"},
     "config_cut": model(holding("config.json", '{"model_type": "qwe')),
@@ -127,22 +123,15 @@ FILES = {
     "read_only": read_only,
     "run": {"config.json": RUN, "metrics.jsonl": ROW},
     "run_of_a_model": {"config.json": '{"model_type": "qwen3"}', "notes.txt": "mine"},
-    "config_damaged": {"config.json": RUN[:99], "metrics.jsonl": ROW},
     "notes": {"notes.txt": "mine", "checkpoints": {"mine": "precious"}},
-    "run_cut": {"config.json": RUN[:99]},
     "run_of_text": {"config.json": run_of(steps="many")},
     "run_spoilt": lambda path: make_file(
         path,
-        {
-            "config.json": run_of(model=str(MODELS["POLICY"]), actor="none"),
-            "checkpoints": {"step_000002": DAMAGED, "step_000004": DAMAGED},
-        },
+        {"config.json": run_of(model=str(MODELS["POLICY"]), actor="none"), "checkpoints": {"step_000002": DAMAGED}},
     ),
     # metrics and responses
     "metrics_junk": {"metrics.jsonl": "junk\n" * 50},
-    "responses_empty": {"samples.jsonl": ""},
     "responses_uneven": {"samples.jsonl": json.dumps({**RESPONSE, "gaps": [0.0, 1.0]}) + "\n"},
-    "responses": {"samples.jsonl": json.dumps(RESPONSE) + "\n"},
     # keys
     "keys_learner": keys_of("learner"),
     "keys_cut": keys_of("learner", cut("learner.key_secret", 200)),

@@ -27,7 +27,7 @@ from machinery import plot, settings
 from model import TokenStats
 from objectives import StepStats
 from rollout import Response, Rollout, Sampling
-from tasks import VOCAB, arithmetic_tokenizer
+from tasks.arith import VOCAB, arithmetic_tokenizer
 
 f64 = torch.float64
 LN = math.log

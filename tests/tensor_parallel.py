@@ -20,7 +20,7 @@ from machinery.checkpoint.models import load_model
 from model.engines import VLLMEngine
 from sampling import Sampling
 from sync import WeightCheck
-from tasks import Arithmetic, arithmetic_tokenizer
+from tasks.arith import Arithmetic, arithmetic_tokenizer
 
 
 def work(rank: int) -> tuple[list, list]:

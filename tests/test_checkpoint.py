@@ -21,7 +21,7 @@ from learner import Comm, Learner
 from machinery import checkpoint
 from machinery.checkpoint import models, shards, state, tensors
 from machinery.flags import UserError
-from tasks import arithmetic_tokenizer
+from tasks.arith import arithmetic_tokenizer
 
 CONTROLLERS = {"kappa": 0.9970144912453727, "distill": 0.5}
 

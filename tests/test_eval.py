@@ -29,7 +29,9 @@ from remote.sampler import SamplerFlags, open_source
 from remote.source import describe_run
 from rollout import Response
 from sampling import Sampling
-from tasks import Arithmetic, arithmetic_tokenizer, encode, make_task, prompts, stop_ids
+from tasks import make_task, prompts
+from tasks.arith import Arithmetic, arithmetic_tokenizer
+from tasks.prompts import encode, stop_ids
 
 
 def table(path, *answers, problem="1 + {} :"):

@@ -107,13 +107,12 @@ def test_rare_flags_are_on_the_page_of_all_flags(capsys):
     both = dataclass(frozen=True)(type("Both", (Rules, Config), {}))
     every = len(fields(Config))
     for argv, n in ((["--help"], 30), (["--help=all"], every), (["--help", "all"], every)):
-        for command, more in ((Config, 0), (both, 3)):  # kind, target and cap; clip is a flag of train.py
-            with pytest.raises(SystemExit):
-                flags.parse_flags(command, argv)
-            page = capsys.readouterr().out
-            listed = {key for group in groups_on(page).values() for key in group}
-            assert len(listed) == n + more, (argv, command)
-            assert (f"--help=all shows {every - n} more flags." in page) == (n == 30)
+        with pytest.raises(SystemExit):
+            flags.parse_flags(both, argv)
+        page = capsys.readouterr().out
+        listed = {key for group in groups_on(page).values() for key in group}
+        assert len(listed) == n + 3, argv  # kind, target and cap; clip is a flag of train.py
+        assert (f"--help=all shows {every - n} more flags." in page) == (n == 30)
 
 
 @pytest.mark.parametrize("command", [Config, PlotFlags])
@@ -122,8 +121,6 @@ def test_the_page_of_a_command(command):
     page = flags.help_page(command)
     groups = flags.groups_of(command)
     assert groups_on(page) == {group.__doc__.splitlines()[0]: list(group.__annotations__) for group in groups}
-    listed = [key for group in groups_on(page).values() for key in group]
-    assert sorted(listed) == sorted(f.name for f in fields(command))
     for group in groups:
         assert not group.__doc__.startswith(group.__name__), group  # dataclass's default docstring
         for key, sentence in flags.docs_of(group).items():
@@ -149,23 +146,17 @@ def test_a_closed_pipe_ends_a_command_quietly(argv):
 
 
 def test_a_different_broken_pipe_keeps_its_traceback():
-    """The pipe to a different process breaks; standard output is open."""
+    """The pipe to a different process breaks; standard output is open. Ctrl-C gives the exit code of shells."""
 
-    def command():
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+    def fail(error):
+        raise error
 
     read_end, write_end = os.pipe()
     with os.fdopen(read_end), os.fdopen(write_end, "w") as out, contextlib.redirect_stdout(out):  # noqa: SIM117
         with pytest.raises(BrokenPipeError):
-            flags.run_command(command)
-
-
-def test_ctrl_c_ends_a_command_with_the_exit_code_of_shells():
-    def command():
-        raise KeyboardInterrupt
-
+            flags.run_command(lambda: fail(BrokenPipeError(errno.EPIPE, "Broken pipe")))
     with pytest.raises(SystemExit) as e:
-        flags.run_command(command)
+        flags.run_command(lambda: fail(KeyboardInterrupt()))
     assert e.value.code == 130
 
 
@@ -184,12 +175,10 @@ def test_every_default_can_be_written(command):
     [
         ("--steps -3", {"steps": -3}),
         ("--steps=3 --steps=4", {"steps": 4}),
-        ("--lr=1", {"lr": 1.0}),
         ("--lr 1e-9", {"lr": 1e-9}),
         ("--most=None --cap=None --target=None", {"most": None, "cap": None, "target": None}),
         ("--clip", {"clip": True}),
         ("--clip=false", {"clip": False}),
-        ("--clip False", {"clip": False}),
         ("--clip --steps=3", {"clip": True, "steps": 3}),
         ("--kind=expected --target=new", {"kind": "expected", "target": "new"}),
         ("--run_name=a=b", {"run_name": "a=b"}),
@@ -210,15 +199,12 @@ def test_values(line, wanted, monkeypatch):
     [
         (["--steps=\uff11\uff12"], "--steps=\uff11\uff12: must be a whole number"),
         (["--lr=-1e13"], "--lr=-10000000000000.0: must be 0, or between 1e-12 and 1e12"),
-        (["--steps="], "--steps=: must be a whole number"),
         (["--steps", "--lr=1"], "--steps: a value is missing; write --steps=VALUE"),
         (["--steps=1_0"], "--steps=1_0: must be a whole number"),
         (["--cap=none"], "--cap=none: must be a number"),
         (["--clip=fals"], "--clip=fals: not one of True, true, False, false; did you mean false?"),
         (["--target=rev"], "--target=rev: not one of ref, new; did you mean ref?"),
-        (["-steps=3"], "-steps=3: flags are written --key=value"),
         (["--clip", "stray"], "stray: flags are written --key=value"),
-        (["--run-nam=x"], "--run_nam: no such flag; did you mean --run_name?"),
         (["--"], "--: no such flag; see --help"),
     ],
 )
@@ -232,10 +218,8 @@ def test_one_sentence(argv, sentence):
     "typed, fix",
     [
         ("temprature", "did you mean --temperature"),
-        ("groupsize", "did you mean --group_size"),
         ("train-bach", "did you mean --train_batch"),
         ("num_steps", "see --help"),
-        ("x", "see --help"),
     ],
 )
 def test_only_a_similar_flag_is_suggested(typed, fix):

@@ -19,10 +19,11 @@ from conftest import ROOT
 from test_hub import until
 
 from config import SampleFlags
-from tasks import Answer, Problem, Table, builtin, grading, grading_metrics, make_task, read_rows, rewards
+from tasks import builtin, grading, grading_metrics, make_task, rewards
 from tasks.builtin import last_box
+from tasks.data import Table
 from tasks.grading import Graders, graders
-from tasks.prompts import Style
+from tasks.prompts import Answer, Problem, Style
 from tasks.rewards import Reward, parts_of
 
 
@@ -35,25 +36,8 @@ def graded(pool, pairs, seconds: float) -> list:
     return pool.grade("math", calls(*pairs), seconds)
 
 
-@pytest.mark.parametrize(
-    "response, answer, right",
-    [
-        ("\\boxed{\\{1,2,3\\}}", "\\{3,2,1\\}", True),
-        ("\\boxed{x^2+2x+1}", "(x+1)^2", True),
-        ("\\boxed{x=5}", "5", True),
-        ("\\boxed{\\$18}", "18", True),
-        ("\\boxed{(2,1)}", "(1,2)", False),
-        ("\\boxed{[0,1]}", "[0,1)", False),
-        ("\\boxed{\\pi}", "3", False),
-        ("The answer is 5, no: \\boxed{6}", "5", False),
-    ],
-)
-def test_answers_of_math(response, answer, right):
-    assert builtin.math_answer(*calls((response, answer))[0]) == right
-
-
 def test_a_table_of_graded_responses():
-    """156 pairs of a gold answer and a response, labelled by hand."""
+    """162 pairs of a gold answer and a response, labelled by hand."""
     pairs = [json.loads(line) for line in (ROOT / "tests" / "graded.jsonl").read_text(encoding="utf-8").splitlines()]
     wrong = []
     for name in ("math", "gsm8k"):
@@ -61,19 +45,16 @@ def test_a_table_of_graded_responses():
         asked = [Answer(Problem(str(i), "p", row["gold"]), row["response"], True) for i, row in enumerate(rows)]
         values = Reward(parts=parts_of(name)).values(rewards.Part(name, 1.0), asked)
         wrong += [row for row, value in zip(rows, values, strict=True) if bool(value) != row["right"]]
-    assert len(pairs) == 156 and not wrong
+    assert len(pairs) == 162 and not wrong
 
 
 BOXES = [
     ("\\boxed{1} and then \\boxed{2}, done", "2"),
-    ("\\boxed{\\{1, 2\\}} }", "\\{1, 2\\}"),
     ("\\boxed{\\left\\{x\\right.}", "\\left\\{x\\right."),
     ("\\boxed{a\\\\}b}", "a\\\\"),
     ("\\boxed {7}", "7"),
-    ("\\boxed{\n3\n}", "\n3\n"),
     ("\\boxed 5", None),
     ("\\boxed{1} so \\boxed{\\frac{1}{2", None),
-    ("\\boxed{\\text{a}", None),
     ("\\boxed{" * 100_000, None),
 ]
 
@@ -95,10 +76,9 @@ def pool(monkeypatch):
     pool.close()
 
 
-def math_task(tmp_path, *answers, **settings) -> Table:
-    path = tmp_path / "math.jsonl"
-    path.write_text("".join(json.dumps({"problem": "p", "answer": a}) + "\n" for a in answers))
-    return Table(str(path), read_rows(str(path)), Style(), Reward(**settings))
+def math_task(*answers, **settings) -> Table:
+    rows = [{"prompt": "p", "answer": answer, "row": {}} for answer in answers]
+    return Table("math.jsonl", rows, Style(), Reward(**settings))
 
 
 def answers_of(task, *texts) -> list[Answer]:
@@ -114,9 +94,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_an_endless_answer_fails_alone(tmp_path):
+def test_an_endless_answer_fails_alone():
     """Answers in the same chunk are graded, and an equal endless answer is not tried again."""
-    task = math_task(tmp_path, "5", seconds=0.5)
+    task = math_task("5", seconds=0.5)
     answers = answers_of(
         task, "\\boxed{5}", TOWER, "\\boxed{5.0}", "\\boxed{6}", TOWER, "5", *(f"\\boxed{{{i}}}" for i in range(40))
     )
@@ -128,9 +108,9 @@ def test_an_endless_answer_fails_alone(tmp_path):
     assert counts == Counter({"answers": 46, "timeouts": 2, "unboxed": 1, "reward/math": 3, "plain": 46, "exact": 4})
 
 
-def test_equal_answers_are_graded_once(tmp_path, monkeypatch, pool):
+def test_equal_answers_are_graded_once(monkeypatch, pool):
     """An answer without a box is not graded at all; each response is compared with its own problem."""
-    task = math_task(tmp_path, "5", "6", seconds=3.0)
+    task = math_task("5", "6", seconds=3.0)
     calls_made, grade = [], pool.grade
     monkeypatch.setattr(pool, "grade", lambda *call: calls_made.append(call) or grade(*call))
     texts = ("so \\boxed{5}", "\\boxed{5}.", "none", "\\boxed{6}")
@@ -280,21 +260,16 @@ CASES = {
         ("B", "\\boxed{\\text{(B)}}", 1),
         ("B", "\\boxed{B. Paris}", 1),
         ("B", "\\boxed{Berlin}", 0),
-        ("B", "the answer is B, no, the answer is A", 0),
         ("B", "The answer is Because", 0),
         ("B", "The answer is B. To get this answer I used a table", 1),
-        ("B", "**Answer:** B", 1),
         ("B", "Final ANSWER: $B$", 1),
         ("B", "The answer is \\textbf{(B)}", 1),
         ("B", "The answer is option B", 1),
         ("A", "The answer is not A", 0),
-        ("B", "\\boxed{\\,B}", 1),
         ("B", "\\boxed{\\text{Option B}}", 1),
         ("B", "\\boxed{B, C}", 0),
-        ("B", "\\boxed{B or C}", 0),
         ("B", "The answer is (B) or (C)", 0),
         ("A", "\\boxed{A triangle}", 0),
-        ("A", "The answer is A lot", 0),
         ("A", "The answer is A because of x", 1),
         ("I", "The answer is I think B", 0),
     ],
@@ -305,7 +280,6 @@ CASES = {
     ],
     "think": [
         ("9", "<think>a\nb</think> <answer>1</answer>\n", 1),
-        ("9", "x<think>a</think><answer>1</answer>", 0),
         ("9", "<think><think>a</think><answer>1</answer>", 0),
         ("9", "<answer>1</answer><think>a</think>", 0),
     ],
@@ -373,16 +347,6 @@ def forks(row, text, finish_reason):
         os.waitpid(child, 0)
     return 1.0
 
-def forks_once(row, text, finish_reason):
-    n = int(text)
-    if n == row["at"] and os.fork() == 0:
-        if row["how"] == "raise":
-            raise ValueError("in the child")
-        if row["how"] == "exit":
-            sys.exit(0)
-        return -1.0
-    return float(n)
-
 def ends(row, text, finish_reason):
     return os._exit(4) if text == "end" else 1.0
 
@@ -447,37 +411,19 @@ def test_the_readmes_examples(tmp_path):
 
 
 @pytest.mark.timeout(40)
-def test_a_waiting_function_is_ended_with_its_child_processes(custom, tmp_path, monkeypatch, pool):
-    """The function uses no processor time, so the clock ends it and its child; its neighbours are graded."""
+@pytest.mark.parametrize("name", ["sleeps", "forks"])
+def test_a_waiting_function_is_ended_with_its_child_processes(custom, tmp_path, monkeypatch, pool, name):
+    """The function uses no processor time, so the clock ends it and its child; its neighbours are graded. A fork in a
+    new session stays: it keeps the connection open, which does not block."""
     monkeypatch.setattr(grading, "PATIENCE", 4)
-    row = {"pids": str(tmp_path / "pids")}
-    answers = [Answer(problem("", **row), text, True) for text in ("a", "hang", "b")]
-    counts = Counter({"answers": 3, "timeouts": 1, "reward/sleeps": 2})
-    assert custom("sleeps", seconds=0.4).of(answers) == ([1.0, 0.0, 1.0], counts)
+    answers = [Answer(problem("", pids=str(tmp_path / "pids")), text, True) for text in ("a", "hang", "b")]
+    counts = Counter({"answers": 3, "timeouts": 1, f"reward/{name}": 2})
+    assert custom(name, seconds=0.4).of(answers) == ([1.0, 0.0, 1.0], counts)
     pool.close()
-    (pid,) = (tmp_path / "pids").read_text().split()
-    assert until(lambda: not alive(int(pid)), within=10)
-
-
-@pytest.mark.timeout(40)
-def test_a_fork_that_outlives_its_process_does_not_block(custom, tmp_path, monkeypatch, pool):
-    """The fork keeps the connection open; it is in a new session, so it does not end with its process."""
-    monkeypatch.setattr(grading, "PATIENCE", 4)
-    row = {"pids": str(tmp_path / "pids")}
-    try:
-        answers = [Answer(problem("", **row), text, True) for text in ("a", "hang", "b")]
-        assert custom("forks", seconds=0.4).of(answers)[0] == [1.0, 0.0, 1.0]
-    finally:
-        os.kill(int((tmp_path / "pids").read_text()), signal.SIGKILL)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", ["return", "exit", "raise"])
-def test_a_forked_child_of_a_reward_sends_no_answer(custom, how):
-    """For every end of the child, each response has its reward, in two calls."""
-    answers = [Answer(problem("", at=7, how=how), str(n), True) for n in range(40)]
-    for _ in range(2):
-        assert custom("forks_once", seconds=5.0).of(answers)[0] == [float(n) for n in range(40)]
+    pid = int((tmp_path / "pids").read_text())
+    if name == "forks":
+        os.kill(pid, signal.SIGKILL)
+    assert until(lambda: not alive(pid), within=10)
 
 
 def test_a_function_that_raises_is_counted_and_reported_once(custom, capsys, monkeypatch):
@@ -508,7 +454,6 @@ def test_a_function_is_called_before_a_model_loads(tmp_path):
     [
         ("mth", "--reward=mth: not one of math, gsm8k, .*; did you mean math?"),
         ("math*inf", "inf is not a weight"),
-        ("math,math", "--reward=math,math: the same part is named twice"),
         ("conftest.py:f,oracle.py:f", "the same part is named twice; leave one part out, or rename its function"),
         ("conftest.py:", "--reward=conftest.py:: no function is named; write conftest.py:FUNCTION"),
     ],

@@ -94,15 +94,15 @@ class Learner(Peer):
         super().close()
 
 
-class Opened:
+class Opened(contextlib.ExitStack):
     """Hubs, links, raw peers and learners; closed after the test."""
 
     def __init__(self, folder):
+        super().__init__()
         self.folder = folder
-        self.things = []
 
     def add(self, thing):
-        self.things.append(thing)
+        self.callback(thing.close)
         return thing
 
     def hub(self, keys="none", held=(), **bounds):
@@ -132,19 +132,10 @@ class Opened:
         return self.add(files_link.FilesLink(str(folder), [name], SamplerFlags(**changes), spool))
 
 
-def opened_objects(folder):
-    """The generator of the fixture `opened` for a file of tests."""
-    opened = Opened(folder)
-    try:
-        yield opened
-    finally:
-        for thing in opened.things:
-            thing.close()
-
-
 @pytest.fixture
 def opened(tmp_path):
-    yield from opened_objects(tmp_path)
+    with Opened(tmp_path) as opened:
+        yield opened
 
 
 def until(condition, within=20.0):
@@ -202,9 +193,9 @@ def test_a_group_arrives_once(opened):
         assert peer.hear(wire.Got).names == [] and h.reports["box", 1] == 9
     assert fates(h) == [("box/1/4", "lost")]  # an arrived group is not lost
     h.held(["box/1/4"])
-    for _ in range(2):
+    for _ in range(2):  # an unanswered message is repeated
         assert peer.hear(wire.Held) == wire.Held(["box/1/4"]) and h.drain() == []
-        peer.hello(session="session", handed=9, lost=["box/1/4"])  # an unanswered message is repeated
+        peer.hello(session="session", handed=9, lost=["box/1/4"])
 
 
 def test_weights_are_served_in_ranges(opened, tmp_path):
@@ -230,12 +221,10 @@ def test_weights_are_served_in_ranges(opened, tmp_path):
     assert until(lambda: list(h.weights) == ["v000004.safetensors", "v000005.safetensors"])
     early.say(wire.Ask("v000003.safetensors", 0, 1))
     assert early.hear(wire.Gone) == wire.Gone("v000003.safetensors")
-    early.hello(session="session")
-    # the answer to a heartbeat names the newest weights; the offer can be repeated
-    assert early.hear(wire.Got).newest == "v000005.safetensors"
     assert until(lambda: early.hear(wire.Offer, within=0.2) is None)
-    early.say(wire.Want())
-    assert early.hear(wire.Offer).version == 5
+    for known, offered in (("v000004.safetensors", True), ("v000005.safetensors", False)):
+        early.hello(session="session", newest=known)  # a lost offer is repeated after a heartbeat
+        assert isinstance(early.hear((wire.Offer, wire.Got)), wire.Offer) == offered
     # an ask out of range has no answer
     early.say(wire.Ask("v000005.safetensors", 3, 1), wire.Ask("v000005.safetensors", 0, 1))
     assert early.hear(wire.Leaves)[1] == BLOB[:500]
@@ -260,8 +249,7 @@ def test_messages_that_a_hub_refuses(opened):
     for name in ("other/1/0", "box/1/-4", "box"):
         peer.say(wire.Offer(wire.manifest(name, b"x")))
     assert until(lambda: h.counts["malformed"] == 3)  # groups of a different sampler
-    assert fates(h) == [("box/1/1", "refused"), ("box/1/2", "refused")]
-    assert h.size == 0 and not h.peers[next(iter(h.peers))].pulls
+    assert fates(h) == [("box/1/1", "refused"), ("box/1/2", "refused")] and h.size == 0
     peer.say(wire.Offer(wire.Manifest("box/1/3", most, leaves[0])))  # the maximum size is accepted
     assert peer.hear(wire.Ask).name == "box/1/3"
     peer.say(b"y" * (17 << 20))  # above the socket's limit: disconnected
@@ -324,8 +312,7 @@ def test_only_known_keys_are_accepted(opened, tmp_path):
         peer.hello()
     assert friend.hear() == WELCOME
     assert [peer.hear(within=0.3) for peer in refused] == [None] * 3 and len(h.peers) == 1 and not h.counts["faults"]
-    secret = tmp_path / "keys" / "sampler0" / "sampler0.key_secret"
-    assert secret.stat().st_mode & 0o077 == 0
+    assert (tmp_path / "keys" / "sampler0" / "sampler0.key_secret").stat().st_mode & 0o077 == 0
 
 
 def test_a_sampler_checks_its_learners_run(tmp_path, monkeypatch):
@@ -375,9 +362,7 @@ def test_withdrawn_weights_are_replaced_by_newer_weights(opened, tmp_path):
     assert is_asked_for("v4")
     learner.say(wire.Gone("v4"))
     assert until(lambda: learner.hear(wire.Ask, within=1) is None)  # asks in flight
-    learner.say(wire.Gone("v4"), wire.Got([], "v5"))
-    assert learner.hear((wire.Ask, wire.Want)) == wire.Want()
-    assert learner.end.newest is None and learner.end.error == ""
+    assert learner.hear(wire.Hello).newest == "v4" and learner.end.newest is None and learner.end.error == ""
 
 
 # -- the source: fates of groups ---------------------------------------------------------------------------------------
@@ -420,7 +405,7 @@ def message_in(path):
     return wire.decode(path.read_bytes())
 
 
-def test_every_group_has_one_fate(tmp_path, monkeypatch):
+def test_every_group_has_one_fate(tmp_path):
     s = source(tmp_path, max_staleness=1, window_seconds=1000.0)
     for v in range(3):
         s.publish(v, weights(v))
@@ -438,25 +423,19 @@ def test_every_group_has_one_fate(tmp_path, monkeypatch):
     hand_over(tmp_path, s, 8, version=1, t_end=now + 9000.0)
     too_big = account.with_digest(bytes(s.limits.nbytes + 1))  # valid, but larger than any group
     (tmp_path / "rollouts" / "box" / "1-9").write_bytes(too_big)
-    hello = wire.Hello("box", 1, "session", 11)  # 11 groups reported, the last one is missing
+    hello = wire.Hello("box", 1, "session", 10)
     account.write_atomically(tmp_path / "samplers" / "box", wire.encode(hello))
     (tmp_path / "rollouts" / "box" / "1-2~").write_bytes(b"an editor's")
-    assert numbers(s.next(2, 2)) == [0, 8] and s.counts["lost"] == 0  # it may still arrive
-    monkeypatch.setattr(files, "PATIENCE", 0.0)
-    s.hub.beat = -files.BEAT
-    assert s.next(1, 2, stop=[]) == []
-    s.error = ""
-    assert s.counts == {"trained": 2, "staleness": 1, "orphan": 2, "refused": 3, "window": 1, "corrupt": 1, "lost": 1}
+    assert numbers(s.next(2, 2)) == [0, 8] and s.next(1, 2) == []
+    assert s.counts == {"trained": 2, "staleness": 1, "orphan": 2, "refused": 3, "window": 1, "corrupt": 1}
     m = {name.removeprefix("remote/"): value for name, value in s.metrics().items()}
-    names = ("trained", "orphan", "corrupt", "refused", "lost", "handed", "waiting", "samplers")
-    assert [m[name] for name in names] == [2, 2, 1, 3, 1, 11, 0, 1]
+    names = ("trained", "orphan", "corrupt", "refused", "handed", "waiting", "samplers")
+    assert [m[name] for name in names] == [2, 2, 1, 3, 10, 0, 1]
     assert sum(m[fate] for fate in remote.FATES) == m["handed"] == len(s.since) == s.state_dict()["account"][0][2]
-    assert s.next(1, 2) == []
-    for words in ("no group to train on for 0 s at", "2 trained", "--resume continues from here"):
-        assert words in s.error
+    assert "no group to train on for 0 s at" in s.error and "2 trained" in s.error
     again = source(tmp_path)
     again.load_state_dict(s.state_dict())
-    assert again.metrics()["remote/handed"] == 11 and again.counts == s.counts
+    assert again.metrics()["remote/handed"] == 10 and again.counts == s.counts
 
 
 def test_stamps_lie_between_publication_and_arrival():
@@ -471,9 +450,8 @@ def test_groups_given_back_are_returned_again(tmp_path):
     assert s.next(2, 0) and s.counts["trained"] == 2 and s.hub.size == 0
     assert s.next(1, 0, stop=["SIGTERM"]) == []
     s.give_back()  # no effect: both groups were trained on
-    assert s.counts["trained"] == 2 and len(s.since) == 2
     hand_over(tmp_path, s, 2)
-    assert s.next(1, 0)
+    assert s.next(1, 0) and s.counts["trained"] == 3
     s.give_back()
     assert s.counts["trained"] == 2 and s.since == ["box/1/0", "box/1/1"]
     assert numbers(s.next(1, 0)) == [2] and s.counts["trained"] == 3
@@ -493,12 +471,8 @@ def test_a_folder_without_a_learner_and_a_full_disk(opened, tmp_path, monkeypatc
     end = opened.folder_link(tmp_path, give_up=0.5)
     assert until(lambda: "no message from a learner" in end.error)
     hand_over(tmp_path, s, 0)
-
-    def full(path, data):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as m:
-        m.setattr(files, "write_atomically", full)
+        m.setattr(files, "write_atomically", lambda path, data: os.listdir("/nowhere"))  # raises an OSError
         assert s.next(1, 0)  # the learner continues and writes later
         s.state_dict()
         s.saved()
@@ -542,10 +516,7 @@ def test_weights_are_published_every_sync_every_updates(tmp_path):
     assert torch.equal(tensors["a"], torch.full((3,), 4 + 1 / 3))
 
 
-@pytest.mark.parametrize("rounds, trained", [(0, [0, 1, 2]), (1, [0, 2, 3])])
-def test_groups_without_spread_are_not_trained_on(rounds, trained, tmp_path):
-    """Only with --dynamic_sampling."""
-    s = started(tmp_path, 4, dynamic_sampling=rounds)
+def test_groups_without_spread_are_not_trained_on_with_dynamic_sampling(tmp_path):
+    s = started(tmp_path, 4, dynamic_sampling=1)
     hand_over(tmp_path, s, 1, responses=[replace(r, reward=0.5) for r in group().responses])
-    assert numbers(s.next(3, 0)) == trained
-    assert (s.counts["trained"], s.metrics()["remote/no_spread"]) == (3, rounds)
+    assert numbers(s.next(3, 0)) == [0, 2, 3] and s.metrics()["remote/no_spread"] == 1

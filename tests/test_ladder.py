@@ -14,7 +14,7 @@ from probe import faults, ladder, page
 from results import sweep
 from rollout import Response, Rollout
 from sampling import Sampling
-from tasks import arithmetic_tokenizer
+from tasks.arith import arithmetic_tokenizer
 
 FLOOR = [{"name": "x", "kl": 1e-9, "dp": 2e-9, "chi2_seq": 3e-9}]
 

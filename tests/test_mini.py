@@ -15,7 +15,7 @@ import mini
 import train
 from machinery import run, session, settings
 from machinery.flags import BASE_ACCURACY
-from tasks import Arithmetic, arithmetic_tokenizer
+from tasks.arith import Arithmetic, arithmetic_tokenizer
 
 SIZES = {"steps": 12, "rollout_batch": 64, "group_size": 8, "max_tokens": 10, "eval_problems": 64, **TINY_TASK}
 CASES = {

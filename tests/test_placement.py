@@ -3,7 +3,6 @@ vLLM's tensor parallelism runs on two CPU ranks."""
 
 import pickle
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -346,14 +345,3 @@ def test_without_a_gpu_weights_are_read_where_they_are(monkeypatch):
     engine, log = recorded(0, monkeypatch)
     engine.load([("a", torch.ones(1))])
     assert log == ["load 1", "forget prefixes"]
-
-
-def test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu(monkeypatch):
-    """More than 262,144 tokens; on a CPU no size is refused."""
-    large = replace(make_cfg(objective="tis"), rollout_batch=1024, max_tokens=257)
-    settings.check_packages(large, 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for flags in (dict(max_tokens=256), dict(exact=True), dict(rollout="vllm")):
-        settings.check_packages(replace(large, **flags), 1)
-    with pytest.raises(UserError, match="--rollout=hf: 1024 responses of up to 257 tokens .* use --rollout=vllm"):
-        settings.check_packages(large, 1)

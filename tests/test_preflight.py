@@ -9,9 +9,11 @@ from conftest import make_cfg
 
 from machinery.flags import UserError
 from machinery.settings import unlike_paper
-from tasks import Answer, arithmetic_tokenizer, digest_of, grading_metrics, make_task
+from tasks import grading_metrics, make_task
+from tasks.arith import arithmetic_tokenizer
+from tasks.data import digest_of
 from tasks.preflight import warnings_of
-from tasks.prompts import Chat, render
+from tasks.prompts import Answer, Chat, render
 
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
 
@@ -32,7 +34,6 @@ HASHES, BOX = "2 + 3? End with ####.", "2 + 3 in \\boxed{}"
     "problem, template, reward, sentence",
     [
         ("2 + 3", "", "math", ""),
-        ("2 + 3", "", "math,boxed*0.5", ""),
         (HASHES, "plain", "math", "asks for ####, which --reward=gsm8k"),
         ("2 + 3", "plain", "math", "--reward=math reads \\boxed in a response"),
         (BOX, "plain", "gsm8k", "asks for \\boxed, which --reward=math"),
@@ -40,7 +41,6 @@ HASHES, BOX = "2 + 3? End with ####.", "2 + 3 in \\boxed{}"
         ("<think> 2", "plain", "think", "--reward=think reads <answer> in a response, and 2 of 2 prompts"),
         ("<answer> 2 <think>\n", "plain", "think", ""),
         ("<answer> 2 <think>\n\n</think>\n", "plain", "think", "has begun or ended the thinking"),
-        ("<answer> 2 <think> Okay,", "plain", "think", "has begun or ended the thinking"),
         ("mixed", "plain", "math", "and 1 of 2 prompts do not ask for it;"),
     ],
 )
@@ -78,14 +78,10 @@ def test_think_continues_the_prompt(tmp_path, template, opened):
     "answer, why",
     [
         ("\frac{1}{2}", "holds a control character"),  # LaTeX with a single backslash in JSON
-        ("\theta", "holds a control character"),
         ("3 \rho", "holds a control character"),
-        (" \nu y", "holds a control character"),
         ("x \notin S", "holds a control character"),
         ("\\frac{1}{2", "has an unclosed brace"),
-        ("2}", "has an unclosed brace"),
         ("a}{b", "has an unclosed brace"),
-        ("\\left(1,2", "has an unclosed brace or bracket"),
         ("1, 2]", "has an unclosed brace or bracket"),
         ("\\{1, 2\\}", ""),
         ("a) 5", ""),
@@ -126,9 +122,7 @@ def test_a_mix_of_files_and_packed_ones(tmp_path):
     "changes, words",
     [
         ({"objective": "gepo", "delay": "lognormal"}, ["--cppo_beta=0.0 (0.005)", "--max_staleness=None (64)"]),
-        ({"objective": "grpo", "delay": "constant"}, ["--ratio_base=ref (inf)", "--window_seconds=inf (1800.0)"]),
         ({"objective": "gspo", "delay": "constant"}, ["--ratio_base=ref (inf)", "--window_seconds=inf (1800.0)"]),
-        ({"objective": "jackpot"}, ["configs/papers/jackpot.toml"]),
         ({"objective": "tis_adjusted"}, ["configs/papers/jackpot_stale.toml", "--clip=True (False)"]),
         ({"objective": "grpo"}, []),
     ],

@@ -113,7 +113,7 @@ def test_warm_up_as_a_share_of_the_steps():
     cfg = SimpleNamespace(warmup_steps=0.03, steps=150, lr_schedule="constant")  # 4.5 updates, so 5
     assert [schedule(step, cfg) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
     assert schedule(0, replace(make_cfg(), warmup_steps=0.0)) == 1.0
-    with pytest.raises(flags.UserError, match="--warmup_steps=2.5: a whole number of updates, or a share"):
+    with pytest.raises(flags.UserError, match="--warmup_steps=2.5: must be whole, or a share"):
         make_cfg(warmup_steps=2.5)
 
 

@@ -124,7 +124,8 @@ def test_over_zmq_with_keys_and_two_samplers_killed_and_started_again(solvers, t
 
 
 def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
-    """For a while files cannot exceed 600 bytes: every group fails to be written, waits, and is trained on later."""
+    """For a while files cannot exceed 600 bytes: every group fails to be written, waits, and is trained on later. The
+    learner is killed and started again."""
     (tmp_path / "shared").mkdir()
     learner, shared = learn(solvers, tmp_path, str(tmp_path / "shared"), max_staleness=1)
     sampler = box(shared, tmp_path / "box")
@@ -132,16 +133,6 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
     resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
     assert any("File too large; waiting for disk space" in line for line in sampler.stdout)  # waits for this line
     resource.prlimit(sampler.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    finishes(learner, sampler)
-    assert_account_is_complete(tmp_path / "run", [tmp_path / "shared" / "rollouts"])
-
-
-@pytest.mark.slow
-def test_a_learner_over_a_folder_killed_and_started_again(solvers, tmp_path):
-    (tmp_path / "shared").mkdir()
-    learner, address = learn(solvers, tmp_path, str(tmp_path / "shared"), save_every=3)
-    sampler = box(address, tmp_path / "box", "--spool_groups=2")
-    wait_for(tmp_path / "run", 2, learner)
     kill(learner)
     finishes(resumed(tmp_path), sampler)
     assert_account_is_complete(tmp_path / "run", [tmp_path / "shared" / "rollouts"])

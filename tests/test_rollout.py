@@ -22,7 +22,8 @@ from rollout import Response, uniforms
 from sampling import Sampling
 from source import LocalSource
 from sync import SyncError, WeightCheck
-from tasks import Arithmetic, arithmetic_tokenizer, grade_all
+from tasks import grade_all
+from tasks.arith import Arithmetic, arithmetic_tokenizer
 
 PROBE_IDS = [5, 40, 3, 77, 200, 9, 12, 55, 13, 100, 31, 8]
 PROMPTS = ((5, 6, 7), (100, 3))

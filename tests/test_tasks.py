@@ -20,14 +20,12 @@ from model.engines import HFEngine
 from rollout import Response, request_seed
 from sampling import Sampling
 from source import LocalSource
-from tasks import Arithmetic, Problem, Table, arithmetic_tokenizer, grade_all, make_task, read_rows, stop_ids
+from tasks import grade_all, make_task
+from tasks.arith import Arithmetic, arithmetic_tokenizer
+from tasks.data import Table
 from tasks.gold import grade_gold, perturbed
-from tasks.prompts import Style
+from tasks.prompts import Problem, Style, stop_ids
 from tasks.rewards import Reward
-
-
-def table(path, **style) -> Table:
-    return Table(str(path), read_rows(str(path)), Style(**style), Reward())
 
 
 def held_out(problem) -> bool:
@@ -76,36 +74,32 @@ def test_solutions_with_slips_continue_from_the_wrong_value():
     assert 0.3 < wrong / 300 < 0.8
 
 
-@pytest.mark.parametrize(
-    "text, reward", [("3 + 4 = 7 # 7", 1), ("# 7", 1), ("# 8", 0), ("7", 0), ("# 7 ;", 0), ("# 77", 0), ("", 0)]
-)
-def test_arithmetic_reward(text, reward):
-    assert Arithmetic().reward(Problem("3 + 4", "3 + 4 :", "7"), text, True) == reward
+SUM = Problem("3 + 4", "3 + 4 :", "7")
 
 
 def test_only_finished_responses_are_right():
     ids = np.array(arithmetic_tokenizer().encode("# 7"), np.int32)
     group = [Response(ids, ids >= 0, ids, ids[:, None], ids[:, None], reason) for reason in ("stop", "length")]
-    grade_all(Arithmetic(), arithmetic_tokenizer(), [Problem("3 + 4", "3 + 4 :", "7")], [group])
+    grade_all(Arithmetic(), arithmetic_tokenizer(), [SUM], [group])
     assert [r.reward for r in group] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize(
-    "text, reward",
+    "text, short, long",
     [
-        ("3 + 4 = 7 # 7", 1),
-        ("# 7 ; 3 + 4 = 7", 1 + 6 / 8),
-        ("# 7" + " ;" * 30, 2),
-        ("# 8 ; 3 + 4 = 7", 0),
-        ("# 7 ; # 8", 0),
-        ("3 + 4 = 7 ; 7", 0),
-        ("# 77 ; ;", 0),
+        ("3 + 4 = 7 # 7", 1, 1),
+        ("# 7 ; 3 + 4 = 7", 0, 1 + 6 / 8),
+        ("# 7" + " ;" * 30, 0, 2),
+        ("# 8 ; 3 + 4 = 7", 0, 0),
+        ("# 7 ; # 8", 0, 0),
+        ("3 + 4 = 7 ; 7", 0, 0),
+        ("# 77", 0, 0),
     ],
 )
-def test_reward_of_long_explanations(text, reward, finished):
-    """A right answer, one `#`, and a bonus for the text after it, finished or not."""
-    assert Arithmetic(explain=8).reward(Problem("3 + 4", "3 + 4 :", "7"), text, finished) == pytest.approx(reward)
+def test_arithmetic_reward(text, short, long):
+    """A right answer at the end; with explanations one `#` and a bonus for the text after it, finished or not."""
+    assert Arithmetic().reward(SUM, text, True) == short
+    assert [Arithmetic(explain=8).reward(SUM, text, finished) for finished in (True, False)] == [long, long]
 
 
 def test_demonstrations_with_explanations():
@@ -197,9 +191,8 @@ def test_both_engines_stop_at_several_tokens(kind, folders, tmp_path, request):
 
 def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
     """A random model never writes a box; metrics are reported once."""
-    (tmp_path / "math.jsonl").write_text('{"problem": "p", "answer": "5"}\n{"problem": "p", "answer": "6"}\n')
-    task = table(tmp_path / "math.jsonl")
-    task.reward = Reward(max_tokens=12, overlong=6)
+    rows = [{"prompt": "p", "answer": answer, "row": {}} for answer in "56"]
+    task = Table("math.jsonl", rows, Style(), Reward(max_tokens=12, overlong=6))
     engine, tokenizer = HFEngine(str(folders / "actor")), arithmetic_tokenizer()
     settings = {"group_size": 8, "topk": 0, "model": "actor", "check": None}
     source = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **settings)
@@ -207,14 +200,10 @@ def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
     assert all(r.tokens[-1] < 100 for r in responses if r.finish_reason == "stop")
     assert all((r.tokens[:-1] >= 100).all() for r in responses)
     logged = source.metrics()
-    assert [logged[f"grade/{x}"] for x in ("timeouts", "failures", "unboxed", "inexact")] == [0.0, 0.0, 1.0, 0.0]
+    assert [logged[f"grade/{x}"] for x in ("timeouts", "unboxed")] == [0.0, 1.0]
     penalty = np.mean([max(0, len(r.tokens) - 6) / 6 for r in responses])
     assert logged["reward/math"] == 0 and logged["reward/overlong"] == pytest.approx(-penalty) and penalty > 0
     assert source.metrics() == {}
-    plain = LocalSource(engine, Arithmetic(), tokenizer, Sampling(max_tokens=2), **settings)
-    assert plain.stop_ids == [1]
-    plain.next(2, 0)
-    assert plain.metrics() == {}
 
 
 def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
@@ -313,5 +302,5 @@ def test_a_warm_start_ignores_only_padding(monkeypatch):
 def test_a_response_longer_than_the_embedded_models_context():
     cfg = make_cfg(model="base:policy", max_tokens=500)
     warmstart.check(cfg, Arithmetic())  # 12 + 500 tokens: the whole context
-    with pytest.raises(ValueError, match="--max_tokens=501: with prompts of up to 12 tokens it exceeds the model's"):
+    with pytest.raises(ValueError, match="--max_tokens=501: with prompts of up to 12 tokens"):
         warmstart.check(replace(cfg, max_tokens=501), Arithmetic())

@@ -33,7 +33,7 @@ from model.engines import HFEngine
 from sampling import Sampling
 from source import LocalSource
 from sync import SAMPLED, SyncError, WeightCheck
-from tasks import arithmetic_tokenizer
+from tasks.arith import arithmetic_tokenizer
 
 
 def is_time(name: str) -> bool:

@@ -22,8 +22,9 @@ from model.engines import HFEngine
 from probe import gaps
 from rollout import Response, as_groups
 from sampling import Sampling
-from tasks import arithmetic_tokenizer, encode, games, grade_all, grading, make_task, rewards, turns
-from tasks.prompts import Problem
+from tasks import games, grade_all, grading, make_task, rewards, turns
+from tasks.arith import arithmetic_tokenizer
+from tasks.prompts import Problem, encode
 
 ENVIRONMENT = """
 import time

@@ -17,7 +17,7 @@ from quant import format_of
 from remote import wire
 from remote.sampler import SamplerFlags, open_source
 from remote.weights import Store, change_of, manifest_of
-from tasks import arithmetic_tokenizer
+from tasks.arith import arithmetic_tokenizer
 
 
 def odd_tensors():
@@ -126,7 +126,6 @@ def test_unannounced_tensors_are_refused(tmp_path):
 
 FORMS = [  # dtype of the published weights, --rollout_quant of the learner, --rollout_quant of the sampler
     ("float32", "none", "none"),
-    ("bfloat16", "none", "int8"),
     ("bfloat16", "none", "w4a16"),
     ("quantized", "int8", "auto"),
     ("quantized", "w4a16", "auto"),

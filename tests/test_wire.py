@@ -89,29 +89,18 @@ def test_a_full_disk_loses_no_leaf(tmp_path):
 
 
 def test_asks_are_bounded_and_repeated(monkeypatch):
+    """A peer without good leaves is dropped (hub.UNANSWERED); a new connection starts the timer again."""
     monkeypatch.setattr(wire, "IN_FLIGHT", 6 * LEAF)
     blob = BLOB + BLOB
     pull = wire.Pull(wire.manifest("x", blob), bytearray(len(blob)), wire.Window(patience=5.0))
-    assert [pull.ask(0.0) for _ in range(3)] == [(0, 4), (4, 4), None]
-    pull.put(4, wire.leaves(blob, 4, 4), 1.0)  # a later ask is answered, so the first is lost
-    assert pull.ask(1.0) == (0, 4) and pull.ask(1.0) == (8, 3)
+    assert [pull.ask(0.0) for _ in range(3)] == [(0, 4), (4, 4), None] and pull.moved == 0.0
+    pull.put(4, wire.leaves(blob, 4, 4), 1.0)
+    assert pull.moved == 1.0 and pull.ask(1.0) == (8, 3)
     assert pull.ask(6.0) is None and pull.ask(6.1) == (0, 4)  # no answer for 5 s: everything is asked for again
-    assert pull.ask(11.2) == (8, 3)
-    assert pull.ask(16.0) is None and pull.ask(16.2) == (0, 4)  # patience doubles each time
+    pull.put(0, b"no good", 7.0)
+    assert pull.moved == 1.0 and [pull.ask(8.0) for _ in range(3)] == [(0, 4), (8, 3), None]
     pull.forget_asked()
-    assert [pull.ask(16.3) for _ in range(3)] == [(0, 4), (8, 3), None]
-
-
-def test_only_good_leaves_move_a_transfer():
-    """A peer without good leaves is dropped (hub.UNANSWERED); a new connection starts the timer again."""
-    pull = wire.Pull(wire.manifest("x", BLOB), bytearray(len(BLOB)), wire.Window())
-    assert pull.moved is None and pull.ask(3.0) == (0, 4) and pull.ask(4.0) == (4, 2) and pull.moved == 3.0
-    pull.put(0, b"no good", 5.0)
-    assert pull.moved == 3.0
-    pull.put(4, wire.leaves(BLOB, 4, 2), 6.0)
-    assert pull.moved == 6.0
-    pull.forget_asked()
-    assert pull.moved is None and pull.ask(7.0) and pull.moved == 7.0
+    assert pull.moved is None and [pull.ask(9.0) for _ in range(3)] == [(0, 4), (8, 3), None] and pull.moved == 9.0
 
 
 def test_sizes_are_checked_before_allocation():
@@ -132,28 +121,22 @@ def test_sizes_are_checked_before_allocation():
             wire.leaves(BLOB, first, count)
 
 
-def flip(data, i):
-    """The bytes with the i-th bit flipped."""
-    at, bit = divmod(i, 8)
-    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
-
-
 def test_messages_survive_and_damaged_messages_do_not():
     for m in (
-        wire.Hello("box", 7, "", 3, ["box/7/1"]),
+        wire.Hello("box", 7, "", 3, ["box/7/1"], "v"),
         wire.Welcome("s", RUN, {"config.json": b"x"}),
         wire.Refuse("no"),
         wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5, [wire.Step("0", wire.manifest("b", b"d"))]),
         wire.Ask("a", 0, 2),
         wire.Leaves("a", 0),
         wire.Gone("a"),
-        wire.Got(["a"], "v"),
-        wire.Want(),
+        wire.Got(["a"]),
         wire.Held([]),
     ):
         assert wire.decode(wire.encode(m)) == m
     whole = wire.encode(wire.Ask("box/1/2", 3, 4))
-    for bad in (b"", whole[:-1], whole + b"x", *(flip(whole, i) for i in range(8 * len(whole)))):
+    flipped = [(int.from_bytes(whole) ^ 1 << i).to_bytes(len(whole)) for i in range(8 * len(whole))]
+    for bad in (b"", whole[:-1], whole + b"x", *flipped):
         with pytest.raises(wire.WireError, match="not a message, or a damaged one"):
             wire.decode(bad)
 
@@ -186,7 +169,7 @@ def test_groups_survive_encoding(allowed, K):
     data = groups.encode_group(g)
     back = groups.decode_group(data, limits(g))
     assert len(data) <= limits(g).nbytes and np.array_equal(back.prompt_ids, g.prompt_ids)
-    for name in vars(g).keys() - {"prompt_ids", "responses"}:
+    for name in groups.OF_GROUP:
         assert getattr(back, name) == getattr(g, name), name
     for a, b in zip(g.responses, back.responses, strict=True):
         for name, x in vars(a).items():
@@ -203,7 +186,6 @@ def spoil(change, allowed=False):
 
 
 NO_LOGP = "log-probabilities that are NaN, infinite or above 0"
-NO_TOPK = "top-K log-probabilities that are NaN or above 0"
 
 
 def narrow(rs):
@@ -216,21 +198,17 @@ def narrow(rs):
     "change, allowed, sentence",
     [
         (lambda rs: rs.pop(), False, "responses instead of"),
-        (lambda rs: setattr(rs[0], "tokens", rs[0].tokens + 300), False, "tokens outside the vocabulary"),
         (lambda rs: setattr(rs[0], "tokens", rs[0].tokens - 300), False, "tokens outside the vocabulary"),
         (lambda rs: [setattr(r, "tokens", r.tokens.astype(np.int64)) for r in rs], False, "tokens is int64"),
         (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf[1:]), False, "arrays of unequal length"),
         (lambda rs: rs[2].logp_inf.put(0, np.nan), False, NO_LOGP),
-        (lambda rs: rs[2].logp_inf.put(0, 1.0), False, NO_LOGP),
         (lambda rs: rs[2].logp_inf.put(0, -1e5), False, NO_LOGP),
         (narrow, False, "top-K of 2 instead of 4"),
         (lambda rs: setattr(rs[0], "reward", float("inf")), False, "a reward that is NaN or infinite"),
         (lambda rs: setattr(rs[1], "reward", -2e6), False, r"a reward beyond 1e\+06"),
-        (lambda rs: rs[2].topk_logp.put(0, np.inf), False, NO_TOPK),
-        (lambda rs: rs[2].topk_logp.put(1, np.nan), False, NO_TOPK),
+        (lambda rs: rs[2].topk_logp.put(1, np.nan), False, "top-K log-probabilities that are NaN or above 0"),
         (lambda rs: rs[2].topk_logp.put(3, -0.001), False, "top-K log-probabilities that are not sorted"),
         (lambda rs: rs[2].topk_logp.put([0, 1], -0.1), False, "top-K probabilities that sum to more than 1"),
-        (lambda rs: rs[2].topk_ids.put(1, -1), False, "topk_ids outside the vocabulary"),
         (lambda rs: rs[2].topk_ids.put(1, rs[2].topk_ids[0, 0]), False, "a token that occurs twice among the top K"),
         (lambda rs: setattr(rs[0], "finish_reason", "abort"), False, "not a group: Invalid enum value .abort."),
         (lambda rs: [r.loss_mask.fill(False) for r in rs], False, "a loss mask without any token"),
@@ -247,16 +225,13 @@ def test_invalid_groups_are_refused(change, allowed, sentence):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        (dict(uid=("box", 12, int("9" * 4000))), "not a group: "),
         (dict(uid=("box", -1, 3)), r"Expected `int` >= 0 - at `\$.uid"),
-        (dict(version=10**18), r"at `\$.version"),
         (dict(sampling=Sampling(seed=10**18)), "sampled with unknown settings"),
         (dict(sampling=Sampling(temperature="hot")), "not a group: Expected `float`, got `str`"),
         (dict(uid=("../box", 12, 3)), "'../box' is not a sampler's name"),
         (dict(prompt_id="x" * 1025), r"length <= 1024 - at `\$.prompt_id"),
         (dict(model="m\n"), "box/12/3: its model is"),
         (dict(t_end=1e300), r"at `\$.t_end"),
-        (dict(t_start=-1.0), r"at `\$.t_start"),
         (dict(prompt_ids=np.zeros(0, np.int32)), "after a prompt of 0"),
         (dict(prompt_ids=np.array([3, 256], np.int32)), "prompt_ids outside the vocabulary"),
     ],
@@ -278,15 +253,12 @@ def with_head(change):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda head: "[" * 100_000 + "]" * 100_000,
         lambda head: json.dumps(head).replace('"temperature": 1.0', '"temperature": ' + "[" * 3000 + "]" * 3000),
         lambda head: json.dumps(head).replace('"version": 4', '"version": ' + "9" * 5000),
-        lambda head: json.dumps({**head, "version": 4.5}),
         lambda head: json.dumps({**head, "uid": ["box", 12]}),
         lambda head: json.dumps({**head, "prompt_id": "\ud800"}),
         lambda head: json.dumps({**head, "sampling": {**head["sampling"], "bias": 1}}),
         lambda head: json.dumps(head).replace('"t_end": 0.0', '"t_end": 1e999'),
-        lambda head: "null",
     ],
 )
 def test_malformed_heads_are_refused(change):
@@ -300,7 +272,6 @@ def test_groups_beyond_the_limits_and_garbage_are_refused():
     data = groups.encode_group(g)
     for of, changes, sentence in (
         (g, dict(max_tokens=1), "lengths"),
-        (g, dict(max_prompt=1), "lengths"),
         (g, dict(max_allowed=3), "arrays"),
         (g, dict(vocab=3), "outside the vocabulary of 3"),
         (truncated, dict(max_allowed=0), "arrays"),
@@ -371,10 +342,7 @@ def test_file_names_of_a_sent_model(tmp_path):
 
 def test_each_rank_has_a_port():
     for address in ("tcp://*:0", "tcp://*:*"):
-        assert address_of_rank(address, 0, 1) == address
-    assert (
-        address_of_rank("tcp://*:65534", 1, 2) == "tcp://*:65535" and address_of_rank("tcp://*:0", 3, 4) == "tcp://*:0"
-    )
-    for rank in range(3):  # all ranks refuse, so the first rank refuses too
-        with pytest.raises(UserError, match="rank 2 would listen on port 65536"):
-            address_of_rank("tcp://*:65534", rank, 3)
+        assert address_of_rank(address, 3, 4) == address
+    assert address_of_rank("tcp://*:65534", 1, 2) == "tcp://*:65535"
+    with pytest.raises(UserError, match="rank 2 would listen on port 65536"):
+        address_of_rank("tcp://*:65534", 0, 3)  # all ranks refuse, so the first rank refuses too

@@ -189,7 +189,7 @@ def named(planted: Planted, models: dict[str, str], out: Path, *sizes: str) -> l
 def main() -> None:
     import config
     from machinery import settings, warmstart
-    from tasks import arithmetic_tokenizer
+    from tasks.arith import arithmetic_tokenizer
 
     record = []
     with tempfile.TemporaryDirectory() as scratch:

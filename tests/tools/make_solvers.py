@@ -17,8 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (2, 1)]
 from conftest import ROOT, TINY_TASK
 
 from machinery import warmstart
-from tasks import Arithmetic
-from tasks.arith import of_settings
+from tasks.arith import Arithmetic, of_settings
 
 SEEDS = {"policy": 10, "actor": 11}
 SHAPE = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1)

@@ -124,7 +124,7 @@ TESTS = {
     ],
     "tasks/rewards.py": ["test_preflight.py", "test_grading.py", "-k", "inexact or think or weights_and or its_row"],
     "tasks/builtin.py": ["test_grading.py", "-k", "last_box or table_of_graded or earlier_answers"],
-    "tasks/grading.py": ["test_grading.py", "-k", "waiting or raises or forked_child or ends_its_process or endless"],
+    "tasks/grading.py": ["test_grading.py", "-k", "waiting or raises or ends_its_process or endless"],
     "eval.py": ["test_eval.py", "test_poison.py::test_temperature_0_samples_the_most_likely_token"],
     "probe/gaps.py": ["test_mismatch.py", "-k", "by_hand"],
     "probe/floor.py": ["test_mismatch.py", "-k", "by_hand or floor"],
@@ -157,10 +157,8 @@ TESTS = {
         "test_config.py",
         "test_run.py::test_an_edited_configuration_is_refused",
         "test_run.py::test_steps_and_epochs_on_the_command_line_take_precedence",
-        "test_placement.py::test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu",
     ],
     "machinery/flags.py": [
-        "test_run.py::test_the_home_folder_in_a_flag",
         "test_run.py::test_a_result_replaces_only_an_earlier_result",
         "test_flags.py",
     ],
@@ -184,11 +182,9 @@ TESTS = {
 
 MUTANTS = {
     "tasks/preflight.py": [
-        ("n += any(x in text for x in specials", "n = any(x in text for x in specials"),
         ("for prompt in prompts if mark not in prompt]", "for prompt in prompts if mark in prompt]"),
     ],
     "machinery/settings.py": [
-        ("        check_plain_engine(cfg)\n", ""),
         ('made.get("config_digest") == digest_of_flags(saved)', "True"),
         (
             "k for k in sorted(given - free) if getattr(now, k)",
@@ -197,7 +193,6 @@ MUTANTS = {
         ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
     ],
     "tasks/builtin.py": [
-        ("|[^\\n]*[\\d²³¹¼-¾])", ")"),
         ("return equal and not far_apart(gold, parsed)", "return equal"),
         (
             'starts = [match.end() for match in re.finditer(r"\\\\boxed\\s*\\{", text)]',
@@ -594,21 +589,14 @@ MUTANTS = {
             "answers.append(Answer(problem, text, True, len(r.tokens), count))",
         ),
         ("reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)", "pass"),
-        ("    rewards.try_out(reward, Answer(first, first.answer, True))\n", ""),
     ],
     "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
     "tasks/data.py": [
-        ("if needed and not listed:", "if not listed:"),
         ("min(depths) == depths[-1] == brackets == 0", "depths[-1] == brackets == 0"),
         ('if flag == "eval_task" and raw', "if False and raw"),
-        ("*self.columns, needed=self.needed", "needed=self.needed"),
         ("        random.Random(prompt).shuffle(listed)", "        pass"),
         ('random.Random(f"0/{epoch}").shuffle(self.order)', "random.Random(0).shuffle(self.order)"),
         ("if not limit or n <= limit]", "if not limit or n < limit]"),
-        (
-            "self.epoch, self.order = epoch, list(self.used)",
-            "self.epoch, self.order = epoch, list(range(len(self.rows)))",
-        ),
         ("Path(file).read_bytes() if file else name.encode()", "name.encode()"),
     ],
     "tasks/prompts.py": [
@@ -616,21 +604,17 @@ MUTANTS = {
         ("if mark in self.template]", "]"),
         ("            ids += listed_ends(path)", "            pass"),
         ("add_special_tokens=not templated", "add_special_tokens=True"),
-        ("[dict(m) for m in prompt]", "list(prompt)"),
     ],
     "tasks/rewards.py": [
         ('counts["right_inexact"] = len(right - exact)', 'counts["right_inexact"] = len(right)'),
         ('part.name == "think" and self.opened', 'part.name == "think"'),
         ("total[i] += part.weight * x", "total[i] += x"),
-        ("return max(0.0, tokens - (longest - buffer)) / buffer", "return (tokens - (longest - buffer)) / buffer"),
         ("key = (problem.id, text, finish_reason)", "key = (text, finish_reason)"),
     ],
     "tasks/grading.py": [
         ("code not in OUT_OF_TIME", "True"),
         ("signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)", "pass"),
         ("os.killpg(self.process.pid, signal.SIGKILL)", "pass"),
-        ("if not all(is_number(x) and math.isfinite(x) for x in numbers):", "if False:"),
-        ("    if os.getpid() != pid:", "    if False:"),
     ],
     "eval.py": [
         ("temperature=1.0, top_k=1,", "temperature=1.0, top_k=2,"),
@@ -778,7 +762,6 @@ MUTANTS = {
     ],
     "machinery/flags.py": [
         (" or not text.isascii()", ""),
-        (r'r"(^|,)(~[\w-]*)(?=/|$)"', 'r"(^)~(?=/|$)"'),
         ('replaceable = "command" in before and "config" not in before', 'replaceable = "command" in before'),
         ("        sys.stdout.flush()\n", ""),
     ],
@@ -788,36 +771,26 @@ MUTANTS = {
     ],
     "remote/wire.py": [
         ("need(\n            0 < self.nbytes <= most,", "need(0 < self.nbytes,"),
-        ("return hashlib.sha256(leaf).digest() == self.of.leaves[i]", "return True"),
+        ("if hashlib.sha256(leaf).digest() == self.of.leaves[i]:", "if True:"),
         ("        self.missing += reversed(bad)", "        pass"),
-        ("        return self.in_flight >= IN_FLIGHT", "        return False"),
-        (
-            "        lost = list(itertools.takewhile(lambda other: other != key, self.asks))",
-            "        lost = []",
-        ),
     ],
     "tasks/turns.py": [
         ("loss_mask=np.zeros(n, bool)", "loss_mask=np.ones(n, bool)"),
         ('request_seed("turn", talk.seed, turn)', 'request_seed("turn", talk.seed)'),
         ("extend(talk.response, shortened(response, room))", "extend(talk.response, response)"),
-        ("    if ids[:1] == [last]:", "    if False:"),
-        ("        talk.turn_start = len(talk.response.tokens)\n", ""),
         ("begin + more.allowed_offsets[1:]", "more.allowed_offsets[1:]"),
     ],
     "remote/hub.py": [
         ("            of.check(self.limits.nbytes)", "            of.check(1 << 62)"),
         ("peer is None or peer.key != key", "peer is None"),
-        ("            peer.pulls |= self.peers.pop(old.identity).pulls", "            self.peers.pop(old.identity)"),
         ("        if self.got.has(of.name):", "        if self.held_names.has(of.name):"),
         ("        self.free(pull.of.nbytes)\n", ""),
     ],
     "remote/source.py": [
         ("wire.need(name_of(group.uid) == name,", "wire.need(True,"),
-        ("        wire.need(same, f", "        wire.need(True, f"),
         ("        if self.published.get(group.version) != group.t_published:", "        if False:"),
         ("learner_version - group.version > bound:", "learner_version - group.version > bound + 1:"),
         ("made_at(group.t_end, group.t_published, item.when)", "item.when"),
-        ("min(max(stamp, published), arrived)", "max(stamp, published)"),
         ("        self.since = self.since[len(self.saving) :]", "        self.since = []"),
         ("        self.hub.held(self.saving)\n", ""),
     ],
@@ -831,16 +804,13 @@ MUTANTS = {
         ("read_tensors(newest.path)", "list(read_tensors(newest.path))"),
     ],
     "remote/weights.py": [
-        ("        retain_weights(path, self.files, VERSIONS + 1)\n", ""),
         ("        if path.exists() and filecmp.cmp(fresh, path, shallow=False):", "        if False:"),
         ("range(1 if self.files else 2)", "range(1)"),
     ],
     "remote/delta.py": [
-        ("need(n == 0 or at[-1] < words,", "need(True,"),
         ("out = inflate.decompress(packed, most + 1)", "out = inflate.decompress(packed)"),
         ("        wire.need(good, ", "        wire.need(True, "),
         ("words[at] += np", "words[at] = np"),
-        ("        if change is None or not self.root:", "        if not self.root:"),
     ],
     "remote/account.py": [
         ("        return n < self.upto or n in self.beyond", "        return n <= self.upto or n in self.beyond"),
@@ -848,7 +818,6 @@ MUTANTS = {
         ("        self.got = deepcopy(held)", "        self.got = Account()"),
     ],
     "remote/groups.py": [
-        ("    t_end: Seconds", "    t_end: float"),
         ("need((logp[:, 1:] <= logp[:, :-1]).all(),", "need(True,"),
         (
             "inside = x.size == 0 or 0 <= x.min() <= x.max() < limits.vocab",
