@@ -327,6 +327,10 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
         importlib.util.find_spec("vllm") is not None,
         "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
     )
+    need(
+        os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") == "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING is set in the environment; unset it, because the engine runs in this process",
+    )
     if torch.cuda.is_available():
         need(
             cfg.rollout_memory <= 1,

@@ -40,14 +40,12 @@ from model.in_vllm import (
     change_vllm,
     checksums_of,
     fused_modules,
-    hand_over,
     has_head,
     import_vllm,
     in_one_sentence,
     note_packing,
     own_shared_memory,
     summed_over,
-    transfer_settings,
     vllm_leaves_no_trace,
 )
 from model.lowbit import quantized_for_a_node
@@ -150,11 +148,9 @@ class VLLMEngine:
             memory = {"kv_cache_memory_bytes": min(wanted, most)}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
         self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
-        # under torchrun vLLM always runs in this process
-        settings |= memory | (among_ranks(tp) or transfer_settings())
+        settings |= memory | among_ranks(tp)
         settings["enable_sleep_mode"] = self.sleep_level > 0
         settings["enable_return_routed_experts"] = routing
-        self.apart = "weight_transfer_config" in settings  # vLLM runs in a separate process
         overrides = {"head_dtype": "float32"} if head_fp32 else {}
         if not shell.config.tie_word_embeddings:
             overrides["tie_word_embeddings"] = False  # the config may tie two tensors that differ
@@ -310,7 +306,8 @@ class VLLMEngine:
         if not all(self.llm.apply_model(has_head)):
             named_tensors = ((name, x) for name, x in named_tensors if name != "lm_head.weight")
         with in_one_sentence("it cannot load the published weights"):
-            hand_over(self.llm, quant.by_expert(named_tensors, self.experts), self.apart)
+            tensors = quant.by_expert(named_tensors, self.experts)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False

@@ -6,8 +6,6 @@ GPU_LIST_DEVICE=cpu python -m pytest tests/test_gpu.py    # the same tests on a 
 import contextlib
 import importlib.util
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -241,23 +239,6 @@ def test_vllm_samples_from_the_model_and_its_weight_syncs_are_checked(vllm):
 
 @VLLM
 @ON_A_GPU
-def test_an_engine_in_a_separate_process_gets_new_weights_by_ipc(folders):
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    command = [sys.executable, __file__, str(folders / "actor")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def sync_by_ipc(folder: str) -> None:
-    """The test in that process."""
-    engine = VLLMEngine(folder, max_len=64, max_logprobs=20, memory_gib=0.1, dtype="bfloat16", sleep_level=1)
-    assert engine.apart
-    check_syncs(engine)
-    engine.close()
-
-
-@VLLM
-@ON_A_GPU
 def test_a_sleeping_engine_frees_its_memory(vllm):
     args = (PROMPTS, SEEDS, Sampling(max_tokens=4), 0, [1])
     before = vllm().generate(*args)
@@ -281,7 +262,3 @@ def test_aligned_learners_agree_with_vllm(name, vllm):
 def test_vllm_records_the_experts_of_each_token(tmp_path):
     folder = save(model("qwen3_moe", moe_intermediate_size=32), tmp_path)
     torchrun("test_moe.py", "vllm_records_experts", folder, ranks=1)
-
-
-if __name__ == "__main__":
-    sync_by_ipc(sys.argv[1])
