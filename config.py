@@ -243,9 +243,9 @@ class EngineFlags:
     rollout_tp: int = 1
     """vLLM under torchrun: tensor-parallel size, the number of consecutive ranks that form one
     engine."""
-    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    """Format of the engine's KV cache. 8-bit formats cause a mismatch, since the learner has no KV
-    cache: fp8, for vLLM (Jackpot, Table 2b); int8, for --rollout=hf. auto: --rollout_dtype."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Format of vLLM's KV cache. fp8 causes a mismatch, since the learner has no KV cache (Jackpot,
+    Table 2b). auto: --rollout_dtype."""
 
 
 @dataclass(frozen=True)

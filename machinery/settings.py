@@ -381,15 +381,12 @@ def check_kv_cache(cfg: EngineFlags) -> None:
     flag = f"--kv_cache_dtype={cfg.kv_cache_dtype}"
     if cfg.kv_cache_dtype == "auto":
         return
-    engine = {"fp8": "vllm", "int8": "hf"}[cfg.kv_cache_dtype]
     need(
-        cfg.rollout == engine,
-        f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout={engine}, or auto",
+        cfg.rollout == "vllm",
+        f"{flag}: --rollout={cfg.rollout} has no such cache; use --rollout=vllm, or auto",
     )
     need(
-        engine == "hf"
-        or torch.cuda.is_available()
-        or torch.backends.cpu.get_cpu_capability() == "AVX512",
+        torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() == "AVX512",
         f"{flag}: on a CPU vLLM has this cache only with AVX-512, which this processor lacks; use auto",
     )
 

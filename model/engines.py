@@ -31,9 +31,8 @@ from machinery.checkpoint.models import load_model
 from machinery.flags import from_environment, need
 from model import Routing
 from model.decoding import Records, Rows, give_routed, grouped, responses_of
-from model.exact import as_sampler
+from model.exact import InOrder, as_sampler
 from model.head import Head, rows_at_once
-from model.in_order import in_eight_bits, in_order
 from model.in_vllm import (
     VLLM_VERSION,
     among_ranks,
@@ -414,7 +413,6 @@ class HFEngine:
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
     batch_tokens     maximum number of tokens in the KV cache; None: as many as fit into CACHE_GIB
     exact            compute each sum in the learner's order (model/exact.py), with float32 weights
-    kv_cache         "int8": keys and values in 8 bits; UserError if a layer's cache is different
     the rest         as for VLLMEngine"""
 
     def __init__(
@@ -429,7 +427,6 @@ class HFEngine:
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
         vocabulary: int | None = None,
-        kv_cache: str = "auto",
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
@@ -450,12 +447,7 @@ class HFEngine:
         )
         self.raw = logprobs_mode == "raw"
         self.head_fp32, self.vocabulary = head_fp32 and not exact, vocabulary
-        self.kv_cache, self.fused, self.tp, self.held_rows = kv_cache, {}, 1, None
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-        need(
-            kv_cache == "auto" or kinds <= {"full_attention", "sliding_attention"},
-            f"--kv_cache_dtype={kv_cache}: this model also has layers of {', '.join(sorted(kinds))}; use auto",
-        )
+        self.kv_cache, self.fused, self.tp, self.held_rows = "auto", {}, 1, None
         self.routing: Routing | None = None
         self.routed = None  # experts of the last forward pass, (n, tokens, layers, k) int16
 
@@ -549,20 +541,16 @@ class HFEngine:
         prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
         indices = torch.arange(len(prompt_of), device=self.device)
         logits, cache = self._forward(
-            ids, attention_mask=mask if padded else None, position_ids=position, **self._empty()
+            ids, attention_mask=mask if padded else None, position_ids=position
         )
         cache.batch_select_indices(prompt_of)
         position = mask.sum(1)[prompt_of]
         if self.exact:
-            cache, padded = in_order(cache, position), False
+            cache.layers, padded = [InOrder(layer, position) for layer in cache.layers], False
         rows = Rows(
             index=indices, position=position, mask=mask[prompt_of] if padded else None, cache=cache
         )
         return logits[prompt_of], rows
-
-    def _empty(self) -> dict:
-        """The argument with an empty int8 cache; {} for transformers' default cache."""
-        return {"past_key_values": in_eight_bits()} if self.kv_cache == "int8" else {}
 
     def _step(self, token, rows: Rows):
         """Logits (n, V) of the next token of each row, after `token` (n, 1)."""
@@ -622,16 +610,12 @@ class HFEngine:
         return torch.cat([self._logprobs_of(chunk) for chunk in rows]).cpu().numpy()
 
     def _logprobs_of(self, ids):
-        """`logprobs` of a tensor, all rows at once. It includes the rounding of an int8 cache,
-        which is part of the engine's error (sync.py)."""
-        cached = self.kv_cache != "auto"
+        """`logprobs` of a tensor, all rows at once."""
         if self.head_fp32:
-            hidden = self.model.base_model(
-                input_ids=ids, use_cache=cached, **self._empty()
-            ).last_hidden_state
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             logits = Head.of(self.model.config).of_layer(self.model.get_output_embeddings(), hidden)
         else:
-            logits = self.model(input_ids=ids, use_cache=cached, **self._empty()).logits
+            logits = self.model(input_ids=ids, use_cache=False).logits
         logits = logits[:, :-1, : self.vocabulary].float()
         return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
@@ -689,9 +673,7 @@ def make_engine(
         vocabulary=vocabulary,
     )
     if cfg.rollout == "hf":
-        engine = HFEngine(
-            folder, device=device, exact=cfg.exact, kv_cache=cfg.kv_cache_dtype, **shared
-        )
+        engine = HFEngine(folder, device=device, exact=cfg.exact, **shared)
         return engine.record_routing() if cfg.router_replay else engine
     common = dict(
         seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp

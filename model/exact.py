@@ -43,6 +43,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.functional import silu as torch_silu
+from transformers.cache_utils import DynamicLayer
 
 import quant
 from config import PrecisionFlags, RolloutFlags, RunFlags
@@ -356,6 +357,68 @@ def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The sampler's cache
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class InOrder(DynamicLayer):
+    """The KV cache of one layer in which each row starts at position 0 and new keys are appended to
+    it.
+
+    It has `room` positions and stores 16-bit numbers as float32, the dtype of the products. A
+    decoding step therefore neither copies nor reorders the previous keys."""
+
+    def __init__(self, layer, lengths):
+        """layer: a transformers cache layer with keys and values (B, H, P, D), padded on the left;
+        lengths (B,): number of tokens of each row."""
+        super().__init__()
+        P = layer.keys.shape[2]
+        places = torch.arange(room(P), device=lengths.device) + (P - lengths)[:, None]
+        self.keys, self.values = (
+            taken(x.float(), places.clamp_max(P - 1)) for x in (layer.keys, layer.values)
+        )
+        self.lengths = lengths
+        self.longest = P  # length of the longest row
+        self.is_initialized = True
+
+    def update(self, key, value, *_, **__):
+        """Append the key and value (B, H, 1, D) of a new token; returns all keys and values, with
+        unused positions at the end of a row."""
+        self.keys, self.values = (
+            longer(x, self.width() - x.shape[2]) for x in (self.keys, self.values)
+        )
+        B, H, K, _ = self.keys.shape
+        rows = (
+            K * torch.arange(B * H, device=self.lengths.device).view(B, H) + self.lengths[:, None]
+        )
+        for x, new in ((self.keys, key), (self.values, value)):
+            x.view(B * H * K, -1).index_copy_(0, rows.flatten(), new.float().flatten(0, 2))
+        self.lengths = self.lengths + 1
+        self.longest += 1
+        return self.keys, self.values
+
+    def width(self) -> int:
+        """Number of positions of a row, with one more token."""
+        return room(self.longest + 1)
+
+    def mask(self):
+        """(B, positions) bool: positions that the next token attends to, itself included."""
+        return torch.arange(self.width(), device=self.lengths.device) <= self.lengths[:, None]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.width(), 0
+
+    def get_seq_length(self) -> int:
+        """The number of positions: transformers must not mask any; `mask` has the visible ones."""
+        return self.width()
+
+    def batch_select_indices(self, rows) -> None:
+        self.keys, self.values, self.lengths = (
+            x.index_select(0, rows) for x in (self.keys, self.values, self.lengths)
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Models
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -445,10 +508,6 @@ def check(cfg: RolloutFlags) -> None:
         same and cfg.rollout_quant != "fp8",
         f"--exact: --rollout_quant={cfg.rollout_quant} and --learner_quant={cfg.learner_quant} must be the same, and "
         "not fp8; align the learner with --learner_quant=aligned",
-    )
-    need(
-        cfg.kv_cache_dtype == "auto",
-        f"--exact: --kv_cache_dtype={cfg.kv_cache_dtype} rounds keys and values only in the engine; use auto",
     )
     need(
         getattr(cfg, "lora_rank", 0) == 0,

@@ -289,7 +289,6 @@ REFUSED = [
     ({"rollout_quant": "fp8", "learner_quant": "aligned"}, "not fp8"),
     ({"top_p": 0.9, "keep_sampling_mask": "off"}, "use replay"),
     ({"logprobs_mode": "raw"}, "--logprobs_mode=raw"),
-    ({"kv_cache_dtype": "int8"}, "--kv_cache_dtype=int8"),
 ]
 
 

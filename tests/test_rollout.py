@@ -17,7 +17,6 @@ from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
 from model import Needs, engines, in_vllm
 from model.engines import HFEngine, VLLMEngine, make_engine
-from model.in_order import in_eight_bits
 from rollout import Response, uniforms
 from sampling import Sampling
 from source import LocalSource
@@ -145,34 +144,6 @@ def test_an_8_bit_cache_adds_mismatch(vllm_engines):
         engine.load(tiny_model(1).state_dict().items())
     gap = np.abs(np.exp(plain.logprobs(ids)) - np.exp(small.logprobs(ids)))
     assert 1e-5 < gap.mean() < 0.06
-
-
-def test_an_int8_cache_rounds_by_each_heads_largest_entry():
-    """Against the formula in plain floats; for prompts and new tokens."""
-    cache = in_eight_bits()
-    draw = torch.Generator().manual_seed(0)
-    steps = [[torch.randn(2, 3, n, 4, generator=draw) * (1 + n) for _ in range(2)] for n in (5, 1)]
-    for key, value in steps:
-        cached = cache.update(key, value, 0)
-    for part in range(2):
-        whole = torch.cat([step[part] for step in steps], 2)
-        assert cached[part].shape == whole.shape
-        for entries, got in zip(whole.flatten(0, 2).tolist(), cached[part].flatten(0, 2).tolist(), strict=True):
-            s = max(map(abs, entries)) / 127
-            assert got == pytest.approx([s * round(x / s) for x in entries], rel=1e-5)
-
-
-def test_an_engine_with_a_cache_in_int8(folders):
-    """It samples from the distribution of its logprobs(), which is near the plain engine's; unequal prompts."""
-    prompts, seeds = [np.arange(3, 9), np.arange(5, 22)], [[1, 2, 3, 4], [5, 6, 7, 8]]
-    plain, small = (HFEngine(str(folders / "policy"), kv_cache=kv_cache) for kv_cache in ("auto", "int8"))
-    gaps = []
-    for prompt, group in zip(prompts, small.generate(prompts, seeds, Sampling(max_tokens=12), 0, [1]), strict=True):
-        for r in group:
-            whole, n = np.concatenate([prompt, r.tokens])[None], len(r.tokens)
-            assert np.abs(small.logprobs(whole)[0, -n:] - r.logp_inf).max() < 1e-4
-            gaps.extend(plain.logprobs(whole)[0, -n:] - r.logp_inf)
-    assert len(gaps) > 40 and 1e-5 < np.abs(gaps).mean() < 0.05
 
 
 def test_changes_of_vllm_are_made_once_and_refused_without_a_target():

@@ -31,7 +31,6 @@ LIMIT = 900  # seconds; a hanging test counts as failed
 
 ONE_RANK = ["-k", "not two_ranks"]
 LEARNER = ["test_learner.py", "test_oracle.py", *ONE_RANK]
-INT8 = "test_rollout.py::test_an_int8_cache_rounds_by_each_heads_largest_entry"
 MATHS = ["test_golden.py", "test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives.py"]
 
 # the tests of each file, most sensitive first
@@ -64,7 +63,6 @@ TESTS = {
         *("-k", "not compiled_layers and not fsdp"),
     ],
     "model/exact.py": ["test_exact.py"],
-    "model/in_order.py": ["test_exact.py", "test_rollout.py", "-k", "single_row or recomputed or int8_cache"],
     "model/lora.py": [
         *("test_lora.py", "test_memory.py::test_new_adapters_are_small_and_change_nothing"),
         *("-k", "not vllm"),
@@ -471,13 +469,6 @@ MUTANTS = {
         ("return None if needs_float32 else compute", "return compute"),
         ("            layer.cache_quantized = False", "            pass"),
     ],
-    "model/in_order.py": [
-        ("x.float(), 127.0, torch.int8", "x.float(), 63.0, torch.int8"),
-        ("<= self.lengths[:, None]", "< self.lengths[:, None]"),
-        ("self.lengths = self.lengths + 1", "self.lengths = self.lengths + 0"),
-        ("(P - lengths)[:, None]", "(P - lengths + 1)[:, None]"),
-        ("(\n            x.index_select(0, rows) for x", "(x[: len(rows)] for x"),
-    ],
     "model/exact.py": [
         ("return product if isinstance(layer, ExactLinear) else plain_product", "return plain_product"),
         ('if x.device.type == "cpu" or len(rows) >= ROWS["cuda"]:', "if True:"),
@@ -498,6 +489,8 @@ MUTANTS = {
         ("                child.multiply = rounded_product", "                pass"),
         ("torch.float32 if head_fp32 else dtype)", "torch.float32)"),
         ("gap <= 0 or", "not gap > 0 or"),
+        ("<= self.lengths[:, None]", "< self.lengths[:, None]"),
+        ("(P - lengths)[:, None]", "(P - lengths + 1)[:, None]"),
     ],
     "model/lora.py": [
         ("(config.lora_alpha / config.r) * (B @ A)", "(config.lora_alpha * config.r) * (B @ A)"),
