@@ -262,8 +262,8 @@ class PrecisionFlags:
     quant_group: int = 64
     """Columns that share a scale in w4a16, w3a16 and w2a16."""
     exact: bool = False
-    """Sampler (--rollout=hf) and learner compute each sum in the same order: log p_inf = log p_ref
-    bit for bit; the run stops if they differ (model/exact.py)."""
+    """On a CPU: sampler (--rollout=hf) and learner compute each sum in the same order: log p_inf =
+    log p_ref bit for bit; the run stops if they differ (model/exact.py)."""
     router_replay: bool = False
     """Mixtures of experts: the learner sends each token to the experts that the engine chose (vLLM:
     on a GPU)."""

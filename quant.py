@@ -92,14 +92,10 @@ def int8_qmax() -> float:
         "AVX512",
     ):
         return 127.0
-    saturates = not any("vnni" in flag or flag.startswith("amx_int8") for flag in cpu_flags())
+    cpuinfo = Path("/proc/cpuinfo")  # features of this processor
+    flags = cpuinfo.read_text().split() if cpuinfo.is_file() else []
+    saturates = not any("vnni" in flag or flag.startswith("amx_int8") for flag in flags)
     return 63.0 if saturates else 127.0
-
-
-def cpu_flags() -> set[str]:
-    """Features of this processor from /proc/cpuinfo; empty if the file does not exist."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

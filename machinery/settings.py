@@ -346,7 +346,7 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
 
 def check_plain_engine(cfg: Config) -> None:
     """Raise UserError if a rollout of the plain engine would take minutes on this GPU."""
-    plain = cfg.rollout == "hf" and not cfg.exact and torch.cuda.is_available()
+    plain = cfg.rollout == "hf" and torch.cuda.is_available()
     need(
         not plain or cfg.rollout_batch * cfg.max_tokens <= PLAIN_TOKENS,
         f"--rollout=hf: {cfg.rollout_batch} responses of up to {cfg.max_tokens} tokens take minutes in the plain "

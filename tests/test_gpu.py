@@ -9,7 +9,6 @@ import os
 
 import numpy as np
 import pytest
-import test_exact
 import torch
 from conftest import make_cfg, make_groups, tiny_model
 from ranks import make_learner, one_update
@@ -111,16 +110,6 @@ def test_the_gradient_equals_the_cpus(case, flags, kind, most):
     with one_rank(DEVICE) if "parallel" in flags else contextlib.nullcontext():
         here = gradient(case, kind, DEVICE, **flags)
     assert relative(gradient(case, kind, "cpu"), here) < most
-
-
-@pytest.mark.parametrize("dtype", [{}, test_exact.BF16], ids=["float32", "bfloat16"])
-def test_sampler_and_learner_are_equal_with_exact(dtype):
-    """10^4 tokens, in few and in many micro-batches. This test has never run on a GPU: a difference is a finding."""
-    engine, learner = test_exact.make_pair(hidden=256, comm=Comm(DEVICE), **dtype)
-    groups = test_exact.sample(engine, n=125)
-    for micro_tokens in (10**4, 200):
-        learner.cfg = make_cfg(**{**vars(learner.cfg), "micro_tokens": micro_tokens})
-        assert test_exact.gap(learner, groups) == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu(monkeypatch):
     large = replace(make_cfg(objective="tis"), rollout_batch=1024, max_tokens=257)
     settings.check_packages(large, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for flags in (dict(max_tokens=256), dict(exact=True), dict(rollout="vllm")):
+    for flags in (dict(max_tokens=256), dict(rollout="vllm")):
         settings.check_packages(replace(large, **flags), 1)
     with pytest.raises(UserError, match="--rollout=hf: 1024 responses of up to 257 tokens .* use --rollout=vllm"):
         settings.check_packages(large, 1)

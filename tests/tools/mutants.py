@@ -471,11 +471,10 @@ MUTANTS = {
     ],
     "model/exact.py": [
         ("return product if isinstance(layer, ExactLinear) else plain_product", "return plain_product"),
-        ('if x.device.type == "cpu" or len(rows) >= ROWS["cuda"]:', "if True:"),
         ("z.neg().exp_().add_(1.0)", "z.neg().exp_().add_(1.01)"),
-        ('ROWS = {"cpu": 96', 'ROWS = {"cpu": 64', "an AMD EPYC rounds all rows alike"),
+        ("ROWS = 96", "ROWS = 64", "an AMD EPYC rounds all rows alike"),
         ("            padded = padded.gather(3, ", "            padded.gather(3, "),
-        ("room(K - Q + last)", "room(K - Q + last - size)"),
+        ("room(K - Q + last)", "room(K - Q + last - 1)"),
         (
             "(WHOLE if remainder > WHOLE // 2 else remainder + -remainder % KEYS)",
             "remainder + -remainder % KEYS",
@@ -483,7 +482,7 @@ MUTANTS = {
         ),
         ("UNSEEN * (~padded)", "0.0 * (~padded)"),
         ("values, mask, scale=scaling)", "values, mask, scale=1.0)"),
-        (".unflatten(2, (shared, size)).transpose(1, 2)", ".unflatten(2, (size, shared)).transpose(1, 2)"),
+        ("torch.cat(outs, 1).transpose(1, 2).reshape", "torch.cat(outs, 1).reshape"),
         ("if self.cached is None or self.cached[0] != version:", "if self.cached is None:"),
         ("dx = g @ weight.to(g.dtype)", "dx = -g @ weight.to(g.dtype)"),
         ("                child.multiply = rounded_product", "                pass"),
