@@ -519,9 +519,8 @@ MUTANTS = {
     ],
     "quant.py": [
         ("copy.deepcopy(config), dtype", "config, dtype"),
-        ("0x7FFF + ((bits >> 16) & 1)", "0x8000"),
         ('if not {*name.split(".")} & {*ROUTERS}', 'if name.rpartition(".")[2] not in ROUTERS'),
-        ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = amax / qmax"),
+        ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = (amax / qmax)"),
         ("y.float().mul_(sx).mul_(sw.t())", "y.float().mul_(sx)"),
         ("pad(sb, (0, 0, 0, -N % 16))", "sb"),
         ("q = q.round_()  # the", "q = q  # the"),
