@@ -112,9 +112,16 @@ class VLLMEngine:
         )
         self.packed = has_kernel  # True: it loads low-bit tensors; False: exactly dequantized ones
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
-        self._check(folder, head_size(shell.config), cuda)
+        if not cuda:
+            check_head_size(folder, head_size(shell.config))
         if fmt is not None:
-            folder = self._quantized_folder(folder)
+            if not self.packed:
+                print(
+                    f"{fmt.name}: vLLM has no kernel for this format here; the engine gets the exactly dequantized "
+                    "weights, which compute the same function",
+                    file=sys.stderr,
+                )
+            folder, self.scratch = quantized_for_a_node(folder, fmt, self.packed)
         settings = dict(
             dtype=dtype,
             kv_cache_dtype=kv_cache,
@@ -164,38 +171,6 @@ class VLLMEngine:
             own_shared_memory(self.ranks),
         ):
             self.llm = make_llm(folder, **settings)
-
-    def _check(self, folder: str, size: int, cuda: bool) -> None:
-        """Raise UserError if vLLM cannot run this model in this process, or not this head size."""
-        from vllm.distributed import parallel_state
-
-        late = parallel_state.model_parallel_is_initialized() and parallel_state._EP is None
-        need(
-            not (late and self.experts),
-            f"{folder}: it has experts, but the model of this process's first engine has no experts, so vLLM did not "
-            "create a group for experts; use --eval_engine=torch, or --rollout=hf",
-        )
-        if cuda:
-            return
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-        need(
-            size in sizes,
-            f"{folder}: its heads have a size of {size}, and on a CPU vLLM supports only "
-            f"{', '.join(map(str, sizes))}; use --rollout=hf, or a different model",
-        )
-
-    def _quantized_folder(self, folder: str) -> str:
-        """A temporary quantized copy of the model folder, from which vLLM starts; one per node."""
-        if not self.packed:
-            print(
-                f"{self.fmt.name}: vLLM has no kernel for this format here; the engine gets the exactly dequantized "
-                "weights, which compute the same function",
-                file=sys.stderr,
-            )
-        path, self.scratch = quantized_for_a_node(folder, self.fmt, self.packed)
-        return path
 
     def generate(
         self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0
@@ -345,6 +320,18 @@ class VLLMEngine:
     def close(self) -> None:
         """Shut vLLM down. This also destroys torch's process group, if there is one."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def check_head_size(folder: str, size: int) -> None:
+    """Raise UserError if vLLM has no attention kernel for this head size on a CPU."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    need(
+        size in sizes,
+        f"{folder}: its heads have a size of {size}, and on a CPU vLLM supports only "
+        f"{', '.join(map(str, sizes))}; use --rollout=hf, or a different model",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

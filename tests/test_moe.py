@@ -145,13 +145,6 @@ def test_experts_in_an_unknown_layout_are_not_split():
     assert sent.keys() == tensors.keys() and all(torch.equal(sent[name], x) for name, x in tensors.items())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has these kernels")
-def test_vllm_without_a_kernel_for_experts_is_refused(tmp_path):
-    cfg = dataclasses.replace(make_cfg(rollout_quant="int8"), rollout="vllm")
-    with pytest.raises(UserError, match="on a CPU vLLM does not support experts in this format; use w4a16"):
-        quant.check_model(cfg, save(moe(), tmp_path))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Publishing
 # ---------------------------------------------------------------------------------------------------------------------
