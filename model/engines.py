@@ -38,6 +38,7 @@ from model.in_vllm import (
     among_ranks,
     change_vllm,
     checksums_of,
+    engine_config,
     fused_modules,
     has_head,
     import_vllm,
@@ -47,8 +48,7 @@ from model.in_vllm import (
     summed_over,
     vllm_leaves_no_trace,
 )
-from model.lowbit import quantized_for_a_node
-from model.memory import unread
+from model.memory import stored_tensors, unread
 from rollout import Response, uniforms
 from sampling import Sampling, pick, truncate
 from sync import checksums
@@ -114,14 +114,12 @@ class VLLMEngine:
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
         if not cuda:
             check_head_size(folder, head_size(shell.config))
-        if fmt is not None:
-            if not self.packed:
-                print(
-                    f"{fmt.name}: vLLM has no kernel for this format here; the engine gets the exactly dequantized "
-                    "weights, which compute the same function",
-                    file=sys.stderr,
-                )
-            folder, self.scratch = quantized_for_a_node(folder, fmt, self.packed)
+        if fmt is not None and not self.packed:
+            print(
+                f"{fmt.name}: vLLM has no kernel for this format here; the engine gets the exactly dequantized "
+                "weights, which compute the same function",
+                file=sys.stderr,
+            )
         settings = dict(
             dtype=dtype,
             kv_cache_dtype=kv_cache,
@@ -162,6 +160,10 @@ class VLLMEngine:
             overrides["tie_word_embeddings"] = False  # the config may tie two tensors that differ
         if vocabulary is not None:
             overrides["vocab_size"] = vocabulary
+        if self.packed:
+            overrides["quantization_config"] = engine_config(fmt)
+        if fmt is not None:
+            settings["load_format"] = "dummy"  # the quantized weights are loaded below
         settings["hf_overrides"] = overrides
         self.tp, self.kv_cache, self.held_rows = tp, kv_cache, vocabulary
         self.loads = 0  # number of weight loads
@@ -171,6 +173,9 @@ class VLLMEngine:
             own_shared_memory(self.ranks),
         ):
             self.llm = make_llm(folder, **settings)
+        if fmt is not None:
+            model, named_tensors = stored_tensors(folder)
+            self.load(quant.for_engine(named_tensors, model, fmt, self.packed))
 
     def generate(
         self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0

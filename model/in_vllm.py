@@ -6,6 +6,7 @@ vllm_leaves_no_trace    restore global state that vLLM overwrites at its start
 among_ranks             settings under torchrun, where several ranks form one engine
 own_shared_memory       give each run its own names in /dev/shm
 checksums_of            compute checksums of the weights
+engine_config           describe low-bit tensors to vLLM
 has_head                find out which published tensors an engine needs
 """
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from machinery.flags import UserError
+from quant import ROUTERS, Format
 from sync import SyncError, checksums, wrap
 
 SHARED = Path("/dev/shm")
@@ -355,6 +357,26 @@ def summed_over(ranks, known: dict) -> dict:
     return {
         name: (wrap(sum(sums_of_rank[name] for sums_of_rank in sums)), dtype)
         for name, (_, dtype) in known.items()
+    }
+
+
+def engine_config(fmt: Format) -> dict:
+    """vLLM's `quantization_config` for packed tensors (compressed-tensors)."""
+    kind = "float" if fmt.dtype.is_floating_point else "int"
+    numbers = {"num_bits": 8 if fmt.activations else 4, "type": kind, "symmetric": True}
+    weights, inputs = {**numbers, "strategy": "channel", "dynamic": False}, None
+    if fmt.activations:
+        inputs = {**numbers, "strategy": "token", "dynamic": True}
+    else:
+        weights |= {"strategy": "group", "group_size": fmt.group}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized" if fmt.activations else "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", *(rf"re:.*\.{name}(\..*)?$" for name in ROUTERS)],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
     }
 
 

@@ -137,7 +137,6 @@ TESTS = {
     "machinery/checkpoint/shards.py": [
         "test_checkpoint.py::test_shards_of_process_groups_of_one_rank",
     ],
-    "model/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
     "machinery/checkpoint/state.py": ["test_checkpoint.py"],
     "tasks/turns.py": ["test_turns.py", "-k", "not vllm and (conversation or draws or replies or allowed)"],
     "machinery/checkpoint/tensors.py": ["test_checkpoint.py", "test_weights.py"],
@@ -684,10 +683,6 @@ MUTANTS = {
         ('    source.load_state_dict(rank_state["source"])\n', ""),
         ("for old in folders(cfg.out)[: -cfg.keep]:", "for old in folders(cfg.out)[:-1]:"),
         ("    for folder in reversed(steps):", "    for folder in steps:"),
-    ],
-    "model/lowbit.py": [
-        ("    if local == 0:", "    if True:"),
-        ("paths[\n        rank - local\n    ], folder_lock", "paths[0], folder_lock"),
     ],
     "machinery/checkpoint/shards.py": [
         ("return further_group(dist.group.WORLD) if", "return further_group(0) if"),
