@@ -71,15 +71,9 @@ def format_of(name: str, group: int = 64) -> Format | None:
     if name == "fp8":
         return Format(name, 448.0, torch.float8_e4m3fn, True)
     weights_only = {"w4a16": 7.0, "w3a16": 3.0, "w2a16": 1.0}
-    return Format(name, weights_only[name], torch.int8, False, group, scales_of_int4())
-
-
-def scales_of_int4() -> torch.dtype:
-    """Dtype of the scales of w4a16, w3a16 and w2a16: bfloat16 on a GPU, float32 on a CPU.
-
-    vLLM stores int4 scales in the model dtype (bfloat16). On a CPU vLLM receives dequantized
-    weights."""
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    # vLLM stores int4 scales in the model dtype, bfloat16; on a CPU it gets dequantized weights
+    scales = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return Format(name, weights_only[name], torch.int8, False, group, scales)
 
 
 @functools.cache
@@ -282,11 +276,8 @@ class LowBitExperts(LowBit, nn.Module):
 
     def __init__(self, experts, fmt: Format):
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = (
-            experts.gate_up_proj,
-            experts.down_proj,
-            experts.act_fn,
-        )
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        self.act_fn = experts.act_fn
         self.use_format(fmt)
         self.train(experts.training)
 
@@ -311,24 +302,18 @@ class LowBitExperts(LowBit, nn.Module):
         return out
 
 
-# routers stay in high precision
-ROUTERS = (
-    "gate",
-    "router",
-    "shared_expert_gate",
-)
+ROUTERS = ("gate", "router", "shared_expert_gate")  # they stay in high precision
 
 
 def quantized_linears(model) -> dict[str, nn.Linear]:
     """Linear layers to quantize, by name: all but head, routers and adapters (merged first)."""
     head = model.get_output_embeddings()
-    linears = {
-        name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
+    return {
+        name.removesuffix(".base_layer"): m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and m is not head and ".lora_" not in name
+        if not {*name.split(".")} & {*ROUTERS}
     }
-    linears = {
-        name.removesuffix(".base_layer"): m for name, m in linears.items() if ".lora_" not in name
-    }
-    return {name: m for name, m in linears.items() if not {*name.split(".")} & {*ROUTERS}}
 
 
 def experts_of(model) -> dict[str, nn.Module]:
@@ -337,13 +322,9 @@ def experts_of(model) -> dict[str, nn.Module]:
     experts = {}
     for name, m in model.named_modules():
         # act(gate) * up
-        known_names = (
-            getattr(getattr(m, "_apply_gate", None), "__name__", "") == "_default_apply_gate"
-        )
-        if (known_names or isinstance(m, LowBitExperts)) and m._parameters.keys() == {
-            "gate_up_proj",
-            "down_proj",
-        }:
+        gate = getattr(getattr(m, "_apply_gate", None), "__name__", "")
+        known = gate == "_default_apply_gate" or isinstance(m, LowBitExperts)
+        if known and m._parameters.keys() == {"gate_up_proj", "down_proj"}:
             E, rows, H = m.gate_up_proj.shape
             if m.down_proj.shape == (E, H, rows // 2):
                 experts[name] = m

@@ -559,17 +559,22 @@ class HFEngine:
 
     def _forward(self, ids, **more):
         """(logits (n, V) of the last position in float32, cache)."""
-        if self.head_fp32:
-            out = self.model.base_model(input_ids=ids, use_cache=True, **more)
-            head, layer = Head.of(self.model.config), self.model.get_output_embeddings()
-            logits = head.of_layer(layer, out.last_hidden_state[:, -1])
-        else:
-            out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
-            logits = out.logits[:, -1].float()
+        logits, cache = self._logits(ids, 1, use_cache=True, **more)
         if self.routing is not None:
             chosen = torch.stack(self.routing.chosen, 1)  # (n, layers, k) of all tokens
             self.routed = chosen.reshape(*ids.shape, *chosen.shape[1:]).short().cpu().numpy()
-        return logits[:, : self.vocabulary], out.past_key_values
+        return logits[:, -1], cache
+
+    def _logits(self, ids, keep: int, **more):
+        """(logits (n, keep, V) of the last positions in float32, cache). keep 0: all positions."""
+        if self.head_fp32:
+            out = self.model.base_model(input_ids=ids, **more)
+            head, layer = Head.of(self.model.config), self.model.get_output_embeddings()
+            logits = head.of_layer(layer, out.last_hidden_state[:, -keep:])
+        else:
+            out = self.model(input_ids=ids, logits_to_keep=keep, **more)
+            logits = out.logits.float()
+        return logits[..., : self.vocabulary], out.past_key_values
 
     @torch.no_grad()
     def load(self, named_tensors) -> None:
@@ -603,12 +608,7 @@ class HFEngine:
 
     def _logprobs_of(self, ids):
         """`logprobs` of a tensor, all rows at once."""
-        if self.head_fp32:
-            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            logits = Head.of(self.model.config).of_layer(self.model.get_output_embeddings(), hidden)
-        else:
-            logits = self.model(input_ids=ids, use_cache=False).logits
-        logits = logits[:, :-1, : self.vocabulary].float()
+        logits = self._logits(ids, 0, use_cache=False)[0][:, :-1]
         return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
     def sleep(self) -> None:

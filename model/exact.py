@@ -65,13 +65,7 @@ WHOLE = 512
 UNSEEN = -1e30
 
 # tested families, which consist of the operations in the table
-FAMILIES = (
-    "granite",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-)
+FAMILIES = ("granite", "llama", "mistral", "qwen2", "qwen3")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

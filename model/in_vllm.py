@@ -40,38 +40,34 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
     """Replace some functions of vLLM, each for the reason in the docstring of its replacement.
 
     Raises UserError if this version of vLLM lacks a module with such a function."""
+    cuda = torch.cuda.is_available()
     try:
-        _change_vllm(low_bits_on_cpu)
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+        from vllm.model_executor.models.transformers.base import Base
+        from vllm.v1.engine.logprobs import LogprobsProcessor
+
+        change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
+        change(VocabParallelEmbedding, "weight_loader", without_padding)
+        change(Base, "_decorate_for_torch_compile", class_stays_the_learners)
+        if cuda:
+            from vllm.v1.sample.ops import topk_topp_sampler
+
+            change(topk_topp_sampler, "random_sample", all_rows_at_once)
+        else:
+            from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
+
+            method = moe.UnquantizedFusedMoEMethod
+            change(method, "process_weights_after_loading", pack_experts_anew)
+        if low_bits_on_cpu:
+            from vllm import _custom_ops
+            from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+            change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
+            change(cpu, "check_cpu_sgl_kernel", without_amx)
     except ImportError as e:
         raise UserError(
             f"this vLLM has no {e.name} ({e}); install {VLLM_VERSION}, for which this was written, or use --rollout=hf"
         ) from None
-
-
-def _change_vllm(low_bits_on_cpu: bool) -> None:
-    from vllm import _custom_ops
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.models.transformers.base import Base
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
-    change(VocabParallelEmbedding, "weight_loader", without_padding)
-    change(Base, "_decorate_for_torch_compile", class_stays_the_learners)
-    if torch.cuda.is_available():
-        from vllm.v1.sample.ops import topk_topp_sampler
-
-        change(topk_topp_sampler, "random_sample", all_rows_at_once)
-    if not torch.cuda.is_available():
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-            UnquantizedFusedMoEMethod,
-        )
-
-        change(UnquantizedFusedMoEMethod, "process_weights_after_loading", pack_experts_anew)
-    if low_bits_on_cpu:
-        from vllm.model_executor.kernels.linear.scaled_mm import cpu
-
-        change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
-        change(cpu, "check_cpu_sgl_kernel", without_amx)
 
 
 def lean_logprobs(update_sample_logprobs):
@@ -287,10 +283,7 @@ def own_shared_memory(ranks):
 
     prefix, met = f"run{os.getppid()}", Launched._distributed_args
     # only the name matters: the ranks are already connected
-    Launched._distributed_args = lambda self: (
-        f"env://:{prefix}",
-        *met(self)[1:],
-    )
+    Launched._distributed_args = lambda self: (f"env://:{prefix}", *met(self)[1:])
     try:
         yield
     finally:
