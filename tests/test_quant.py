@@ -10,7 +10,7 @@ import standins
 import torch
 from conftest import Held, make_cfg, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM
 
 import batching
 import quant
@@ -166,8 +166,7 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(capability, fl
 @pytest.mark.parametrize("flags", [{"rollout_quant": "int8"}, {"learner_quant": "fp8"}, {"optimizer": "muon"}], ids=str)
 def test_experts_of_an_unknown_kind_are_refused(tmp_path, flags):
     """GPT-OSS transposes its experts' matrices and adds biases to them."""
-    shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    GptOssConfig(vocab_size=256, num_key_value_heads=1, num_local_experts=4, **shape).save_pretrained(tmp_path)
+    standins.config("gpt_oss", num_local_experts=4).save_pretrained(tmp_path)
     flag = "--optimizer=muon" if "optimizer" in flags else "--rollout_quant, --learner_quant"
     with pytest.raises(UserError, match=f"{flag}: .*mlp.experts.gate_up_proj holds the weights of several"):
         check_models(make_cfg(**flags), str(tmp_path), None)
@@ -282,13 +281,12 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
     learner.cfg = replace(learner.cfg, samplers="x")  # remote samplers quantize on their own
     remote = dict(learner.published("policy", False))
     for n, m in quant.quantized_linears(policy).items():
+        q, s = m.cached["weight"][1]
         if name == "w4a16":
-            assert torch.equal(
-                unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), m.cached["weight"][1][0]
-            )
+            assert torch.equal(unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), q)
         else:
-            assert sent[f"{n}.weight"] is m.cached["weight"][1][0]  # the same object: no second quantization
-        assert sent[f"{n}.weight_scale"] is m.cached["weight"][1][1]
+            assert sent[f"{n}.weight"] is q  # the same object: no second quantization
+        assert sent[f"{n}.weight_scale"] is s
         assert torch.equal(exact[f"{n}.weight"], dequantize(*m.quantized()))
         assert torch.equal(remote[f"{n}.weight"], m.weight)
     assert sent["lm_head.weight"].dtype == torch.float32 and "model.embed_tokens.weight" in sent

@@ -5,7 +5,6 @@ import pytest
 import torch
 from conftest import make_cfg, tiny_model
 from tools.sync_faults import CASES, FAULTS, FORMATS, IDS, Rig
-from transformers import AutoModelForCausalLM
 
 import quant
 import sync
@@ -136,11 +135,8 @@ def test_the_limit_of_the_log_probability_error_is_five_floors(monkeypatch):
 def test_an_engine_with_the_right_bytes_and_a_wrong_function_is_found(monkeypatch):
     """Two exchanged tensors; a cache that is read wrongly, so only log-probabilities of sampled tokens are wrong."""
     rig = Rig("float32")
-    load, generate, (a, b) = (
-        rig.engine.load,
-        rig.engine.generate,
-        [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)],
-    )
+    load, generate = rig.engine.load, rig.engine.generate
+    a, b = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
 
     def exchanged(stream):
         tensors = dict(stream)
@@ -222,10 +218,8 @@ def test_faults_of_vllm_are_found(vllm_engine, monkeypatch):
 
 def test_prefixes_of_old_weights_are_never_used(tmp_path, vllm_engines):
     """Even if vLLM keeps its prefix cache: cache keys contain the number of loads."""
-    config = tiny_model(1).config
-    config.max_position_embeddings = 256
-    model = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(tiny_model(1).state_dict())
+    model = tiny_model(1)
+    model.config.max_position_embeddings = 256
     model.save_pretrained(tmp_path)
     engine = vllm_engines(folder=str(tmp_path), max_len=200)
     engine.llm.reset_prefix_cache = lambda *args, **more: True
