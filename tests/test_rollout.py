@@ -140,22 +140,19 @@ def test_flags_reach_the_engines(folders, monkeypatch):
 def test_an_8_bit_cache_adds_mismatch(vllm_engines):
     """Keys and values with three bits of mantissa: near the plain engine, but the gap exceeds float32 rounding."""
     ids = np.arange(48).reshape(2, 24) * 7 % 250
-    plain, small = vllm_engines(), vllm_engines(kv_cache="fp8")
-    for engine in (plain, small):
+    of_engines = []
+    for engine in (vllm_engines(), vllm_engines(kv_cache="fp8")):
         engine.load(tiny_model(1).state_dict().items())
-    gap = np.abs(np.exp(plain.logprobs(ids)) - np.exp(small.logprobs(ids)))
+        of_engines.append(np.exp(engine.logprobs(ids)))
+    gap = np.abs(np.subtract(*of_engines))
     assert 1e-5 < gap.mean() < 0.06
 
 
 def test_changes_of_vllm_are_made_once_and_refused_without_a_target():
     pytest.importorskip("vllm")
-
-    def twice(function):
-        return lambda: 2 * function()
-
-    owner = SimpleNamespace(__name__="owner", one=lambda: 1)
-    in_vllm.change(owner, "one", twice)
-    in_vllm.change(owner, "one", twice)  # by the second engine in this process
+    owner, twice = SimpleNamespace(__name__="owner", one=lambda: 1), lambda function: lambda: 2 * function()
+    for _ in range(2):  # by the second engine in this process
+        in_vllm.change(owner, "one", twice)
     assert owner.one() == 2
     with pytest.raises(UserError, match=r"has no owner.two, which model/in_vllm.py replaces; .* --rollout=hf"):
         in_vllm.change(owner, "two", twice)
