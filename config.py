@@ -231,9 +231,9 @@ class EngineFlags:
     memory, 0: 0.25."""
     rollout_tp: int = 1
     """vLLM's tensor-parallel size: the number of consecutive ranks that form one engine."""
-    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    """Format of the engine's KV cache: --rollout_dtype's (auto), fp8 for vLLM (Jackpot, Table 2b),
-    int8 for --rollout=hf."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Format of vLLM's KV cache: --rollout_dtype's (auto), or fp8, which causes a mismatch (Jackpot,
+    Table 2b)."""
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,8 @@ class PrecisionFlags:
     quant_group: int = 64
     """Columns that share a scale in w4a16, w3a16 and w2a16."""
     exact: bool = False
-    """Sampler (--rollout=hf) and learner compute each sum in the same order: log p_inf = log p_ref
-    bit for bit; the run stops if they differ (model/exact.py)."""
+    """On a CPU: sampler (--rollout=hf) and learner compute each sum in the same order: log p_inf =
+    log p_ref bit for bit; the run stops if they differ (model/exact.py)."""
     router_replay: bool = False
     """Mixtures of experts: the learner sends each token to the engine's experts (vLLM: GPU only)."""
 

@@ -71,15 +71,9 @@ def format_of(name: str, group: int = 64) -> Format | None:
     if name == "fp8":
         return Format(name, 448.0, torch.float8_e4m3fn, True)
     weights_only = {"w4a16": 7.0, "w3a16": 3.0, "w2a16": 1.0}
-    return Format(name, weights_only[name], torch.int8, False, group, scales_of_int4())
-
-
-def scales_of_int4() -> torch.dtype:
-    """Dtype of the scales of w4a16, w3a16 and w2a16: bfloat16 on a GPU, float32 on a CPU.
-
-    vLLM stores int4 scales in the model dtype (bfloat16). On a CPU vLLM receives dequantized
-    weights."""
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    # vLLM stores int4 scales in the model dtype, bfloat16; on a CPU it gets dequantized weights
+    scales = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return Format(name, weights_only[name], torch.int8, False, group, scales)
 
 
 @functools.cache
@@ -92,14 +86,10 @@ def int8_qmax() -> float:
         "AVX512",
     ):
         return 127.0
-    saturates = not any("vnni" in flag or flag.startswith("amx_int8") for flag in cpu_flags())
+    cpuinfo = Path("/proc/cpuinfo")  # features of this processor
+    flags = cpuinfo.read_text().split() if cpuinfo.is_file() else []
+    saturates = not any("vnni" in flag or flag.startswith("amx_int8") for flag in flags)
     return 63.0 if saturates else 127.0
-
-
-def cpu_flags() -> set[str]:
-    """Features of this processor from /proc/cpuinfo; empty if the file does not exist."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,29 +97,6 @@ def cpu_flags() -> set[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def one_kernel(f):
-    """Compile a function of tensors into one kernel on a GPU, which reads and writes each number
-    once. The options keep casts and IEEE rounding of quotients, as in vLLM's quantizers; Triton's
-    default division is approximate."""
-
-    @functools.cache
-    def compiled():
-        import torch._inductor.config as inductor
-
-        exact = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
-        known = inductor.get_config_copy()  # torch 2.11 may lack division_rounding
-        options = {name: value for name, value in exact.items() if name in known}
-        return torch.compile(f, dynamic=True, options=options)
-
-    @functools.wraps(f)
-    def run(x, *more):
-        return (compiled() if x.is_cuda else f)(x, *more)
-
-    run.compiled = compiled
-    return run
-
-
-@one_kernel
 def quantize(
     x: torch.Tensor,
     qmax: float,
@@ -143,22 +110,13 @@ def quantize(
     *rows, K = x.shape
     x = x.float().reshape(*rows, -1, group or K)
     amax = x.abs().amax(-1, keepdim=True)
-    s = torch.where(amax > 0, amax / qmax, 1.0)
-    s = in_bfloat16(s) if scales == torch.bfloat16 else s
+    s = torch.where(amax > 0, amax / qmax, 1.0).to(scales).float()
     q = (x / s).clamp_(-qmax, qmax)
     if dtype == torch.int8:
         q = q.round_()  # the conversion to float8 also rounds
     return q.to(dtype).reshape(*rows, K), s[..., 0]
 
 
-def in_bfloat16(s: torch.Tensor) -> torch.Tensor:
-    """Round positive float32 numbers to bfloat16, ties to even. Integer arithmetic, because torch
-    2.11 removes casts when it compiles."""
-    bits = s.view(torch.int32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
-
-
-@one_kernel
 def dequantize(
     q: torch.Tensor, s: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -178,7 +136,6 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return scaled(qx.float() @ qw.float().t(), sx, sw, dtype)  # e4m3 products are exact in float32
 
 
-@one_kernel
 def scaled(y, sx, sw, dtype: torch.dtype) -> torch.Tensor:
     """Multiply a quantized product (M, N) by the scales of its rows (M, 1) and columns (N, 1)."""
     return y.float().mul_(sx).mul_(sw.t()).to(dtype)
@@ -319,11 +276,8 @@ class LowBitExperts(LowBit, nn.Module):
 
     def __init__(self, experts, fmt: Format):
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = (
-            experts.gate_up_proj,
-            experts.down_proj,
-            experts.act_fn,
-        )
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        self.act_fn = experts.act_fn
         self.use_format(fmt)
         self.train(experts.training)
 
@@ -348,24 +302,18 @@ class LowBitExperts(LowBit, nn.Module):
         return out
 
 
-# routers stay in high precision
-ROUTERS = (
-    "gate",
-    "router",
-    "shared_expert_gate",
-)
+ROUTERS = ("gate", "router", "shared_expert_gate")  # they stay in high precision
 
 
 def quantized_linears(model) -> dict[str, nn.Linear]:
     """Linear layers to quantize, by name: all but head, routers and adapters (merged first)."""
     head = model.get_output_embeddings()
-    linears = {
-        name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
+    return {
+        name.removesuffix(".base_layer"): m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and m is not head and ".lora_" not in name
+        if not {*name.split(".")} & {*ROUTERS}
     }
-    linears = {
-        name.removesuffix(".base_layer"): m for name, m in linears.items() if ".lora_" not in name
-    }
-    return {name: m for name, m in linears.items() if not {*name.split(".")} & {*ROUTERS}}
 
 
 def experts_of(model) -> dict[str, nn.Module]:
@@ -374,13 +322,9 @@ def experts_of(model) -> dict[str, nn.Module]:
     experts = {}
     for name, m in model.named_modules():
         # act(gate) * up
-        known_names = (
-            getattr(getattr(m, "_apply_gate", None), "__name__", "") == "_default_apply_gate"
-        )
-        if (known_names or isinstance(m, LowBitExperts)) and m._parameters.keys() == {
-            "gate_up_proj",
-            "down_proj",
-        }:
+        gate = getattr(getattr(m, "_apply_gate", None), "__name__", "")
+        known = gate == "_default_apply_gate" or isinstance(m, LowBitExperts)
+        if known and m._parameters.keys() == {"gate_up_proj", "down_proj"}:
             E, rows, H = m.gate_up_proj.shape
             if m.down_proj.shape == (E, H, rows // 2):
                 experts[name] = m
@@ -643,12 +587,6 @@ def check_model(cfg: RolloutFlags, folder: str) -> None:
     for name in sorted(formats):
         with torch.device("meta"):
             align(empty_model(folder), format_of(name, cfg.quant_group))
-    no_kernel = cfg.rollout_quant in ("int8", "fp8") and cfg.rollout == "vllm" and not cuda
-    need(
-        not no_kernel or not experts_of(empty_model(folder)),
-        f"--rollout_quant={cfg.rollout_quant}: on a CPU vLLM does not support experts in this format; use "
-        "w4a16, or --rollout=hf",
-    )
 
 
 def empty_model(config):

@@ -77,12 +77,10 @@ def as_groups(
         t_start=0.0,
         t_end=0.0,
     )
-    groups = []
-    for i, (prompt, rows) in enumerate(zip(prompts, responses, strict=True)):
-        groups.append(
-            Rollout((key, 0, i), prompt_id=str(i), prompt_ids=prompt, responses=rows, **about)
-        )
-    return groups
+    return [
+        Rollout((key, 0, i), prompt_id=str(i), prompt_ids=prompt, responses=rows, **about)
+        for i, (prompt, rows) in enumerate(zip(prompts, responses, strict=True))
+    ]
 
 
 def generator(*key) -> np.random.Generator:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from config import COLDEST, Config, RolloutFlags, SamplingFlags
+from config import COLDEST, RolloutFlags, SamplingFlags
 from machinery.flags import need
 
 KEPT_MAX = 256  # largest recorded set of allowed tokens if only top_p or min_p truncate
@@ -149,13 +149,9 @@ def check(cfg: SamplingFlags) -> None:
         "--logprobs_mode=raw: raw log-probabilities do not show which tokens were removed, so no allowed sets exist "
         "to replay; use processed, or --keep_sampling_mask=off",
     )
-
-
-def check_with_actor(cfg: Config) -> None:
-    """Raise UserError if actor and policy would be truncated separately: their KL is infinite."""
-    cut_by_itself = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
+    has_actor = getattr(cfg, "actor", "none") != "none"
     need(
-        not (cut_by_itself and cfg.actor != "none"),
+        not (has_actor and Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"),
         "--keep_sampling_mask=recompute with an --actor: the KL between two truncated distributions is "
         "infinite; use replay",
     )

@@ -192,25 +192,20 @@ class LocalSource:
         self.counts.update(grade_all(self.task, self.tokenizer, problems, groups))
         self.grading_seconds += time.perf_counter() - graded_from
         self.counts["poisoned"] += sum(set_aside_if_poisoned(r) for group in groups for r in group)
-        end = time.time()
-        rollouts = []
-        for uid, problem, prompt, responses in zip(uids, problems, prompts, groups, strict=True):
-            rollout = Rollout(
-                uid=uid,
-                prompt_id=problem.id,
-                prompt_ids=prompt,
-                sampling=self.sampling,
-                model=self.model,
-                precision=self.engine.dtype,
-                version=self.version,
-                digest=self.digest,
-                t_start=start,
-                t_end=end,
-                responses=responses,
-                t_published=self.published,
-            )
-            rollouts.append(rollout)
-        return rollouts
+        about = dict(
+            sampling=self.sampling,
+            model=self.model,
+            precision=self.engine.dtype,
+            version=self.version,
+            digest=self.digest,
+            t_start=start,
+            t_end=time.time(),
+            t_published=self.published,
+        )
+        return [
+            Rollout(uid, problem.id, prompt, responses=responses, **about)
+            for uid, problem, prompt, responses in zip(uids, problems, prompts, groups, strict=True)
+        ]
 
     def seeds(self, uid) -> list[int]:
         """One seed per response of a group."""

@@ -210,7 +210,6 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     cfg = fill(cfg, EMBEDDED)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)
-    sampling.check_with_actor(cfg)
     quant.check(cfg)
     delay.check(cfg)
     delay.check_remote(cfg)
@@ -297,13 +296,32 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
         size = f"on a CPU it is a number of GiB, and this host has {host_gib:.0f}; lower it"
         bounds.append((cfg.rollout_memory < host_gib, size))
     need_each(cfg, *((ok, "rollout_memory", sentence) for ok, sentence in bounds))
-    caches = {"auto": cfg.rollout, "fp8": "vllm", "int8": "hf"}
-    engine = caches[cfg.kv_cache_dtype]
-    no_cache = f"--rollout={cfg.rollout} has no such cache; use --rollout={engine}, or auto"
-    need_each(cfg, (cfg.rollout == engine, "kv_cache_dtype", no_cache))
     need(
-        cfg.rollout != "vllm" or importlib.util.find_spec("vllm") is not None,
+        cfg.kv_cache_dtype == "auto" or cfg.rollout == "vllm",
+        f"--kv_cache_dtype={cfg.kv_cache_dtype}: only vLLM has this cache; use --rollout=vllm, or auto",
+    )
+    if cfg.rollout != "vllm":
+        return
+    need(
+        os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") == "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING is set in the environment; unset it, because the engine runs in this process",
+    )
+    need(
+        importlib.util.find_spec("vllm") is not None,
         "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
+    )
+
+
+PLAIN_TOKENS = 1 << 18  # maximum tokens of a rollout of the plain engine on a GPU
+
+
+def check_plain_engine(cfg: Config) -> None:
+    """Raise UserError if a rollout of the plain engine would take minutes on this GPU."""
+    plain = cfg.rollout == "hf" and torch.cuda.is_available()
+    need(
+        not plain or cfg.rollout_batch * cfg.max_tokens <= PLAIN_TOKENS,
+        f"--rollout=hf: {cfg.rollout_batch} responses of up to {cfg.max_tokens} tokens take minutes in the plain "
+        "engine on a GPU; use --rollout=vllm",
     )
 
 
@@ -333,6 +351,7 @@ def check_packages(cfg: Config, n_ranks: int) -> None:
     """Check that the packages needed by the flags are installed."""
     if cfg.samplers == "local":
         check_engine(cfg, n_ranks)
+        check_plain_engine(cfg)
         quant.check_routing(cfg)
     has_wandb = not cfg.wandb or importlib.util.find_spec("wandb")
     sentence = "wandb is not installed; pip install wandb, or leave the flag out"

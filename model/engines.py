@@ -31,27 +31,24 @@ from machinery.checkpoint.models import load_model
 from machinery.flags import from_environment, need
 from model import Routing
 from model.decoding import Records, Rows, give_routed, grouped, responses_of
-from model.exact import as_sampler
+from model.exact import InOrder, as_sampler
 from model.head import Head, rows_at_once
-from model.in_order import in_eight_bits, in_order
 from model.in_vllm import (
     VLLM_VERSION,
     among_ranks,
     change_vllm,
     checksums_of,
+    engine_config,
     fused_modules,
-    hand_over,
     has_head,
     import_vllm,
     in_one_sentence,
     note_packing,
     own_shared_memory,
     summed_over,
-    transfer_settings,
     vllm_leaves_no_trace,
 )
-from model.lowbit import quantized_for_a_node
-from model.memory import unread
+from model.memory import stored_tensors, unread
 from rollout import Response, uniforms
 from sampling import Sampling, pick, truncate
 from sync import checksums
@@ -115,9 +112,14 @@ class VLLMEngine:
         )
         self.packed = has_kernel  # True: it loads low-bit tensors; False: exactly dequantized ones
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
-        self._check(folder, head_size(shell.config), cuda)
-        if fmt is not None:
-            folder = self._quantized_folder(folder)
+        if not cuda:
+            check_head_size(folder, head_size(shell.config))
+        if fmt is not None and not self.packed:
+            print(
+                f"{fmt.name}: vLLM has no kernel for this format here; the engine gets the exactly dequantized "
+                "weights, which compute the same function",
+                file=sys.stderr,
+            )
         settings = dict(
             dtype=dtype,
             kv_cache_dtype=kv_cache,
@@ -150,16 +152,18 @@ class VLLMEngine:
             memory = {"kv_cache_memory_bytes": min(wanted, most)}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
         self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
-        # under torchrun vLLM always runs in this process
-        settings |= memory | (among_ranks(tp) or transfer_settings())
+        settings |= memory | among_ranks(tp)
         settings["enable_sleep_mode"] = self.sleep_level > 0
         settings["enable_return_routed_experts"] = routing
-        self.apart = "weight_transfer_config" in settings  # vLLM runs in a separate process
         overrides = {"head_dtype": "float32"} if head_fp32 else {}
         if not shell.config.tie_word_embeddings:
             overrides["tie_word_embeddings"] = False  # the config may tie two tensors that differ
         if vocabulary is not None:
             overrides["vocab_size"] = vocabulary
+        if self.packed:
+            overrides["quantization_config"] = engine_config(fmt)
+        if fmt is not None:
+            settings["load_format"] = "dummy"  # the quantized weights are loaded below
         settings["hf_overrides"] = overrides
         self.tp, self.kv_cache, self.held_rows = tp, kv_cache, vocabulary
         self.loads = 0  # number of weight loads
@@ -169,38 +173,9 @@ class VLLMEngine:
             own_shared_memory(self.ranks),
         ):
             self.llm = make_llm(folder, **settings)
-
-    def _check(self, folder: str, size: int, cuda: bool) -> None:
-        """Raise UserError if vLLM cannot run this model in this process, or not this head size."""
-        from vllm.distributed import parallel_state
-
-        late = parallel_state.model_parallel_is_initialized() and parallel_state._EP is None
-        need(
-            not (late and self.experts),
-            f"{folder}: it has experts, but the model of this process's first engine has no experts, so vLLM did not "
-            "create a group for experts; use --eval_engine=torch, or --rollout=hf",
-        )
-        if cuda:
-            return
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-        need(
-            size in sizes,
-            f"{folder}: its heads have a size of {size}, and on a CPU vLLM supports only "
-            f"{', '.join(map(str, sizes))}; use --rollout=hf, or a different model",
-        )
-
-    def _quantized_folder(self, folder: str) -> str:
-        """A temporary quantized copy of the model folder, from which vLLM starts; one per node."""
-        if not self.packed:
-            print(
-                f"{self.fmt.name}: vLLM has no kernel for this format here; the engine gets the exactly dequantized "
-                "weights, which compute the same function",
-                file=sys.stderr,
-            )
-        path, self.scratch = quantized_for_a_node(folder, self.fmt, self.packed)
-        return path
+        if fmt is not None:
+            model, named_tensors = stored_tensors(folder)
+            self.load(quant.for_engine(named_tensors, model, fmt, self.packed))
 
     def generate(
         self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0
@@ -310,7 +285,8 @@ class VLLMEngine:
         if not all(self.llm.apply_model(has_head)):
             named_tensors = ((name, x) for name, x in named_tensors if name != "lm_head.weight")
         with in_one_sentence("it cannot load the published weights"):
-            hand_over(self.llm, quant.by_expert(named_tensors, self.experts), self.apart)
+            tensors = quant.by_expert(named_tensors, self.experts)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -349,6 +325,18 @@ class VLLMEngine:
     def close(self) -> None:
         """Shut vLLM down. This also destroys torch's process group, if there is one."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def check_head_size(folder: str, size: int) -> None:
+    """Raise UserError if vLLM has no attention kernel for this head size on a CPU."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    need(
+        size in sizes,
+        f"{folder}: its heads have a size of {size}, and on a CPU vLLM supports only "
+        f"{', '.join(map(str, sizes))}; use --rollout=hf, or a different model",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -417,7 +405,6 @@ class HFEngine:
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
     batch_tokens     maximum number of tokens in the KV cache; None: as many as fit into CACHE_GIB
     exact            compute each sum in the learner's order (model/exact.py), with float32 weights
-    kv_cache         "int8": keys and values in 8 bits; UserError if a layer's cache is different
     the rest         as for VLLMEngine"""
 
     def __init__(
@@ -432,7 +419,6 @@ class HFEngine:
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
         vocabulary: int | None = None,
-        kv_cache: str = "auto",
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
@@ -453,12 +439,7 @@ class HFEngine:
         )
         self.raw = logprobs_mode == "raw"
         self.head_fp32, self.vocabulary = head_fp32 and not exact, vocabulary
-        self.kv_cache, self.fused, self.tp, self.held_rows = kv_cache, {}, 1, None
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
-        need(
-            kv_cache == "auto" or kinds <= {"full_attention", "sliding_attention"},
-            f"--kv_cache_dtype={kv_cache}: this model also has layers of {', '.join(sorted(kinds))}; use auto",
-        )
+        self.kv_cache, self.fused, self.tp, self.held_rows = "auto", {}, 1, None
         self.routing: Routing | None = None
         self.routed = None  # experts of the last forward pass, (n, tokens, layers, k) int16
 
@@ -552,20 +533,16 @@ class HFEngine:
         prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
         indices = torch.arange(len(prompt_of), device=self.device)
         logits, cache = self._forward(
-            ids, attention_mask=mask if padded else None, position_ids=position, **self._empty()
+            ids, attention_mask=mask if padded else None, position_ids=position
         )
         cache.batch_select_indices(prompt_of)
         position = mask.sum(1)[prompt_of]
         if self.exact:
-            cache, padded = in_order(cache, position), False
+            cache.layers, padded = [InOrder(layer, position) for layer in cache.layers], False
         rows = Rows(
             index=indices, position=position, mask=mask[prompt_of] if padded else None, cache=cache
         )
         return logits[prompt_of], rows
-
-    def _empty(self) -> dict:
-        """The argument with an empty int8 cache; {} for transformers' default cache."""
-        return {"past_key_values": in_eight_bits()} if self.kv_cache == "int8" else {}
 
     def _step(self, token, rows: Rows):
         """Logits (n, V) of the next token of each row, after `token` (n, 1)."""
@@ -582,17 +559,22 @@ class HFEngine:
 
     def _forward(self, ids, **more):
         """(logits (n, V) of the last position in float32, cache)."""
-        if self.head_fp32:
-            out = self.model.base_model(input_ids=ids, use_cache=True, **more)
-            head, layer = Head.of(self.model.config), self.model.get_output_embeddings()
-            logits = head.of_layer(layer, out.last_hidden_state[:, -1])
-        else:
-            out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **more)
-            logits = out.logits[:, -1].float()
+        logits, cache = self._logits(ids, 1, use_cache=True, **more)
         if self.routing is not None:
             chosen = torch.stack(self.routing.chosen, 1)  # (n, layers, k) of all tokens
             self.routed = chosen.reshape(*ids.shape, *chosen.shape[1:]).short().cpu().numpy()
-        return logits[:, : self.vocabulary], out.past_key_values
+        return logits[:, -1], cache
+
+    def _logits(self, ids, keep: int, **more):
+        """(logits (n, keep, V) of the last positions in float32, cache). keep 0: all positions."""
+        if self.head_fp32:
+            out = self.model.base_model(input_ids=ids, **more)
+            head, layer = Head.of(self.model.config), self.model.get_output_embeddings()
+            logits = head.of_layer(layer, out.last_hidden_state[:, -keep:])
+        else:
+            out = self.model(input_ids=ids, logits_to_keep=keep, **more)
+            logits = out.logits.float()
+        return logits[..., : self.vocabulary], out.past_key_values
 
     @torch.no_grad()
     def load(self, named_tensors) -> None:
@@ -625,17 +607,8 @@ class HFEngine:
         return torch.cat([self._logprobs_of(chunk) for chunk in rows]).cpu().numpy()
 
     def _logprobs_of(self, ids):
-        """`logprobs` of a tensor, all rows at once. It includes the rounding of an int8 cache,
-        which is part of the engine's error (sync.py)."""
-        cached = self.kv_cache != "auto"
-        if self.head_fp32:
-            hidden = self.model.base_model(
-                input_ids=ids, use_cache=cached, **self._empty()
-            ).last_hidden_state
-            logits = Head.of(self.model.config).of_layer(self.model.get_output_embeddings(), hidden)
-        else:
-            logits = self.model(input_ids=ids, use_cache=cached, **self._empty()).logits
-        logits = logits[:, :-1, : self.vocabulary].float()
+        """`logprobs` of a tensor, all rows at once."""
+        logits = self._logits(ids, 0, use_cache=False)[0][:, :-1]
         return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
     def sleep(self) -> None:
@@ -692,9 +665,7 @@ def make_engine(
         vocabulary=vocabulary,
     )
     if cfg.rollout == "hf":
-        engine = HFEngine(
-            folder, device=device, exact=cfg.exact, kv_cache=cfg.kv_cache_dtype, **shared
-        )
+        engine = HFEngine(folder, device=device, exact=cfg.exact, **shared)
         return engine.record_routing() if cfg.router_replay else engine
     common = dict(
         seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp

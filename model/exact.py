@@ -5,15 +5,15 @@ A floating-point sum depends on its order, and libraries choose the order by the
 inputs. The sampler decodes one token per row with a KV cache; the learner processes whole responses
 in different batches. With equal weights their log-probabilities differ by 1e-5 in float32 and by up
 to 0.15 in bfloat16. This file fixes the order of each sum for all shapes. Sampler and learner run
-the same functions with float32 weights, and with bfloat16 both run under autocast.
+the same functions on a CPU with float32 weights, and with bfloat16 both run under autocast.
 
     operation                         order depends on      fixed by
     linear layers, head               rows of the batch     `product`: ROWS rows at a time, padded
-    q k, sum over a head's entries    number of queries     torch's attention, QUERIES at a time
+    q k, sum over a head's entries    number of queries     torch's attention, one query at a time
     p v and softmax, sums over keys   number of keys        `room`: unseen keys add exactly 0, and
                                                             do not move the places of splits
     p v, with a padded prompt         place of the padding  `Seen`: puts the keys in order first
-    means of norms                    rows, only on a GPU   `of_many_rows`: zero-padded
+    means of norms                    nothing: per token    unchanged
     softmax and truncation of logits  nothing: same length  both sides cut them to the vocabulary
     silu (no sum, but the ends of a   place in the tensor   `quotient`: an exp without special ends,
       tensor are rounded differently)                       correctly rounded sums and quotients
@@ -43,6 +43,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.functional import silu as torch_silu
+from transformers.cache_utils import DynamicLayer
 
 import quant
 from config import PrecisionFlags, RolloutFlags, RunFlags
@@ -54,12 +55,7 @@ from sampling import Sampling
 
 # Tokens in one product with a weight. AVX2's kernel takes six rows at a time and rounds remaining
 # rows differently (the last two of 32). 96 rows leave no remainder for one, two or four threads.
-ROWS = {"cpu": 96, "tiles": 256, "cuda": 256}
-# queries in a block of attention, for each of the heads that share keys
-QUERIES = {
-    "cpu": 1,
-    "cuda": 64,
-}
+ROWS = 96
 AT_ONCE = 128  # queries in one call of attention
 KEYS = 16  # the number of keys is a multiple of this: different code would sum a remainder
 # keys that torch's kernel takes at a time; it splits a product over more than half of them by their
@@ -69,13 +65,7 @@ WHOLE = 512
 UNSEEN = -1e30
 
 # tested families, which consist of the operations in the table
-FAMILIES = (
-    "granite",
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-)
+FAMILIES = ("granite", "llama", "mistral", "qwen2", "qwen3")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,31 +74,24 @@ FAMILIES = (
 
 
 def product(x, weight):
-    """x W^T (M, N) in float32 (or float64) from x (M, K) and W (N, K), ROWS rows at a time."""
-    if x.dtype == torch.bfloat16 and not x.is_cuda:
+    """x W^T (M, N) in float32 (or float64) from x (M, K) and W (N, K), ROWS rows at a time,
+    zero-padded."""
+    if x.dtype == torch.bfloat16:
         x, weight = x.float(), weight.float()
-    return by_rows(
-        plain_product, x, weight, torch.promote_types(x.dtype, torch.float32), ROWS[x.device.type]
-    )
+    out = x.new_empty(len(x), len(weight))
+    for at in pieces(len(x), ROWS):
+        rows = x[at]
+        if len(rows) < ROWS:
+            padded = torch.cat([rows, rows.new_zeros(ROWS - len(rows), rows.shape[1])])
+            out[at] = (padded @ weight.t())[: len(rows)]
+        else:
+            torch.mm(rows, weight.t(), out=out[at])
+    return out
 
 
 def rounded_product(x, weight):
     """`product` in the dtype of x."""
-    if x.dtype == torch.bfloat16 and not x.is_cuda and has_tiles():
-        return by_rows(lambda rows, w: rows @ w.t(), x, weight, x.dtype, ROWS["tiles"])
     return product(x, weight).to(x.dtype)
-
-
-def by_rows(multiply, x, weight, dtype, size: int):
-    """multiply(x, W), (M, N) in `dtype`, computed for `size` rows at a time, zero-padded."""
-    out = x.new_empty(len(x), len(weight), dtype=dtype)
-    for at in pieces(len(x), size):
-        rows, result = x[at], out[at]
-        if len(rows) < size or dtype != x.dtype:
-            result.copy_(multiply(filled(rows, size), weight)[: len(rows)])
-        else:
-            torch.mm(rows, weight.t(), out=result)
-    return out
 
 
 def pieces(n: int, size: int) -> list[slice]:
@@ -116,12 +99,6 @@ def pieces(n: int, size: int) -> list[slice]:
     of being shorter."""
     starts = [*range(0, n - size, size), max(n - size, 0)]
     return [slice(start, start + size) for start in starts]
-
-
-@functools.cache
-def has_tiles() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32 (AMX)."""
-    return "amx_bf16" in quant.cpu_flags()
 
 
 def longer(x, more: int):
@@ -137,23 +114,9 @@ def taken(x, places):
     return x.reshape(-1, D).index_select(0, (first + places[:, None]).flatten()).view(B, H, -1, D)
 
 
-def filled(x, size: int):
-    """x (n, ...) padded with zeros to (size, ...)."""
-    return torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Layers
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def of_many_rows(forward, x):
-    """A norm's forward pass, padded to at least ROWS rows on a GPU, where the kernel would use more
-    threads per row for few rows."""
-    rows = x.reshape(-1, x.shape[-1])
-    if x.device.type == "cpu" or len(rows) >= ROWS["cuda"]:
-        return forward(x)
-    return forward(filled(rows, ROWS["cuda"]))[: len(rows)].view(x.shape)
 
 
 class Multiply(torch.autograd.Function):
@@ -209,14 +172,13 @@ class ExactLinear(nn.Linear):
         return exact.train(layer.training)
 
     def rounded(self, dtype: torch.dtype):
-        """The weight rounded to `dtype`. A CPU without AMX stores a frozen rounded weight in
-        float32."""
+        """The weight rounded to `dtype`. A frozen rounded weight is stored in float32, the dtype of
+        the products."""
         if self.weight.requires_grad:
             return self.weight.detach().to(dtype)
         version = (self.weight._version, self.weight.data_ptr(), dtype)
         if self.cached is None or self.cached[0] != version:
-            rounded = self.weight.to(dtype)
-            self.cached = version, rounded if rounded.is_cuda or has_tiles() else rounded.float()
+            self.cached = version, self.weight.to(dtype).float()
         return self.cached[1]
 
     def forward(self, x):
@@ -323,36 +285,85 @@ def ordinary_attention(mask, scaling: float, query, key, value):
 
 
 def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, value):
-    """Attention (B, heads, Q, D) in `dtype`, block by block in a fixed order of sums."""
+    """Attention (B, heads, Q, D) in `dtype`, query by query in a fixed order of sums."""
     B, heads, Q, D = query.shape
     H, K = key.shape[1:3]
-    # query heads per key head, and queries per block
-    shared, size = (
-        heads // H,
-        QUERIES[query.device.type],
-    )
+    shared = heads // H  # query heads per key head
     # (B H, 1, room(K), D)
     key, value = (seen.in_order(x).flatten(0, 1)[:, None] for x in (key, value))
-    query = (
-        longer(query.float(), -Q % size)
-        .reshape(B * H, shared, -1, size, D)
-        .transpose(1, 2)
-        .flatten(2, 3)
-    )
-    # (B, 1, blocks, 1, size, room(K))
-    added = longer(seen.added, -Q % size).unflatten(2, (-1, 1, size))
+    query = query.float().reshape(B * H, shared, Q, D).transpose(1, 2)
+    added = seen.added[:, :, :, None, None]  # (B, 1, Q, 1, 1, room(K))
     outs, last = [], 0
-    for chunk, mask in zip(
-        query.split(AT_ONCE // size, 1), added.split(AT_ONCE // size, 2), strict=True
-    ):
-        n_blocks = chunk.shape[1]
-        last += n_blocks * size  # end of these queries
+    for chunk, mask in zip(query.split(AT_ONCE, 1), added.split(AT_ONCE, 2), strict=True):
+        n_queries = chunk.shape[1]
+        last += n_queries  # end of these queries
         n = min(key.shape[2], room(K - Q + last))  # these queries see no later key
-        mask = mask[..., :n].expand(B, H, n_blocks, shared, size, n).reshape(B * H, n_blocks, -1, n)
-        keys, values = (x[:, :, :n].expand(-1, n_blocks, -1, -1) for x in (key, value))
+        mask = mask[..., :n].expand(B, H, n_queries, shared, 1, n).reshape(B * H, n_queries, -1, n)
+        keys, values = (x[:, :, :n].expand(-1, n_queries, -1, -1) for x in (key, value))
         outs.append(scaled_dot_product_attention(chunk, keys, values, mask, scale=scaling))
-    out = torch.cat(outs, 1).unflatten(2, (shared, size)).transpose(1, 2)
-    return out.reshape(B, heads, -1, D)[:, :, :Q].to(dtype)
+    return torch.cat(outs, 1).transpose(1, 2).reshape(B, heads, Q, D).to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sampler's cache
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class InOrder(DynamicLayer):
+    """The KV cache of one layer in which each row starts at position 0 and new keys are appended to
+    it.
+
+    It has `room` positions and stores 16-bit numbers as float32, the dtype of the products. A
+    decoding step therefore neither copies nor reorders the previous keys."""
+
+    def __init__(self, layer, lengths):
+        """layer: a transformers cache layer with keys and values (B, H, P, D), padded on the left;
+        lengths (B,): number of tokens of each row."""
+        super().__init__()
+        P = layer.keys.shape[2]
+        places = torch.arange(room(P), device=lengths.device) + (P - lengths)[:, None]
+        self.keys, self.values = (
+            taken(x.float(), places.clamp_max(P - 1)) for x in (layer.keys, layer.values)
+        )
+        self.lengths = lengths
+        self.longest = P  # length of the longest row
+        self.is_initialized = True
+
+    def update(self, key, value, *_, **__):
+        """Append the key and value (B, H, 1, D) of a new token; returns all keys and values, with
+        unused positions at the end of a row."""
+        self.keys, self.values = (
+            longer(x, self.width() - x.shape[2]) for x in (self.keys, self.values)
+        )
+        B, H, K, _ = self.keys.shape
+        rows = (
+            K * torch.arange(B * H, device=self.lengths.device).view(B, H) + self.lengths[:, None]
+        )
+        for x, new in ((self.keys, key), (self.values, value)):
+            x.view(B * H * K, -1).index_copy_(0, rows.flatten(), new.float().flatten(0, 2))
+        self.lengths = self.lengths + 1
+        self.longest += 1
+        return self.keys, self.values
+
+    def width(self) -> int:
+        """Number of positions of a row, with one more token."""
+        return room(self.longest + 1)
+
+    def mask(self):
+        """(B, positions) bool: positions that the next token attends to, itself included."""
+        return torch.arange(self.width(), device=self.lengths.device) <= self.lengths[:, None]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.width(), 0
+
+    def get_seq_length(self) -> int:
+        """The number of positions: transformers must not mask any; `mask` has the visible ones."""
+        return self.width()
+
+    def batch_select_indices(self, rows) -> None:
+        self.keys, self.values, self.lengths = (
+            x.index_select(0, rows) for x in (self.keys, self.values, self.lengths)
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -374,8 +385,6 @@ def apply(model):
                 setattr(parent, name, ExactLinear.from_linear(child))
             elif type(child).__name__ in ("SiLU", "SiLUActivation"):
                 setattr(parent, name, SiLU())
-            elif type(child).__name__.endswith("RMSNorm"):
-                child.forward = functools.partial(of_many_rows, child.forward)
     ALL_ATTENTION_FUNCTIONS.register("exact", attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("exact", seen)
     model.set_attn_implementation("exact")
@@ -429,6 +438,7 @@ def check(cfg: RolloutFlags) -> None:
     """Raise UserError if engine and learner cannot be bitwise equal with these flags."""
     if not cfg.exact:
         return
+    need(not torch.cuda.is_available(), "--exact: works only on a CPU; leave it out on a GPU")
     local = getattr(cfg, "samplers", "local") == "local"
     need(
         cfg.rollout == "hf" and local,
@@ -445,10 +455,6 @@ def check(cfg: RolloutFlags) -> None:
         same and cfg.rollout_quant != "fp8",
         f"--exact: --rollout_quant={cfg.rollout_quant} and --learner_quant={cfg.learner_quant} must be the same, and "
         "not fp8; align the learner with --learner_quant=aligned",
-    )
-    need(
-        cfg.kv_cache_dtype == "auto",
-        f"--exact: --kv_cache_dtype={cfg.kv_cache_dtype} rounds keys and values only in the engine; use auto",
     )
     need(
         getattr(cfg, "lora_rank", 0) == 0,

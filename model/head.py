@@ -164,11 +164,8 @@ class ChunkedHead(torch.autograd.Function):
 def score(head: Head, layer, hidden, ids):
     """log p(ids[t] | ids[:t]) for t >= 1, (R, L - 1) in float32, from a model's output embedding
     `layer` and the hidden states (R, L, H) of the sequences ids (R, L)."""
-    # the last position of a row is removed below
-    flat, following = (
-        hidden.flatten(0, 1),
-        ids.roll(-1, 1).flatten()[:, None],
-    )
+    flat = hidden.flatten(0, 1)
+    following = ids.roll(-1, 1).flatten()[:, None]  # the last position of a row is removed below
     out = flat.new_empty(len(flat), dtype=torch.float32)
     for at in chunks(len(flat), chunk_rows(len(layer.weight)), len(flat)):
         z = head.of_layer(layer, flat[at])

@@ -1,4 +1,4 @@
-"""vLLM in this process: import, patched functions, shared memory of its ranks, and new weights.
+"""vLLM in this process: import, patched functions, shared memory of its ranks, and checksums.
 
 import_vllm             import vLLM's classes, set up to run in this process
 change_vllm             replace some functions of vLLM
@@ -6,15 +6,14 @@ vllm_leaves_no_trace    restore global state that vLLM overwrites at its start
 among_ranks             settings under torchrun, where several ranks form one engine
 own_shared_memory       give each run its own names in /dev/shm
 checksums_of            compute checksums of the weights
-hand_over               pass weights to an engine in this process or in a different one of this node
+engine_config           describe low-bit tensors to vLLM
+has_head                find out which published tensors an engine needs
 """
 
 from __future__ import annotations
 
-import base64
 import functools
 import os
-import pickle
 import tempfile
 import traceback
 from contextlib import contextmanager
@@ -25,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from machinery.flags import UserError
+from quant import ROUTERS, Format
 from sync import SyncError, checksums, wrap
 
 SHARED = Path("/dev/shm")
-BUCKET = 1 << 28  # maximum bytes of tensors passed at a time, unless one tensor is larger
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Patches of vLLM, and state that vLLM must not change
@@ -41,38 +40,34 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
     """Replace some functions of vLLM, each for the reason in the docstring of its replacement.
 
     Raises UserError if this version of vLLM lacks a module with such a function."""
+    cuda = torch.cuda.is_available()
     try:
-        _change_vllm(low_bits_on_cpu)
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+        from vllm.model_executor.models.transformers.base import Base
+        from vllm.v1.engine.logprobs import LogprobsProcessor
+
+        change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
+        change(VocabParallelEmbedding, "weight_loader", without_padding)
+        change(Base, "_decorate_for_torch_compile", class_stays_the_learners)
+        if cuda:
+            from vllm.v1.sample.ops import topk_topp_sampler
+
+            change(topk_topp_sampler, "random_sample", all_rows_at_once)
+        else:
+            from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
+
+            method = moe.UnquantizedFusedMoEMethod
+            change(method, "process_weights_after_loading", pack_experts_anew)
+        if low_bits_on_cpu:
+            from vllm import _custom_ops
+            from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+            change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
+            change(cpu, "check_cpu_sgl_kernel", without_amx)
     except ImportError as e:
         raise UserError(
             f"this vLLM has no {e.name} ({e}); install {VLLM_VERSION}, for which this was written, or use --rollout=hf"
         ) from None
-
-
-def _change_vllm(low_bits_on_cpu: bool) -> None:
-    from vllm import _custom_ops
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.models.transformers.base import Base
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
-    change(VocabParallelEmbedding, "weight_loader", without_padding)
-    change(Base, "_decorate_for_torch_compile", class_stays_the_learners)
-    if torch.cuda.is_available():
-        from vllm.v1.sample.ops import topk_topp_sampler
-
-        change(topk_topp_sampler, "random_sample", all_rows_at_once)
-    if not torch.cuda.is_available():
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-            UnquantizedFusedMoEMethod,
-        )
-
-        change(UnquantizedFusedMoEMethod, "process_weights_after_loading", pack_experts_anew)
-    if low_bits_on_cpu:
-        from vllm.model_executor.kernels.linear.scaled_mm import cpu
-
-        change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
-        change(cpu, "check_cpu_sgl_kernel", without_amx)
 
 
 def lean_logprobs(update_sample_logprobs):
@@ -288,10 +283,7 @@ def own_shared_memory(ranks):
 
     prefix, met = f"run{os.getppid()}", Launched._distributed_args
     # only the name matters: the ranks are already connected
-    Launched._distributed_args = lambda self: (
-        f"env://:{prefix}",
-        *met(self)[1:],
-    )
+    Launched._distributed_args = lambda self: (f"env://:{prefix}", *met(self)[1:])
     try:
         yield
     finally:
@@ -361,21 +353,24 @@ def summed_over(ranks, known: dict) -> dict:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# New weights
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def transfer_settings() -> dict:
-    """vLLM's settings to receive weights from a different process, if vLLM runs in its own process
-    on a GPU.
-
-    It runs in this process unless the user sets VLLM_ENABLE_V1_MULTIPROCESSING=1."""
-    if not torch.cuda.is_available() or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "1":
-        return {}
-    # required for handles; safe, because vLLM's process is a child of this one
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    return {"weight_transfer_config": {"backend": "ipc"}}
+def engine_config(fmt: Format) -> dict:
+    """vLLM's `quantization_config` for packed tensors (compressed-tensors)."""
+    kind = "float" if fmt.dtype.is_floating_point else "int"
+    numbers = {"num_bits": 8 if fmt.activations else 4, "type": kind, "symmetric": True}
+    weights, inputs = {**numbers, "strategy": "channel", "dynamic": False}, None
+    if fmt.activations:
+        inputs = {**numbers, "strategy": "token", "dynamic": True}
+    else:
+        weights |= {"strategy": "group", "group_size": fmt.group}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized" if fmt.activations else "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", *(rf"re:.*\.{name}(\..*)?$" for name in ROUTERS)],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+    }
 
 
 def has_head(model) -> bool:
@@ -384,54 +379,3 @@ def has_head(model) -> bool:
     return any(
         name.split(".")[-1] == "lm_head" for name, _ in model.named_modules(remove_duplicate=False)
     )
-
-
-def hand_over(llm, named_tensors, apart: bool) -> None:
-    """Replace an engine's weights by a stream of (name, tensor). apart: the engine has its own
-    process.
-
-    An engine in this process reads the tensors directly, because a process cannot open CUDA handles
-    to its own memory. An engine in its own process gets handles by vLLM's weight transfer (CUDA
-    IPC), one BUCKET at a time, so that no second model is in memory."""
-    if not apart:
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors})
-        return
-    if not vars(llm).get("opened_here"):
-        llm.init_weight_transfer_engine({"init_info": {"packed": False}})
-        llm.opened_here = True
-    llm.start_weight_update()
-    for bucket in in_buckets(named_tensors):
-        llm.update_weights({"update_info": handles(bucket)})  # returns when the tensors are read
-        torch.cuda.ipc_collect()
-    llm.finish_weight_update()
-
-
-def in_buckets(named_tensors):
-    """Yield lists of (name, tensor) with at most BUCKET bytes, or with one tensor."""
-    bucket, size = [], 0
-    for name, x in named_tensors:
-        if bucket and size + x.nbytes > BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        # some tensors are on the host: shapes, and tensors from a file
-        bucket.append((name, x.detach().cuda().contiguous()))
-        size += x.nbytes
-    if bucket:
-        yield bucket
-
-
-def handles(bucket: list) -> dict:
-    """The handles with which vLLM's IPC engine opens these tensors in its process
-    (IPCWeightTransferUpdateInfo)."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    tensors = []
-    for _, x in bucket:
-        gpu = str(torch.cuda.get_device_properties(x.device).uuid)
-        tensors.append({gpu: reduce_tensor(x)[1]})
-    return {
-        "names": [name for name, _ in bucket],
-        "dtype_names": [str(x.dtype).removeprefix("torch.") for _, x in bucket],
-        "shapes": [list(x.shape) for _, x in bucket],
-        "ipc_handles_pickled": base64.b64encode(pickle.dumps(tensors)).decode(),
-    }

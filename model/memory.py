@@ -242,6 +242,30 @@ class Stored:
         return model.get_output_embeddings().weight
 
 
+def stored_tensors(folder: str):
+    """(a folder's model without weights, an iterable of (name, float32 tensor) read from its files
+    one by one, including `lm_head.weight`).
+
+    If names or dtypes in the files are not those of the model, transformers reads the whole
+    model."""
+    stored, model = Stored(folder), unread(folder)
+    tensors = stored.named(model)
+    embedding = next(
+        name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight
+    )
+    if not stored.fit(model, tensors) or embedding not in tensors:
+        full_model = load_model(folder)
+        return full_model, full_model.state_dict().items()
+    sources = {name: name for name in tensors}
+    sources.setdefault("lm_head.weight", embedding)  # a tied head is stored once
+
+    def read(name: str):
+        rows = stored.pieces(name, 0, len(tensors[name]))
+        return torch.cat([piece.float() for _, piece in rows])
+
+    return model, ((name, read(source)) for name, source in sources.items())
+
+
 def expert_parts(name: str, e: int) -> list[str]:
     """Names in the files of the matrices of expert e, for the name of a tensor of all experts
     (quant.by_expert); [] for any other tensor."""

@@ -9,7 +9,6 @@ the engine's records. Each rung between them scores the tokens in plain torch, w
     body precision        the type of all other weights and activations
     weight rounding       --rollout_quant: the weights rounded to the format's grid
     activation rounding   the activations rounded too
-    cache rounding        --kv_cache_dtype=int8: keys and values in 8 bits
     truncation            the set of tokens over which probabilities are normalised
     temperature           1 if the engine records raw log-probabilities
     weight age            different weights of the same shape (--actor)
@@ -67,7 +66,6 @@ class Recipe:
     body: str  # type of weights and activations; "autocast T": products in T, weights in float32
     weights: quant.Format | None
     activations: bool  # whether activations are rounded too
-    cache: str  # keys and values: "auto": unchanged; "int8"
     cut: str  # "none"; "sets": the recorded allowed tokens; "rule": top_p, top_k and min_p
     temperature: float
     folder: str
@@ -83,7 +81,6 @@ class Recipe:
             body=f"autocast {cfg.dtype}" if low else "float32",
             weights=fmt,
             activations=fmt is not None and fmt.activations,
-            cache="auto",
             cut=cut if Sampling.of(cfg).truncates else "none",
             temperature=cfg.temperature,
             folder=folder,
@@ -100,7 +97,6 @@ class Recipe:
             body=cfg.rollout_dtype,
             weights=fmt,
             activations=fmt is not None and fmt.activations,
-            cache="int8" if cfg.kv_cache_dtype == "int8" else "auto",
             cut=cut if Sampling.of(cfg).truncates and not raw else "none",
             temperature=1.0 if raw else cfg.temperature,
             folder=folder,
@@ -112,7 +108,6 @@ SOURCES = {
     "body": "body precision",
     "weights": "weight rounding",
     "activations": "activation rounding",
-    "cache": "cache rounding",
     "cut": "truncation",
     "temperature": "temperature",
     "folder": "other model",  # "weight age" if both models have the same shape
@@ -166,7 +161,6 @@ class Scorer(HFEngine):
             head_fp32=recipe.head == "float32" and dtype != "float32",
             fmt=fmt,
             vocabulary=vocabulary,
-            kv_cache=recipe.cache,
         )
         self.recipe, self.sampling = recipe, sampling
         self.autocast = getattr(torch, dtype) if scope else None

@@ -26,7 +26,6 @@ from learner import Comm
 from machinery import settings
 from machinery.flags import parse_flags, run_command
 from model import Needs
-from model.exact import has_tiles
 from results import sweep
 from train import Training
 
@@ -147,12 +146,11 @@ def main() -> None:
     flags = parse_flags(ExactFlags, usage=__doc__.strip())
     if not flags.draw:
         batch = max(64, flags.tokens // (20 * flags.updates) // 8 * 8)  # 20 tokens a response
-        processor = f"{torch.backends.cpu.get_cpu_capability()}, AMX tiles: {'yes' if has_tiles() else 'no'}"
         about = {
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "batch": batch,
-            "processor": processor,
+            "processor": torch.backends.cpu.get_cpu_capability(),
         }
         rows = []
         for case in CASES:

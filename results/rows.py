@@ -153,7 +153,6 @@ tis = Study(
             "float16": Row(dict(ON_POLICY, rollout_dtype="float16", **OWN_WEIGHTS), (14, 16, 17)),
             "vLLM, bfloat16": Row({**ON_POLICY, **VLLM, "rollout_dtype": "bfloat16"}, (14, 16, 17)),
             "vLLM, fp8 cache": Row({**ON_POLICY, **VLLM, "kv_cache_dtype": "fp8"}, (15, 16, 17)),
-            "int8 cache": Row(dict(ON_POLICY, kv_cache_dtype="int8", **OWN_WEIGHTS), (17, 18, 19)),
         },
         "rollouts in two bits": {
             "float32 rollouts": Row(dict(objective="grpo"), FIRST, "lowbit"),

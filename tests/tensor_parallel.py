@@ -39,21 +39,10 @@ def delayed(engine, models: list, rank: int, store: Path) -> list:
     two models."""
     cfg = make_cfg(delay="lognormal", delay_min=5.0, delay_max=40.0, step_seconds=10.0, delay_samplers=3)
     check = WeightCheck(models[0].config, [[5, 6, 7, 8, 9, 10, 11, 12]])
-    source = DelaySource(
-        engine,
-        Arithmetic(),
-        arithmetic_tokenizer(),
-        Sampling(max_tokens=8, temperature=0.8, seed=3),
-        group_size=2,
-        topk=3,
-        model="policy",
-        check=check,
-        stop_ids=[1],
-        rank=rank,
-        n_ranks=2,
-        cfg=cfg,
-        store=store,
-    )
+    sampling = Sampling(max_tokens=8, temperature=0.8, seed=3)
+    settings = dict(group_size=2, topk=3, model="policy", check=check, stop_ids=[1], rank=rank, n_ranks=2)
+    tools = (engine, Arithmetic(), arithmetic_tokenizer(), sampling)
+    source = DelaySource(*tools, **settings, cfg=cfg, store=store)
     groups = []
     for version in range(4):
         source.publish(version, models[version % 2].state_dict().items())
@@ -82,9 +71,8 @@ def main(folder: str, other: str, out: str) -> None:
     results["loaded"] = tokens(engine.generate(*work(rank), sampling, 3, [1]))
     ids = torch.arange(24).reshape(2, 12).numpy() * 7 % 250
     results["logprobs"] = engine.logprobs(ids).tolist()
-    results["nothing"] = (
-        engine.generate([], [], sampling, 3, [1]) if rank else len(engine.generate([[3]], [[1]], sampling, 3, [1]))
-    )
+    here = ([], []) if rank else ([[3]], [[1]])
+    results["nothing"] = len(engine.generate(*here, sampling, 3, [1]))
     results["any"] = [engine.any_rank(rank == 0), engine.any_rank(rank == 1), engine.any_rank(False)]
     results["delayed"] = delayed(engine, models, rank, Path(f"{out}.versions"))
     of_ranks = [None, None]

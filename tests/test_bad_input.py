@@ -34,7 +34,7 @@ def rows(command: str, table: str) -> list[tuple[str, str]]:
     table_rows = []
     for line in table.strip("\n ").splitlines():
         arguments, words = re.fullmatch(r"(.*?) ?\| (.*)", line).groups()
-        first = re.match("([A-Z_]+=[^ ]+ )*", arguments + " ").group()
+        first = re.match("([A-Z_0-9]+=[^ ]+ )*", arguments + " ").group()
         table_rows.append((f"{first}{command} {arguments[len(first) :]}".strip(), words))
     return table_rows
 
@@ -95,6 +95,7 @@ ROWS = [
 --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
 --resume --overwrite --out=run | --resume with --overwrite: --resume continues the run, --overwrite deletes it; leave
 WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
+VLLM_ENABLE_V1_MULTIPROCESSING=1 --rollout=vllm | VLLM_ENABLE_V1_MULTIPROCESSING is set in the environment; unset it
 WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 | --reward=math, for ... pip
 --model=/no/such | --model=/no/such: no Hugging Face ... give a folder as save_pretrained writes it, or base:policy
 --model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: these ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06
@@ -259,7 +260,7 @@ def prepared(folders, tmp_path_factory):
                 make_file(here / name, content)
         words = [with_models(word) for word in shlex.split(command)]
         environment = {}
-        while re.match("[A-Z_]+=", words[0]):
+        while re.match("[A-Z_0-9]+=", words[0]):
             name, _, value = words.pop(0).partition("=")
             environment[name] = value
         return Job(environment, words, here, tree(here))

@@ -6,12 +6,9 @@ GPU_LIST_DEVICE=cpu python -m pytest tests/test_gpu.py    # the same tests on a 
 import contextlib
 import importlib.util
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-import test_exact
 import torch
 from conftest import make_cfg, make_groups, tiny_model
 from ranks import make_learner, one_update
@@ -24,7 +21,7 @@ from bench.gpu_parts import one_rank
 from learner import Comm, Learner
 from machinery.run import read_metrics
 from model.engines import HFEngine, VLLMEngine
-from quant import LowBitLinear, dequantize, format_of, quantize
+from quant import LowBitLinear, dequantize, format_of
 from rollout import uniforms
 from sampling import Sampling
 from sync import SyncError, WeightCheck
@@ -115,16 +112,6 @@ def test_the_gradient_equals_the_cpus(case, flags, kind, most):
     assert relative(gradient(case, kind, "cpu"), here) < most
 
 
-@pytest.mark.parametrize("dtype", [{}, test_exact.BF16], ids=["float32", "bfloat16"])
-def test_sampler_and_learner_are_equal_with_exact(dtype):
-    """10^4 tokens, in few and in many micro-batches. This test has never run on a GPU: a difference is a finding."""
-    engine, learner = test_exact.make_pair(hidden=256, comm=Comm(DEVICE), **dtype)
-    groups = test_exact.sample(engine, n=125)
-    for micro_tokens in (10**4, 200):
-        learner.cfg = make_cfg(**{**vars(learner.cfg), "micro_tokens": micro_tokens})
-        assert test_exact.gap(learner, groups) == 0
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Low bits
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,12 +121,12 @@ FORMATS = ["int8", "fp8", "w4a16"]
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [f32, torch.bfloat16], ids=str)
-def test_the_compiled_quantizer_equals_the_plain_one(name, dtype):
+def test_the_quantizer_equals_the_cpus(name, dtype):
     """On a GPU scales of int4 are bfloat16 numbers, which vLLM uses."""
     fmt, x = format_of(name, 32), torch.randn(40, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[3] = 0
     q, s = fmt.quantize(x.to(DEVICE))
-    plain_q, plain_s = quantize.__wrapped__(x, fmt.qmax, fmt.dtype, fmt.group, fmt.scales)
+    plain_q, plain_s = fmt.quantize(x)
     assert torch.allclose(s.cpu(), plain_s, rtol=1e-6, atol=0) and q.dtype == fmt.dtype
     assert (q.cpu().float() != plain_q.float()).float().mean() < 1e-3  # a quotient midway between two numbers
     assert torch.allclose(dequantize(q, s).cpu(), dequantize(q.cpu(), s.cpu()), rtol=1e-6, atol=0)
@@ -241,23 +228,6 @@ def test_vllm_samples_from_the_model_and_its_weight_syncs_are_checked(vllm):
 
 @VLLM
 @ON_A_GPU
-def test_an_engine_in_a_separate_process_gets_new_weights_by_ipc(folders):
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    command = [sys.executable, __file__, str(folders / "actor")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def sync_by_ipc(folder: str) -> None:
-    """The test in that process."""
-    engine = VLLMEngine(folder, max_len=64, max_logprobs=20, memory_gib=0.1, dtype="bfloat16", sleep_level=1)
-    assert engine.apart
-    check_syncs(engine)
-    engine.close()
-
-
-@VLLM
-@ON_A_GPU
 def test_a_sleeping_engine_frees_its_memory(vllm):
     args = (PROMPTS, SEEDS, Sampling(max_tokens=4), 0, [1])
     before = vllm().generate(*args)
@@ -281,7 +251,3 @@ def test_aligned_learners_agree_with_vllm(name, vllm):
 def test_vllm_records_the_experts_of_each_token(tmp_path):
     folder = save(model("qwen3_moe", moe_intermediate_size=32), tmp_path)
     torchrun("test_moe.py", "vllm_records_experts", folder, ranks=1)
-
-
-if __name__ == "__main__":
-    sync_by_ipc(sys.argv[1])

@@ -106,7 +106,6 @@ CASES = [  # flags, sources
     ("--top_p=0.8 --keep_sampling_mask=off --rollout_quant=fp8", [WEIGHTS, ACTIVATIONS, "truncation"]),
     ("--min_p=0.1 --keep_sampling_mask=recompute --rollout_dtype=bfloat16 --lm_head_fp32=True", [BODY]),
     ("--temperature=0.6 --logprobs_mode=raw --dtype=bfloat16", [HEAD, BODY, "temperature"]),
-    ("--kv_cache_dtype=int8 --rollout_dtype=bfloat16", [HEAD, BODY, "cache rounding"]),
 ]
 
 

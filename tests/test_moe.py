@@ -145,13 +145,6 @@ def test_experts_in_an_unknown_layout_are_not_split():
     assert sent.keys() == tensors.keys() and all(torch.equal(sent[name], x) for name, x in tensors.items())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has these kernels")
-def test_vllm_without_a_kernel_for_experts_is_refused(tmp_path):
-    cfg = dataclasses.replace(make_cfg(rollout_quant="int8"), rollout="vllm")
-    with pytest.raises(UserError, match="on a CPU vLLM does not support experts in this format; use w4a16"):
-        quant.check_model(cfg, save(moe(), tmp_path))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Publishing
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,8 +199,8 @@ def test_vllm_has_the_published_experts(tmp_path):
 
 
 def test_experts_after_a_model_without_experts_are_refused(tmp_path, vllm_engine):
-    """The case of --eval_engine=second; vLLM's own error would be a traceback."""
-    with pytest.raises(UserError, match="it has experts, but the model of this process's first engine has no experts"):
+    """The case of --eval_engine=second, with vLLM's words."""
+    with pytest.raises(UserError, match="expert parallel group is not initialized.* --rollout=hf runs without vLLM"):
         VLLMEngine(save(moe(), tmp_path), max_len=64, max_logprobs=1)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_cfg, make_groups, tiny_model
+from conftest import make_cfg, make_groups
 from standins import model, save
 from tensor_parallel import tokens, work
 from torchrun import torchrun
@@ -22,7 +22,7 @@ from learner import Comm, Learner
 from machinery import settings
 from machinery.checkpoint.models import load_model
 from machinery.flags import UserError
-from model import engines, in_vllm
+from model import in_vllm
 from model.engines import HFEngine, VLLMEngine, sleep_level
 from sampling import Sampling
 from source import LocalSource
@@ -96,7 +96,7 @@ def test_two_ranks_are_one_engine(tmp_path, vllm_engines):
     assert outputs[0]["first"] != outputs[0]["loaded"]
     for one in outputs:
         assert one["any"] == [True, True, False] and one["logprobs"] == outputs[0]["logprobs"]
-    assert [one["nothing"] for one in outputs] == [1, []]
+    assert [one["nothing"] for one in outputs] == [1, 0]
 
 
 def assert_sampled_from(lm, prompt: list, group: list) -> None:
@@ -181,7 +181,7 @@ def recorded(level: int, monkeypatch) -> tuple[VLLMEngine, list]:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.experts = set()
     engine.llm, engine.sleep_level, engine.asleep, engine.ranks = Llm(log), level, False, None
-    engine.apart, engine.loads = False, 0
+    engine.loads = 0
     engine.make_params = lambda **how: None
     return engine, log
 
@@ -244,104 +244,12 @@ def test_an_engine_sleeps_after_every_rollout(delay, folders, tmp_path, monkeypa
         assert delay != "none" or set(woken) == {"load"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# New weights for an engine in a separate process
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Apart:
-    """Records vLLM's calls for weights from a different process; vLLM's class checks the values."""
-
-    def __init__(self):
-        self.log = []
-
-    def init_weight_transfer_engine(self, request):
-        self.log.append(("init", request["init_info"]))
-
-    def start_weight_update(self):
-        self.log.append("start")
-
-    def update_weights(self, request):
-        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
-
-        info = IPCWeightTransferUpdateInfo(**request["update_info"])
-        self.log.append(list(zip(info.names, info.dtype_names, info.shapes, info.ipc_handles, strict=True)))
-
-    def finish_weight_update(self):
-        self.log.append("finish")
-
-
-@pytest.fixture
-def one_gpu(monkeypatch):
-    """A stand-in for a GPU: the handle of memory is its content."""
-    from vllm import envs
-
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    if hasattr(envs.__getattr__, "cache_clear"):  # an engine of this process may have cached them
-        monkeypatch.setattr(envs, "__getattr__", envs.__getattr__.__wrapped__)
+def test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu(monkeypatch):
+    """More than 262,144 tokens; on a CPU no size is refused."""
+    large = replace(make_cfg(objective="tis"), rollout_batch=1024, max_tokens=257)
+    settings.check_packages(large, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
-    in_memory = lambda x: tuple(x.as_strided((x.numel(),), (1,)).tolist())  # noqa: E731
-    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda x: (None, in_memory(x)))
-
-
-def test_weights_travel_by_handles_in_buckets(one_gpu, monkeypatch):
-    """After the first opening, each load is start, buckets of at most BUCKET bytes (or one tensor), finish. Host
-    tensors (shapes of packed weights, tensors from a file) are moved to the GPU: CUDA opens no other handles."""
-    monkeypatch.setattr(in_vllm, "BUCKET", 24)
-    moved = []
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda x: moved.append(x.shape) or x)
-    llm = Apart()
-    matrix, small = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([5.0, 6.0], dtype=torch.bfloat16)
-    tensors = {"first": torch.arange(7.0), "a": matrix.t(), "b": small, "c": small + 1, "big": torch.arange(8.0)}
-    tensors["d"] = small
-    for _ in range(2):
-        in_vllm.hand_over(llm, iter(tensors.items()), apart=True)
-    load = [
-        "start",
-        [("first", "float32", [7], {"GPU-7": tuple(range(7))})],
-        [
-            ("a", "float32", [2, 2], {"GPU-7": (1.0, 3.0, 2.0, 4.0)}),
-            ("b", "bfloat16", [2], {"GPU-7": (5.0, 6.0)}),
-            ("c", "bfloat16", [2], {"GPU-7": (6.0, 7.0)}),
-        ],
-        [("big", "float32", [8], {"GPU-7": tuple(range(8))})],
-        [("d", "bfloat16", [2], {"GPU-7": (5.0, 6.0)})],
-        "finish",
-    ]
-    assert llm.log == [("init", {"packed": False}), *load, *load]
-    assert moved == [x.shape for x in tensors.values()] * 2
-
-
-def test_vllm_has_the_calls_that_weights_travel_by():
-    from vllm import LLM
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo
-
-    assert all(callable(getattr(LLM, name)) for name in vars(Apart) if not name.startswith("_"))
-    assert "ipc" in WeightTransferEngineFactory._registry and IPCWeightTransferInitInfo(packed=False).packed is False
-
-
-@pytest.mark.parametrize("multiprocessing, ranks, apart", [("0", 1, False), ("1", 1, True), ("1", 2, False)])
-def test_an_engine_in_its_own_process_is_known_by_its_settings(multiprocessing, ranks, apart, one_gpu, monkeypatch):
-    """Under torchrun vLLM always runs in the rank's process."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", multiprocessing)
-    monkeypatch.setattr(dist, "is_initialized", lambda: ranks > 1)
-    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-    calls = []
-    monkeypatch.setattr(engines, "import_vllm", lambda: (lambda folder, **settings: calls.append(settings), None))
-    monkeypatch.setattr(engines, "change_vllm", lambda **how: None)
-    monkeypatch.setattr(engines, "unread", lambda folder: tiny_model(0))
-    engine = VLLMEngine("folder", max_len=8, max_logprobs=1)
-    assert engine.apart == apart
-    assert calls[0].get("weight_transfer_config") == ({"backend": "ipc"} if apart else None)
-
-
-def test_without_a_gpu_weights_are_read_where_they_are(monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    assert in_vllm.transfer_settings() == {}
-    engine, log = recorded(0, monkeypatch)
-    engine.load([("a", torch.ones(1))])
-    assert log == ["load 1", "forget prefixes"]
+    for flags in (dict(max_tokens=256), dict(rollout="vllm")):
+        settings.check_packages(replace(large, **flags), 1)
+    with pytest.raises(UserError, match="--rollout=hf: 1024 responses of up to 257 tokens .* use --rollout=vllm"):
+        settings.check_packages(large, 1)

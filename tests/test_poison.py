@@ -1,5 +1,7 @@
 """Non-finite log-probabilities, cut responses, counts over ranks: each affects only its response."""
 
+# ruff: noqa: F401, F811  train_here is a fixture
+
 import math
 from dataclasses import replace
 from itertools import chain
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, make_groups, tiny_model
-from test_train import flags, train_here  # noqa: F401  a fixture
+from test_train import flags, train_here
 
 import batching
 import eval as evaluation
@@ -32,10 +34,7 @@ INF, NAN = math.inf, math.nan
         ((-1, -2, -3), ((-1, -2),) * 3, False),
         ((-1, 1e-6, 0), ((1e-6, -2),) * 3, False),
         ((-1, -2, -3), ((-1, -INF),) * 3, False),  # truncation to one token
-        ((-1, NAN, -3), ((-1, -2),) * 3, True),
-        ((-1, -INF, -3), ((-1, -2),) * 3, True),
-        ((INF, -2, -3), ((-1, -2),) * 3, True),
-        ((-1, -2, 0.5), ((-1, -2),) * 3, True),
+        *((logp, ((-1, -2),) * 3, True) for logp in ((-1, NAN, -3), (-1, -INF, -3), (INF, -2, -3), (-1, -2, 0.5))),
         ((-1, -500, -2), ((-1, -2),) * 3, True),
         ((-1, -2, -3), ((-1, -2), (NAN, -2), (-1, -2)), True),
         ((-1, -2, -3), ((-1, -2), (INF, -2), (-1, -2)), True),
@@ -63,15 +62,7 @@ def spoil_rollouts(monkeypatch, spoil) -> None:
 
 
 @pytest.mark.parametrize("objective, value", [("jackpot", NAN), ("seq_mis", INF)])
-def test_one_poisoned_token_costs_one_response(
-    solvers,
-    tmp_path,
-    train_here,  # noqa: F811
-    monkeypatch,
-    capsys,
-    objective,
-    value,
-):
+def test_one_poisoned_token_costs_one_response(solvers, tmp_path, train_here, monkeypatch, capsys, objective, value):
     """The first update equals an update without this response, and the user gets a warning."""
     rows = {}
     for how in ("poisoned", "masked"):
@@ -84,9 +75,8 @@ def test_one_poisoned_token_costs_one_response(
 
         with monkeypatch.context() as patch:
             spoil_rollouts(patch, spoil)
-            argv = flags(
-                solvers, tmp_path / how, objective=objective, steps=1, eval_every=-1, actor="none", save_every=0
-            )
+            once = dict(objective=objective, steps=1, eval_every=-1, actor="none", save_every=0)
+            argv = flags(solvers, tmp_path / how, **once)
             (rows[how],) = [row for row in train_here(argv)[1] if row["step"] == 0]
         warned = "update 1: the engine gave a log-probability that is non-finite" in capsys.readouterr().err
         assert warned == (how == "poisoned")
@@ -97,14 +87,7 @@ def test_one_poisoned_token_costs_one_response(
 
 
 @pytest.mark.parametrize("rollout, value", [(1, NAN), (1, -500.0), (2, -1e30)])
-def test_an_engine_without_valid_values_ends_the_run(
-    solvers,
-    tmp_path,
-    train_here,  # noqa: F811
-    monkeypatch,
-    rollout,
-    value,
-):
+def test_an_engine_without_valid_values_ends_the_run(solvers, tmp_path, train_here, monkeypatch, rollout, value):
     """In the first rollout, or a later one; finished updates are saved."""
     rollouts = []
 
@@ -119,7 +102,7 @@ def test_an_engine_without_valid_values_ends_the_run(
     assert (checkpoint.newest(tmp_path / "run") is not None) == (rollout == 2)
 
 
-def test_a_weight_that_is_not_finite_is_named(solvers, tmp_path, train_here):  # noqa: F811
+def test_a_weight_that_is_not_finite_is_named(solvers, tmp_path, train_here):
     model = load_model(str(solvers / "policy"))
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = NAN

@@ -1,9 +1,7 @@
 """Formats, the aligned layer and its straight-through gradient, low-bit engines and checkpoints."""
 
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,15 +10,16 @@ import standins
 import torch
 from conftest import Held, make_cfg, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM
 
 import batching
 import quant
 from learner import Comm, Learner
 from machinery.flags import UserError
 from machinery.run import check_models
-from model import Needs, lowbit
+from model import Needs, memory
 from model.engines import HFEngine
+from model.in_vllm import engine_config
 from quant import LowBitLinear, dequantize, format_of, product, quantize
 from rollout import Sampling, as_groups
 from sync import SyncError, WeightCheck
@@ -133,7 +132,7 @@ def test_layers_that_are_quantized(folders):
     model = SimpleNamespace(named_modules=lambda: iter(linears), get_output_embeddings=lambda: None)
     low = ["a.mlp.gate_proj", "a.gates.x"]
     assert list(quant.quantized_linears(model)) == low
-    ignored = [rule.removeprefix("re:") for rule in lowbit.engine_config(format_of("int8"))["ignore"][1:]]
+    ignored = [rule.removeprefix("re:") for rule in engine_config(format_of("int8"))["ignore"][1:]]
     assert [name for name in names if not any(re.match(rule, name) for rule in ignored)] == low
 
 
@@ -167,8 +166,7 @@ def test_formats_that_cannot_run_are_refused_before_a_model_loads(capability, fl
 @pytest.mark.parametrize("flags", [{"rollout_quant": "int8"}, {"learner_quant": "fp8"}, {"optimizer": "muon"}], ids=str)
 def test_experts_of_an_unknown_kind_are_refused(tmp_path, flags):
     """GPT-OSS transposes its experts' matrices and adds biases to them."""
-    shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    GptOssConfig(vocab_size=256, num_key_value_heads=1, num_local_experts=4, **shape).save_pretrained(tmp_path)
+    standins.config("gpt_oss", num_local_experts=4).save_pretrained(tmp_path)
     flag = "--optimizer=muon" if "optimizer" in flags else "--rollout_quant, --learner_quant"
     with pytest.raises(UserError, match=f"{flag}: .*mlp.experts.gate_up_proj holds the weights of several"):
         check_models(make_cfg(**flags), str(tmp_path), None)
@@ -176,9 +174,7 @@ def test_experts_of_an_unknown_kind_are_refused(tmp_path, flags):
 
 
 def test_scales_of_int4_are_bfloat16_numbers_on_a_gpu(monkeypatch):
-    """vLLM's kernels multiply bfloat16 numbers: exact int4 times a scale rounded to bfloat16, midway to even."""
-    halves = torch.cat([torch.rand(1000), 1 + torch.arange(8) / 256, torch.ones(1)])
-    assert torch.equal(quant.in_bfloat16(halves), halves.bfloat16().float())
+    """vLLM's kernels multiply bfloat16 numbers: exact int4 times a scale rounded to bfloat16."""
     x = torch.randn(16, 64)
     assert format_of("w4a16", 32).scales == torch.float32
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -285,13 +281,12 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
     learner.cfg = replace(learner.cfg, samplers="x")  # remote samplers quantize on their own
     remote = dict(learner.published("policy", False))
     for n, m in quant.quantized_linears(policy).items():
+        q, s = m.cached["weight"][1]
         if name == "w4a16":
-            assert torch.equal(
-                unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), m.cached["weight"][1][0]
-            )
+            assert torch.equal(unpack_from_int32(sent[f"{n}.weight_packed"], 4, m.weight.shape), q)
         else:
-            assert sent[f"{n}.weight"] is m.cached["weight"][1][0]  # the same object: no second quantization
-        assert sent[f"{n}.weight_scale"] is m.cached["weight"][1][1]
+            assert sent[f"{n}.weight"] is q  # the same object: no second quantization
+        assert sent[f"{n}.weight_scale"] is s
         assert torch.equal(exact[f"{n}.weight"], dequantize(*m.quantized()))
         assert torch.equal(remote[f"{n}.weight"], m.weight)
     assert sent["lm_head.weight"].dtype == torch.float32 and "model.embed_tokens.weight" in sent
@@ -306,73 +301,25 @@ def test_a_learner_in_a_different_format_publishes_the_engines_format():
         assert torch.equal(sent[f"{n}.weight"], dequantize(*other.quantize(m.weight.detach())))
 
 
-def in_files(folder):
-    """All tensors of a model folder."""
-    files = sorted(folder.glob("*.safetensors"))
-    tensors = [load_file(file) for file in files]
-    if len(files) > 1:
-        weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        assert weight_map == {name: file.name for file, part in zip(files, tensors, strict=True) for name in part}
-    return {name: x for part in tensors for name, x in part.items()}
-
-
-@pytest.mark.parametrize(
-    "family, name, packed, older",
-    [
-        ("qwen2", "int8", True, False),
-        ("qwen3", "w4a16", True, True),
-        ("qwen3_moe", "fp8", False, False),
-        ("gemma2", "w4a16", False, False),
-    ],
-)
-def test_a_checkpoint_in_low_bits_equals_the_quantized_model(family, name, packed, older, tmp_path, monkeypatch):
-    """Tied and untied heads, experts, several files; also older names, which only transformers can read."""
-    fmt, whole = format_of(name, 16), standins.model(family)
-    standins.save(whole, tmp_path / "model")
+@pytest.mark.parametrize("family, older", [("qwen2", False), ("qwen3", True), ("qwen3_moe", False), ("gemma2", False)])
+def test_tensors_are_read_from_files(family, older, tmp_path):
+    """Tied and untied heads, experts; also older names, which only transformers can read."""
+    whole = standins.model(family)
+    standins.save(whole, tmp_path)
     if older:
-        file = tmp_path / "model" / "model.safetensors"
+        file = tmp_path / "model.safetensors"
         save_file({n.removeprefix("model."): x for n, x in load_file(file).items()}, file, metadata={"format": "pt"})
-    monkeypatch.setattr(lowbit, "PART", 1 << 14)
-    lowbit.quantized_checkpoint(str(tmp_path / "model"), fmt, str(tmp_path / "out"), packed)
-    got, stream = in_files(tmp_path / "out"), quant.for_engine(whole.state_dict().items(), whole, fmt, packed)
-    wanted = dict(quant.by_expert(stream, quant.expert_parameters(whole)))
-    if whole.config.tie_word_embeddings:
-        del wanted["lm_head.weight"]
-    assert got.keys() == wanted.keys()
-    for key, x in wanted.items():
-        assert got[key].dtype == x.dtype and torch.equal(got[key].float(), x.float()), key
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert ("quantization_config" in config) == packed
+    got, wanted = dict(memory.stored_tensors(str(tmp_path))[1]), whole.state_dict()
+    assert got.keys() == wanted.keys() and all(torch.equal(got[name], x.float()) for name, x in wanted.items())
 
 
-def test_a_checkpoint_in_low_bits_is_made_in_parts(tmp_path, monkeypatch):
+def test_tensors_are_quantized_one_by_one(tmp_path):
     model = tiny_model(0, layers=6, hidden=256)
-    model.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(lowbit, "PART", 1 << 16)
+    model.save_pretrained(tmp_path)
     with Held() as held:
-        lowbit.quantized_checkpoint(str(tmp_path / "model"), format_of("int8"), str(tmp_path / "out"))
-    assert held.most < sum(p.nbytes for p in model.parameters())
-
-
-def test_ranks_of_a_node_start_from_one_folder(tmp_path, monkeypatch):
-    """Three ranks on two nodes, one after the other: each node's first rank writes a folder."""
-    standins.save(standins.model("qwen2"), tmp_path / "model")
-    paths, got = [], []
-
-    def from_all(path, group):
-        paths.append(path)
-        return paths
-
-    monkeypatch.setattr(lowbit, "from_all", from_all)
-    monkeypatch.setattr(lowbit, "own_group", lambda: None)
-    monkeypatch.setattr(lowbit.dist, "is_initialized", lambda: True)
-    for rank, local in enumerate((0, 1, 0)):
-        monkeypatch.setenv("LOCAL_RANK", str(local))
-        monkeypatch.setattr(lowbit.dist, "get_rank", lambda rank=rank: rank)
-        got.append(lowbit.quantized_for_a_node(str(tmp_path / "model"), format_of("int8"), True))
-    (first, owner), (second, nobody), (third, other) = got
-    assert first == second == owner.name != third == other.name and nobody is None
-    assert in_files(Path(first)).keys() == in_files(Path(third)).keys()
+        shell, tensors = memory.stored_tensors(str(tmp_path))
+        assert len([None for _ in quant.for_engine(tensors, shell, format_of("int8"))]) > 50
+    assert held.most < sum(p.nbytes for p in model.parameters()) / 2
 
 
 def test_only_the_sampling_model_is_aligned():

@@ -201,10 +201,9 @@ def test_a_float32_head_scores_the_bfloat16_body_s_hidden_states(folders):
     logp = (hidden @ body.lm_head.weight.float().t()).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     engine = HFEngine(folder, dtype="bfloat16", head_fp32=True)
     assert np.abs(logp.numpy() - engine.logprobs(ids.numpy())).max() < 1e-4
-    for group in sampled(engine, Sampling(), n=1):
-        (r,) = group.responses
-        read = engine.logprobs(sequence(group, r)[None].numpy())[0, len(group.prompt_ids) - 1 :]
-        assert np.abs(read - r.logp_inf).mean() < 0.01
+    group = sampled(engine, Sampling(), n=1)[0]
+    read = engine.logprobs(sequence(group, group.responses[0])[None].numpy())[0, len(group.prompt_ids) - 1 :]
+    assert np.abs(read - group.responses[0].logp_inf).mean() < 0.01
 
 
 @pytest.mark.parametrize("fp32", [False, True])
@@ -248,7 +247,6 @@ def test_a_sampled_token_outside_its_set_is_an_error():
     offsets, allowed = sampling.allowed_sets(ids, logp, np.array([7]), 4)
     assert allowed.tolist() == [5, 6, 7, 8]
     part = np.log(np.array([[0.6, 0.2, 0.1, 0.05]])).astype(np.float32)  # 0.05 on tokens that are not listed
-    with pytest.raises(UserError, match="allows more than 4 tokens"):
-        sampling.allowed_sets(ids, part, np.array([7]), 4)
-    with pytest.raises(UserError, match="allows more than 4 tokens"):
-        sampling.allowed_sets(ids, logp, np.array([500]), 4)
+    for listed, token in ((part, 7), (logp, 500)):
+        with pytest.raises(UserError, match="allows more than 4 tokens"):
+            sampling.allowed_sets(ids, listed, np.array([token]), 4)

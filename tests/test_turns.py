@@ -47,16 +47,13 @@ class Turns(Echo):
         return float("\\n" in text)  # more than one turn
 
 class Ends(Echo):
-    def reply(self, row, messages, text):
-        return None
+    reply = lambda self, *_: None
 
 class Raises(Echo):
-    def reply(self, row, messages, text):
-        return 1 / 0
+    reply = lambda self, *_: 1 / 0
 
 class Wrong(Echo):
-    def reply(self, row, messages, text):
-        return 7.0
+    reply = lambda self, *_: 7.0
 
 class Waits(Echo):
     def reply(self, row, messages, text):

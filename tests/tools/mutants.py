@@ -31,7 +31,6 @@ LIMIT = 900  # seconds; a hanging test counts as failed
 
 ONE_RANK = ["-k", "not two_ranks"]
 LEARNER = ["test_learner.py", "test_oracle.py", *ONE_RANK]
-INT8 = "test_rollout.py::test_an_int8_cache_rounds_by_each_heads_largest_entry"
 MATHS = ["test_golden.py", "test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives.py"]
 
 # the tests of each file, most sensitive first
@@ -53,12 +52,7 @@ TESTS = {
         "not two_ranks and not vllm",
     ],
     "model/attention.py": ["test_models.py", "-k", "groups or masks_ask"],
-    "model/in_vllm.py": [
-        "test_rollout.py",
-        "test_placement.py",
-        "-k",
-        "uniforms or drawn_at_once or travel or own_process",
-    ],
+    "model/in_vllm.py": ["test_rollout.py", "-k", "uniforms or drawn_at_once"],
     "model/kernels.py": ["test_learner.py", "-k", "(compiled_layers and aot_eager) or second_learner"],
     "machinery/speed.py": ["test_speed.py"],
     "bench/gpu.py": ["test_bench.py", "-k", "started or appends"],
@@ -69,7 +63,6 @@ TESTS = {
         *("-k", "not compiled_layers and not fsdp"),
     ],
     "model/exact.py": ["test_exact.py"],
-    "model/in_order.py": ["test_exact.py", "test_rollout.py", "-k", "single_row or recomputed or int8_cache"],
     "model/lora.py": [
         *("test_lora.py", "test_memory.py::test_new_adapters_are_small_and_change_nothing"),
         *("-k", "not vllm"),
@@ -144,7 +137,6 @@ TESTS = {
     "machinery/checkpoint/shards.py": [
         "test_checkpoint.py::test_shards_of_process_groups_of_one_rank",
     ],
-    "model/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
     "machinery/checkpoint/state.py": ["test_checkpoint.py"],
     "tasks/turns.py": ["test_turns.py", "-k", "not vllm and (conversation or draws or replies or allowed)"],
     "machinery/checkpoint/tensors.py": ["test_checkpoint.py", "test_weights.py"],
@@ -201,8 +193,6 @@ MUTANTS = {
         ("sympy.core.random.seed(0)", "pass"),
     ],
     "source.py": [
-        ("counts = summed({**self.counts, ", "counts = Counter({**self.counts, "),
-        ("r.loss_mask = np.zeros_like(r.loss_mask)", "pass"),
         ("if not self.engine.any_rank(len(groups) < n_groups):", "if len(groups) == n_groups:"),
         ("n = i * self.n_ranks + self.rank", "n = i + self.rank"),
         (
@@ -214,7 +204,6 @@ MUTANTS = {
     ],
     "model/decoding.py": [
         ("self.mask = self.mask[rows]", "pass"),
-        ("self.length[which[ended]] = t + 1", "self.length[which[ended]] = t"),
         ("np.arange(self.ids.shape[1]) < lengths[:, None]", "np.arange(self.ids.shape[1]) <= lengths[:, None]"),
     ],
     "objectives.py": [
@@ -350,13 +339,8 @@ MUTANTS = {
             "return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t - 1",
             "return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t",
         ),
-        (
-            "position_ids=batch.prompt_len[:, None] + place[:n]",
-            "position_ids=P + place[:n][None].expand(len(batch.tokens), -1)",
-        ),
         ("dz = p.mul_(-g).scatter_add_(1, target, g)", "dz = p.mul_(g).scatter_add_(1, target, -g)"),
         ("dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])", "dz"),
-        ("                dz.mul_(self.actor.scored.inv_temperature[at])", "                pass"),
         ("g = g * (p.gather(1, target) > 0)", "g = g * 1"),
         (".mul_(self.support_on[at])\n                .sum(-1)", ".sum(-1)"),
         (
@@ -364,9 +348,7 @@ MUTANTS = {
             'out["z"] = torch.minimum(logq, logp).exp().sum(-1)',
         ),
         ("(gap - torch.linalg.vecdot(logq.exp(), gap)[:, None])", "gap"),
-        ('wider = cfg.obrs_z == "approx" or', "wider ="),
         ("gone[row, ids[first:last]] = False", "gone[row, ids[: last - first]] = False"),
-        ("experts = torch.where(given >= 0, given, chosen)", "experts = chosen"),
         ('return p / p.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else p', "return p"),
     ],
     "model/head.py": [
@@ -376,12 +358,7 @@ MUTANTS = {
         ),
         ("d_weight[read].addmm_(dz.t(), hidden[at])", "d_weight[read].copy_(dz.t() @ hidden[at])"),
         ("d_logits[m].mul_(slopes[m])", "d_logits[m]"),
-        (".clamp_min_(0.0).mul_(self.scale)", ".clamp_min_(0.0)"),
         ("self.multiply(hidden, weight[: self.width])", "self.multiply(hidden, weight)"),
-        (
-            '/ getattr(\n            config, "logits_scaling", 1.0\n        )',
-            '* getattr(config, "logits_scaling", 1.0)',
-        ),
     ],
     "machinery/optim.py": [
         ("wrong = (~largest.isfinite()).nonzero()", "wrong = largest.isfinite().nonzero()"),
@@ -446,33 +423,17 @@ MUTANTS = {
         ("return None if needs_float32 else compute", "return compute"),
         ("            layer.cache_quantized = False", "            pass"),
     ],
-    "model/in_order.py": [
-        ("x.float(), 127.0, torch.int8", "x.float(), 63.0, torch.int8"),
-        ("<= self.lengths[:, None]", "< self.lengths[:, None]"),
-        ("self.lengths = self.lengths + 1", "self.lengths = self.lengths + 0"),
-        ("(P - lengths)[:, None]", "(P - lengths + 1)[:, None]"),
-        ("(\n            x.index_select(0, rows) for x", "(x[: len(rows)] for x"),
-    ],
     "model/exact.py": [
         ("return product if isinstance(layer, ExactLinear) else plain_product", "return plain_product"),
-        ('if x.device.type == "cpu" or len(rows) >= ROWS["cuda"]:', "if True:"),
         ("z.neg().exp_().add_(1.0)", "z.neg().exp_().add_(1.01)"),
-        ('ROWS = {"cpu": 96', 'ROWS = {"cpu": 64', "an AMD EPYC rounds all rows alike"),
-        ("            padded = padded.gather(3, ", "            padded.gather(3, "),
-        ("room(K - Q + last)", "room(K - Q + last - size)"),
-        (
-            "(WHOLE if remainder > WHOLE // 2 else remainder + -remainder % KEYS)",
-            "remainder + -remainder % KEYS",
-            "an AMD EPYC adds any number of keys alike",
-        ),
+        ("room(K - Q + last)", "room(K - Q + last - 1)"),
         ("UNSEEN * (~padded)", "0.0 * (~padded)"),
-        ("values, mask, scale=scaling)", "values, mask, scale=1.0)"),
-        (".unflatten(2, (shared, size)).transpose(1, 2)", ".unflatten(2, (size, shared)).transpose(1, 2)"),
+        ("torch.cat(outs, 1).transpose(1, 2).reshape", "torch.cat(outs, 1).reshape"),
         ("if self.cached is None or self.cached[0] != version:", "if self.cached is None:"),
-        ("dx = g @ weight.to(g.dtype)", "dx = -g @ weight.to(g.dtype)"),
         ("                child.multiply = rounded_product", "                pass"),
         ("torch.float32 if head_fp32 else dtype)", "torch.float32)"),
         ("gap <= 0 or", "not gap > 0 or"),
+        ("<= self.lengths[:, None]", "< self.lengths[:, None]"),
     ],
     "model/lora.py": [
         ("(config.lora_alpha / config.r) * (B @ A)", "(config.lora_alpha * config.r) * (B @ A)"),
@@ -490,8 +451,6 @@ MUTANTS = {
         ("self._compare(engine, version, rolled(named_tensors), trial=True)", "pass"),
         ("error, floor = self._compare(engine, version, named_tensors)", "pass"),
         ("        if stale:\n", "        if False:\n"),
-        ("else min(LIMIT * floor, spread)", "else spread"),
-        ("not max(error, decoded) <= limit", "not error <= limit"),
         ("not max(error, decoded) <= limit", "not decoded <= limit"),
         ("for a in (1, b)", "for a in (1,)"),
     ],
@@ -501,15 +460,11 @@ MUTANTS = {
     ],
     "quant.py": [
         ("copy.deepcopy(config), dtype", "config, dtype"),
-        ("0x7FFF + ((bits >> 16) & 1)", "0x8000"),
         ('if not {*name.split(".")} & {*ROUTERS}', 'if name.rpartition(".")[2] not in ROUTERS'),
-        ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = amax / qmax"),
+        ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = (amax / qmax)"),
         ("y.float().mul_(sx).mul_(sw.t())", "y.float().mul_(sx)"),
-        ("pad(sb, (0, 0, 0, -N % 16))", "sb"),
-        ("q = q.round_()  # the", "q = q  # the"),
         ("(y * top_k_weights[token, k, None])", "(y * top_k_weights[token, 0, None])"),
         ("dx = g @ dequantize(qw, sw, g.dtype)", "dx = g @ qw.to(g.dtype)"),
-        ("x = qx if sx is None else dequantize(qx, sx, g.dtype)", "x = qx.to(g.dtype)"),
         ("if name not in self.cached or self.cached[name][0] != version:", "if name not in self.cached:"),
         (
             '            yield f"{name}_scale", s\n        else:',
@@ -525,9 +480,6 @@ MUTANTS = {
         ("        g.set_offset(offset + 4)", "        pass"),
         ("        if len(generators) < n:", "        if not generators:"),
         ("right=True)\n        return token", "right=False)\n        return token"),
-        ("if bucket and size + x.nbytes > BUCKET:", "if size + x.nbytes > BUCKET:"),
-        ("    if bucket:\n        yield bucket", "    pass"),
-        ('!= "1":\n        return {}', '== "1":\n        return {}'),
     ],
     "bench/gpu.py": [
         ("os.killpg(process.pid, signal.SIGKILL)", "process.kill()"),
@@ -535,7 +487,6 @@ MUTANTS = {
     ],
     "sampling.py": [
         ('if cfg.keep_sampling_mask == "off" else law', 'if cfg.keep_sampling_mask == "replay" else law'),
-        ("gone |= z < z.gather(1, last)", "gone |= z <= z.gather(1, last)"),
         ("gone |= p.cumsum(-1) - p >= top_p", "gone |= p.cumsum(-1) >= top_p"),
         ("    p = p / p.sum(-1, keepdim=True)\n", ""),
         (
@@ -544,7 +495,6 @@ MUTANTS = {
         ),
     ],
     "model/engines.py": [
-        ("    if share <= most:\n        return share", "    return share"),
         (
             "truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)",
             "truncate(logits, sampling)",
@@ -651,10 +601,6 @@ MUTANTS = {
         ('    source.load_state_dict(rank_state["source"])\n', ""),
         ("for old in folders(cfg.out)[: -cfg.keep]:", "for old in folders(cfg.out)[:-1]:"),
         ("    for folder in reversed(steps):", "    for folder in steps:"),
-    ],
-    "model/lowbit.py": [
-        ("    if local == 0:", "    if True:"),
-        ("paths[\n        rank - local\n    ], folder_lock", "paths[0], folder_lock"),
     ],
     "machinery/checkpoint/shards.py": [
         ("return further_group(dist.group.WORLD) if", "return further_group(0) if"),

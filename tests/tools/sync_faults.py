@@ -24,13 +24,8 @@ from model.engines import HFEngine
 from rollout import uniforms
 from sync import SyncError, WeightCheck
 
-FORMATS = {
-    "float32": ("float32", None),
-    "bfloat16": ("bfloat16", None),
-    "int8": ("float32", "int8"),
-    "fp8": ("float32", "fp8"),
-    "w4a16": ("float32", "w4a16"),
-}
+FORMATS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None)}
+FORMATS |= {name: ("float32", name) for name in ("int8", "fp8", "w4a16")}
 IDS = (uniforms(16 * 16, "probe") * 256).astype(np.int64).reshape(16, 16)
 
 
