@@ -97,6 +97,29 @@ def int8_qmax() -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def one_kernel(f):
+    """Compile a function of tensors into one kernel on a GPU, which reads and writes each number
+    once. The options keep casts and IEEE rounding of quotients, as in vLLM's quantizers; Triton's
+    default division is approximate."""
+
+    @functools.cache
+    def compiled():
+        import torch._inductor.config as inductor
+
+        exact = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True}
+        known = inductor.get_config_copy()  # torch 2.11 may lack division_rounding
+        options = {name: value for name, value in exact.items() if name in known}
+        return torch.compile(f, dynamic=True, options=options)
+
+    @functools.wraps(f)
+    def run(x, *more):
+        return (compiled() if x.is_cuda else f)(x, *more)
+
+    run.compiled = compiled
+    return run
+
+
+@one_kernel
 def quantize(
     x: torch.Tensor,
     qmax: float,
@@ -110,13 +133,22 @@ def quantize(
     *rows, K = x.shape
     x = x.float().reshape(*rows, -1, group or K)
     amax = x.abs().amax(-1, keepdim=True)
-    s = torch.where(amax > 0, amax / qmax, 1.0).to(scales).float()
+    s = torch.where(amax > 0, amax / qmax, 1.0)
+    s = in_bfloat16(s) if scales == torch.bfloat16 else s
     q = (x / s).clamp_(-qmax, qmax)
     if dtype == torch.int8:
         q = q.round_()  # the conversion to float8 also rounds
     return q.to(dtype).reshape(*rows, K), s[..., 0]
 
 
+def in_bfloat16(s: torch.Tensor) -> torch.Tensor:
+    """Round positive float32 numbers to bfloat16, ties to even. Integer arithmetic, because torch
+    2.11 removes casts when it compiles."""
+    bits = s.view(torch.int32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+
+
+@one_kernel
 def dequantize(
     q: torch.Tensor, s: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -136,6 +168,7 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return scaled(qx.float() @ qw.float().t(), sx, sw, dtype)  # e4m3 products are exact in float32
 
 
+@one_kernel
 def scaled(y, sx, sw, dtype: torch.dtype) -> torch.Tensor:
     """Multiply a quantized product (M, N) by the scales of its rows (M, 1) and columns (N, 1)."""
     return y.float().mul_(sx).mul_(sw.t()).to(dtype)

@@ -21,7 +21,7 @@ from bench.gpu_parts import one_rank
 from learner import Comm, Learner
 from machinery.run import read_metrics
 from model.engines import HFEngine, VLLMEngine
-from quant import LowBitLinear, dequantize, format_of
+from quant import LowBitLinear, dequantize, format_of, quantize
 from rollout import uniforms
 from sampling import Sampling
 from sync import SyncError, WeightCheck
@@ -121,12 +121,12 @@ FORMATS = ["int8", "fp8", "w4a16"]
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [f32, torch.bfloat16], ids=str)
-def test_the_quantizer_equals_the_cpus(name, dtype):
+def test_the_compiled_quantizer_equals_the_plain_one(name, dtype):
     """On a GPU scales of int4 are bfloat16 numbers, which vLLM uses."""
     fmt, x = format_of(name, 32), torch.randn(40, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[3] = 0
     q, s = fmt.quantize(x.to(DEVICE))
-    plain_q, plain_s = fmt.quantize(x)
+    plain_q, plain_s = quantize.__wrapped__(x, fmt.qmax, fmt.dtype, fmt.group, fmt.scales)
     assert torch.allclose(s.cpu(), plain_s, rtol=1e-6, atol=0) and q.dtype == fmt.dtype
     assert (q.cpu().float() != plain_q.float()).float().mean() < 1e-3  # a quotient midway between two numbers
     assert torch.allclose(dequantize(q, s).cpu(), dequantize(q.cpu(), s.cpu()), rtol=1e-6, atol=0)

@@ -3,6 +3,7 @@ vLLM's tensor parallelism runs on two CPU ranks."""
 
 import pickle
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 

@@ -174,7 +174,9 @@ def test_experts_of_an_unknown_kind_are_refused(tmp_path, flags):
 
 
 def test_scales_of_int4_are_bfloat16_numbers_on_a_gpu(monkeypatch):
-    """vLLM's kernels multiply bfloat16 numbers: exact int4 times a scale rounded to bfloat16."""
+    """vLLM's kernels multiply bfloat16 numbers: exact int4 times a scale rounded to bfloat16, midway to even."""
+    halves = torch.cat([torch.rand(1000), 1 + torch.arange(8) / 256, torch.ones(1)])
+    assert torch.equal(quant.in_bfloat16(halves), halves.bfloat16().float())
     x = torch.randn(16, 64)
     assert format_of("w4a16", 32).scales == torch.float32
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -460,8 +460,9 @@ MUTANTS = {
     ],
     "quant.py": [
         ("copy.deepcopy(config), dtype", "config, dtype"),
+        ("0x7FFF + ((bits >> 16) & 1)", "0x8000"),
         ('if not {*name.split(".")} & {*ROUTERS}', 'if name.rpartition(".")[2] not in ROUTERS'),
-        ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = (amax / qmax)"),
+        ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = amax / qmax"),
         ("y.float().mul_(sx).mul_(sw.t())", "y.float().mul_(sx)"),
         ("(y * top_k_weights[token, k, None])", "(y * top_k_weights[token, 0, None])"),
         ("dx = g @ dequantize(qw, sw, g.dtype)", "dx = g @ qw.to(g.dtype)"),
