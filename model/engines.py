@@ -156,8 +156,6 @@ class VLLMEngine:
         settings["enable_return_routed_experts"] = routing
         self.apart = "weight_transfer_config" in settings  # vLLM runs in a separate process
         overrides = {"head_dtype": "float32"} if head_fp32 else {}
-        if not shell.config.tie_word_embeddings:
-            overrides["tie_word_embeddings"] = False  # the config may tie two tensors that differ
         if vocabulary is not None:
             overrides["vocab_size"] = vocabulary
         settings["hf_overrides"] = overrides

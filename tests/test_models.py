@@ -251,20 +251,6 @@ def test_engines_ignore_padding_rows(kind, tmp_path, vllm_engines):
     assert int(other(torch.from_numpy(TWO_ROWS)).logits.argmax(-1).max()) >= IDS  # it would sample a padding row
 
 
-def test_vllm_keeps_an_untied_head_under_a_tied_config(tmp_path, vllm_engines):
-    """vLLM would tie head and embedding, and skip the published head."""
-    lm = model("qwen2", tie_word_embeddings=False)
-    folder = Path(save(lm, tmp_path))
-    saved = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**saved, "tie_word_embeddings": True}))
-    engine = vllm_engines(folder=str(folder))
-    for scale in (1.0, 0.5):
-        with torch.no_grad():
-            lm.lm_head.weight.mul_(scale)
-        engine.load(lm.state_dict().items())
-        assert np.allclose(engine.logprobs(TWO_ROWS), scores(lm, TWO_ROWS).detach().numpy(), atol=1e-3)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources of models
 # ---------------------------------------------------------------------------------------------------------------------

@@ -304,6 +304,7 @@ def test_published_weights_are_verified_in_every_format(
         ("value", "vllm", "its files hold value_head.weight, which the model does not have .* or use --rollout=hf"),
         ("value", "hf", ""),
         ("prefix", "hf", "its tensors have names such as module.lm_head.weight, but the model's names have no module."),
+        ("two heads", "hf", "ties lm_head.weight and model.embed_tokens.weight, which differ in its files"),
     ],
 )
 def test_files_with_unknown_tensor_names_are_refused(folders, tmp_path, change, rollout, message):
@@ -312,6 +313,9 @@ def test_files_with_unknown_tensor_names_are_refused(folders, tmp_path, change, 
     tensors = load_file(model / "model.safetensors")
     if change == "value":
         tensors["value_head.weight"] = torch.zeros(1, 32)
+    elif change == "two heads":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     else:
         tensors = {f"module.{name}": x for name, x in tensors.items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})

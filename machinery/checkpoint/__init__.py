@@ -14,8 +14,6 @@ If a digest shows later damage, the previous checkpoint is used."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import hashlib
 import io
 import json
@@ -29,7 +27,7 @@ from pathlib import Path
 import torch
 
 from config import Config
-from machinery.checkpoint.models import Export
+from machinery.checkpoint.models import save_model
 from machinery.checkpoint.shards import from_all, own_group, read_shards, whole, write_shards
 from machinery.checkpoint.state import dealt, pack, unpack
 from machinery.flags import need
@@ -93,11 +91,13 @@ def write_at(final: Path, run, learner, shared: bytes, rank_state: bytes) -> str
     for name in learner.names:
         adapter = learner.adapter(name)
         if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
-            tensors = learner.named_tensors(name, lambda x: whole(x).cpu())
+            gathered = learner.named_tensors(name, lambda x: whole(x).cpu())  # collective
+            tensors = {key: x for key, x in gathered if rank == 0}
             if rank == 0:
-                attempt(export, run, learner, name, tensors, scratch / name)
-            for _ in tensors:  # gathering is collective, even if the first rank cannot write
-                pass
+                origin = getattr(run, name)
+                attempt(
+                    save_model, run.configs[name], tensors, run.tokenizer, scratch / name, origin
+                )
         if rank == 0 and adapter is not None:
             attempt(adapter.save, scratch / f"{name}_adapter", getattr(run, name))
     if rank == 0:
@@ -125,16 +125,6 @@ def own_share(learner) -> dict[str, torch.Tensor]:
         names = list(trained)[learner.comm.rank % n :: n]
         tensors |= {key: trained[key] for key in names}
     return tensors
-
-
-def export(run, learner, name: str, tensors, folder: Path) -> None:
-    """Write a model as a Hugging Face folder. tensors: its `named_tensors`, on the host."""
-    config = copy.deepcopy(run.configs[name])
-    config.get_text_config().tie_word_embeddings = getattr(
-        learner.models, name
-    ).config.tie_word_embeddings
-    stream = functools.partial(learner.named_tensors, name)
-    Export(config, stream, run.tokenizer, getattr(run, name)).write(folder, tensors)
 
 
 class Attempt:

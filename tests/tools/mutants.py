@@ -471,7 +471,6 @@ MUTANTS = {
         ("            layer.forward = functools.partial(forward_again, layer.forward, i)", "            pass"),
         ("return offset[0], x.detach().to_local()", "return 0, x.detach().to_local()"),
         ('{"gate_up_proj": ["gate", "up"]', '{"gate_up_proj": ["up", "gate"]'),
-        ("        head.weight = nn.Parameter(torch.empty_like(head.weight))", "        pass"),
         ("param_dtype=compute", "param_dtype=None"),
         ("return None if needs_float32 else compute", "return compute"),
         ("            layer.cache_quantized = False", "            pass"),
@@ -716,21 +715,15 @@ MUTANTS = {
         ),
     ],
     "machinery/checkpoint/tensors.py": [
-        ("        file.seek(start)\n", ""),
-        ('    text += b" " * (-len(text) % 8)\n', ""),
-        ("        if kind is None and self.place:", "        if False:"),
+        ('        text += b" " * (-len(text) % 8)\n', ""),
         ("            if storage is not None and not storage.expired():", "            if storage is not None:"),
         ("        if left:\n", "        if False:\n"),
     ],
     "machinery/checkpoint/models.py": [
-        (" and name not in dict(self.shell.named_buffers())", ""),
+        (" and name not in buffers", ""),
         ('text._attn_implementation = "eager"', "pass"),
         ('kind != "dynamic" and (', "True and ("),
-        ("        self.dtype = self.shell.dtype if config.dtype else None", "        self.dtype = None"),
-        (
-            "            parts = ([named] for named in tensors) if self.alone else [tensors]",
-            "            parts = [tensors]",
-        ),
+        ("        if name not in model.all_tied_weights_keys\n", ""),
     ],
     "machinery/run.py": [
         ("math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)", "math.ceil(cfg.epochs * task.size)"),
