@@ -18,7 +18,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,9 +128,6 @@ def open_run(cfg: config.Config, comm) -> Run:
     held_out = held_out_sets(cfg, task)
     if cfg.resume:
         tasks.check_unchanged(cfg, Path(cfg.out) / "config.json")
-    warmstart.check(cfg, task)
-    if cfg.model.startswith("base:"):
-        check_vocabulary(cfg, tasks.VOCAB)
     folders = {
         "policy": model_folder("model", cfg, comm),
         "actor": model_folder("actor", cfg, comm),
@@ -270,28 +267,17 @@ WRITTEN += ("metrics.jsonl", checkpoint.SAVED, "config.json")
 @contextmanager
 def locked(cfg: RunFlags, comm):
     """The run folder, checked and locked for this run while the context lasts. UserError: one
-    sentence. All nodes must see the folder."""
-    with ExitStack() as stack:
-        mark = secrets.randbits(48)
-        if comm.rank == 0:
-            stack.enter_context(claim_folder(cfg, mark))
-        mark = int(comm.max([mark if comm.rank == 0 else 0])[0])
-        lock = Path(cfg.out) / LOCK
-        seen = comm.rank == 0 or (lock.exists() and lock.read_text() == str(mark))
-        need(
-            not comm.any(not seen),
-            f"--out={cfg.out}: a node does not see this folder; name a folder on a file system that all nodes share",
-        )
+    sentence."""
+    with claim_folder(cfg) if comm.rank == 0 else nullcontext():
+        comm.barrier()
         yield
 
 
 @contextmanager
-def claim_folder(cfg: RunFlags, mark: int):
-    """Check and lock the run folder on this disk; the lock file contains `mark`."""
+def claim_folder(cfg: RunFlags):
+    """The same on one rank."""
     check_folder(cfg)
     folder = Path(cfg.out)
-    before = {path.name for path in folder.glob("*")}
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
@@ -304,21 +290,13 @@ def claim_folder(cfg: RunFlags, mark: int):
         f"--out={cfg.out}: another process uses this folder; wait until it ends, or name a different folder",
     )
     try:
-        (folder / LOCK).write_text(str(mark))
         yield
     finally:
-        if {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was rejected
-            remove(folder / LOCK, new)
+        if [path.name for path in folder.glob("*")] == [LOCK]:  # the run was rejected
+            with suppress(OSError):
+                (folder / LOCK).unlink()
+                folder.rmdir()
         lock.close()
-
-
-def remove(lock: Path, folders: list[Path]) -> None:
-    """Remove a lock file, and then the folders that were made for it, up to the first non-empty
-    folder."""
-    with suppress(OSError):
-        lock.unlink()
-        for folder in folders:
-            folder.rmdir()
 
 
 def lock_folder(folder: Path):
@@ -344,19 +322,6 @@ def check_folder(cfg: RunFlags) -> None:
         folder.is_dir() or not folder.exists(),
         f"--out={cfg.out}: a file, not a folder; name a folder",
     )
-    encodable = cfg.out.encode("utf-8", "surrogateescape").decode("utf-8", "replace") == cfg.out
-    need(
-        encodable,
-        f"--out={ascii(cfg.out)}: the name is not UTF-8, or the locale is not (set LC_ALL=C.UTF-8); name a different "
-        "folder",
-    )
-    for path in folder.glob("*"):  # also a link to nowhere
-        kind = "file" if path.suffix else "folder"
-        right = (path.is_file() if path.suffix else path.is_dir()) and os.access(path, os.W_OK)
-        need(
-            right or not any(map(path.match, (*WRITTEN, "*.tmp"))),
-            f"{path}: the run cannot write a {kind} there; move it, or name a different --out",
-        )
     ours = holds_run(folder)
     foreign = (folder / "config.json").exists() and not ours
     need(

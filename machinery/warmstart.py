@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from config import Config, TaskFlags
+from config import TaskFlags
 from machinery import checkpoint, settings
 from machinery.checkpoint.models import check_weights
 from machinery.flags import UserError, check_output, embedded_model, need, run_command
@@ -65,16 +65,6 @@ DEMONSTRATED = {
 }
 # index of the first problem for measuring accuracy; RL and demonstrations use different problems
 MEASURED = 10**6
-
-
-def check(cfg: Config, task) -> None:
-    """Raise UserError if the context of the embedded policy, which may not exist yet, is too
-    short."""
-    if cfg.model.startswith("base:") and task.max_prompt() + cfg.max_tokens > CONTEXT:
-        raise UserError(
-            f"--max_tokens={cfg.max_tokens}: with prompts of up to {task.max_prompt()} tokens it exceeds the model's "
-            f"context of {CONTEXT}"
-        )
 
 
 def base_model(flag: str, value: str, cfg: TaskFlags) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import sys
 from contextlib import nullcontext
@@ -199,25 +198,15 @@ def test_one_process_for_each_run_folder(folders, tmp_path):
 
 
 def test_folders_that_cannot_be_a_runs_are_refused(tmp_path):
-    for name, file in (("a", "checkpoints"), ("b", "config.json"), ("c", "notes")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text("{}")
-    for name in ("samples.jsonl", "metrics.jsonl", "config.tmp"):
-        (tmp_path / name / name).mkdir(parents=True)
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "checkpoints").symlink_to("nowhere")
-    for out, words in {
-        tmp_path / "a": "checkpoints: the run cannot write a folder there; move it",
-        tmp_path / "d": "checkpoints: the run cannot write a folder there; move it",
-        tmp_path / "samples.jsonl": "samples.jsonl: the run cannot write a file there; move it",
-        tmp_path / "metrics.jsonl": "metrics.jsonl: the run cannot write a file there; move it",
-        tmp_path / "config.tmp": "config.tmp: the run cannot write a file there; move it",
-        tmp_path / "b": "its config.json is not from a run",
-        tmp_path / "c": "holds files but no run; name a different folder",
-        os.fsdecode(os.fsencode(tmp_path) + b"/\xff"): "the name is not UTF-8, or the locale is not",
-    }.items():
+    for file, words in (
+        ("config.json", "its config.json is not from a run"),
+        ("notes", "holds files but no run; name a different folder"),
+    ):
+        folder = tmp_path / file.partition(".")[0]
+        folder.mkdir()
+        (folder / file).write_text("{}")
         with pytest.raises(UserError, match=words):
-            run.check_folder(make_cfg(out=str(out), overwrite=True))
+            run.check_folder(make_cfg(out=str(folder), overwrite=True))
 
 
 def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_path, no_models):
@@ -241,18 +230,6 @@ def test_the_context_is_the_minimum_of_both_models(folders, tmp_path):
     short = edited(folders / "actor", tmp_path / "short", max_position_embeddings=10)
     with pytest.raises(UserError, match="exceeds the model's context of 10"):
         opened(folders, tmp_path, actor=short)
-
-
-def test_bounds_of_an_embedded_model_are_checked_before_training_it(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.warmstart, "base_model", None)
-    for bad, words in (
-        ({"objective": "jackpot", "obrs_topk": 300}, "--obrs_topk=300: K must be between 1 and the vocabulary of 256"),
-        ({"top_k": 300}, "--top_k=300: larger than the vocabulary of 256 tokens"),
-        ({"max_tokens": 5000}, "--max_tokens=5000: with prompts of up to"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            opened(folders, tmp_path, model="base:policy", **bad)
-        assert not (tmp_path / "run").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
