@@ -87,12 +87,6 @@ class Comm:
             f"WORLD_SIZE={WORLD_SIZE} in the environment and no {', '.join(missing)}: start several ranks with "
             "torchrun --nproc_per_node, or unset WORLD_SIZE",
         )
-        if WORLD_SIZE > 1:
-            rank, _ = from_environment("RANK", 0), from_environment("MASTER_PORT", 1)
-            need(
-                rank < WORLD_SIZE,
-                f"RANK={rank} in the environment: must be below WORLD_SIZE={WORLD_SIZE}; start ranks with torchrun",
-            )
         if not torch.cuda.is_available():
             if WORLD_SIZE > 1:
                 dist.init_process_group("gloo", timeout=patience)

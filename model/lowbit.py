@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from machinery.checkpoint.shards import from_all, own_group
+from machinery.checkpoint.shards import from_all
 from machinery.flags import from_environment
 from model import memory
 from quant import ROUTERS, Format, by_expert, expert_parameters, for_engine
@@ -50,7 +50,7 @@ def quantized_for_a_node(folder: str, fmt: Format, packed: bool):
         folder_lock = tempfile.TemporaryDirectory()
         quantized_checkpoint(folder, fmt, folder_lock.name, packed)
     # every rank waits until the copies are complete
-    paths = from_all(folder_lock and folder_lock.name, own_group())
+    paths = from_all(folder_lock and folder_lock.name)
     rank = dist.get_rank() if dist.is_initialized() else 0
     return paths[
         rank - local

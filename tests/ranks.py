@@ -136,7 +136,7 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
 def survives(learner, comm, folder: Path) -> bool:
     """Whether weights and optimizers are restored from the ranks' shards after they were overwritten."""
     before = {key: x.clone() for name in learner.names for key, x in learner.trained(name).items()}
-    shards.write_shards(before, folder, shards.own_group())
+    shards.write_shards(before, folder)
     states = len(before) - sum(p.requires_grad for p in learner.models.parameters())
     for name in learner.names:
         for x in learner.trained(name).values():

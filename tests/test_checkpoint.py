@@ -13,12 +13,9 @@ import torch
 from conftest import make_cfg, make_groups, tiny_model
 from safetensors.torch import load_file
 
-import batching
-import objectives
-from bench.gpu_parts import one_rank
 from learner import Comm, Learner
 from machinery import checkpoint
-from machinery.checkpoint import models, shards, state
+from machinery.checkpoint import models, state
 from machinery.flags import UserError
 from tasks import arithmetic_tokenizer
 
@@ -258,19 +255,3 @@ def test_biases_of_routers_are_exported_in_float32(tmp_path):
     assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")[name], weights[name])
     loaded = models.load_model(tmp_path / "ours", "auto").state_dict()
     assert torch.equal(loaded[name], weights[name]) and loaded["model.norm.weight"].dtype == torch.bfloat16
-
-
-def test_shards_of_process_groups_of_one_rank(tmp_path):
-    """Two process groups in turn, as in bench/gpu.py: each has a separate group for checkpoints."""
-    for round in range(2):
-        with one_rank("cpu"):
-            learner = make_learner("fsdp")
-            batch = batching.collate(make_groups(2, seed=3), learner.cfg)
-            learner.update(batch, objectives.prepare(batch, learner.comm, learner.cfg, {}))
-            before = learner.trained("policy")
-            shards.write_shards(before, tmp_path / str(round), shards.own_group())
-            again = Learner(tiny_model(1), None, learner.cfg, Comm())
-            shards.read_shards(again, tmp_path / str(round))
-            after = again.trained("policy")
-            assert learner.sharded and before.keys() == after.keys() and any("exp_avg" in key for key in after)
-            assert all(torch.equal(shards.whole(x), shards.whole(after[key])) for key, x in before.items())

@@ -359,12 +359,11 @@ def test_ranks_of_a_node_start_from_one_folder(tmp_path, monkeypatch):
     standins.save(standins.model("qwen2"), tmp_path / "model")
     paths, got = [], []
 
-    def from_all(path, group):
+    def from_all(path):
         paths.append(path)
         return paths
 
     monkeypatch.setattr(lowbit, "from_all", from_all)
-    monkeypatch.setattr(lowbit, "own_group", lambda: None)
     monkeypatch.setattr(lowbit.dist, "is_initialized", lambda: True)
     for rank, local in enumerate((0, 1, 0)):
         monkeypatch.setenv("LOCAL_RANK", str(local))

@@ -15,7 +15,6 @@ If a digest shows later damage, the previous checkpoint is used."""
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -28,7 +27,7 @@ import torch
 
 from config import Config
 from machinery.checkpoint.models import save_model
-from machinery.checkpoint.shards import from_all, own_group, read_shards, whole, write_shards
+from machinery.checkpoint.shards import from_all, read_shards, whole, write_shards
 from machinery.checkpoint.state import dealt, pack, unpack
 from machinery.flags import need
 from rollout import Rollout
@@ -58,7 +57,7 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
     }
     rank_state = {"source": source.state_dict(), "pending": [pack(groups) for groups in pending]}
     final = Path(cfg.out) / "checkpoints" / f"step_{step:06d}"
-    why = write_at(final, run, learner, in_bytes(shared), in_bytes(rank_state))
+    why = write_at(final, run, learner, shared, rank_state)
     need(
         not why,
         f"{final}: the checkpoint could not be written ({why}); free disk space there, and continue from the "
@@ -72,22 +71,22 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
                 old.unlink()
             else:
                 shutil.rmtree(old, ignore_errors=True)  # leftovers are deleted next time
-    from_all(None, own_group())  # wait for all ranks
+    learner.comm.barrier()
     return final
 
 
-def write_at(final: Path, run, learner, shared: bytes, rank_state: bytes) -> str:
+def write_at(final: Path, run, learner, shared: dict, rank_state: dict) -> str:
     """Write one checkpoint atomically. Returns on every rank the reason of a failure, or "" if the
     checkpoint was written. Collective."""
-    rank, group = learner.comm.rank, own_group()
+    rank = learner.comm.rank
     scratch = final.with_name(final.name + ".writing")
-    attempt = Attempt(group)
+    attempt = Attempt()
     if rank == 0:
         attempt(shutil.rmtree, scratch, ignore_errors=True)
         attempt(scratch.mkdir, parents=True)
     if attempt.failed():
         return attempt.why
-    attempt(write_shards, own_share(learner), scratch / "shards", group)
+    attempt(write_shards, own_share(learner), scratch / "shards")
     for name in learner.names:
         adapter = learner.adapter(name)
         if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
@@ -101,9 +100,9 @@ def write_at(final: Path, run, learner, shared: bytes, rank_state: bytes) -> str
         if rank == 0 and adapter is not None:
             attempt(adapter.save, scratch / f"{name}_adapter", getattr(run, name))
     if rank == 0:
-        attempt((scratch / "learner.pt").write_bytes, shared)
-    attempt((scratch / f"rank{rank}.pt").write_bytes, rank_state)
-    digests = from_all(attempt(digests_of, scratch, rank), group)
+        attempt(torch.save, shared, scratch / "learner.pt")
+    attempt(torch.save, rank_state, scratch / f"rank{rank}.pt")
+    digests = from_all(attempt(digests_of, scratch, rank))
     if not attempt.failed() and rank == 0:
         attempt(seal, scratch, digests)
         attempt(shutil.rmtree, final, ignore_errors=True)
@@ -130,8 +129,7 @@ def own_share(learner) -> dict[str, torch.Tensor]:
 class Attempt:
     """Runner of a sequence of writes: after the first failure it skips the rest."""
 
-    def __init__(self, group):
-        self.group = group
+    def __init__(self):
         self.error: Exception | None = None
 
     def __call__(self, do, *args, **more):
@@ -144,7 +142,7 @@ class Attempt:
 
     def failed(self) -> bool:
         """Whether a write failed on any rank. Collective."""
-        return any(from_all(self.error is not None, self.group))
+        return any(from_all(self.error is not None))
 
     @property
     def why(self) -> str:
@@ -191,13 +189,6 @@ def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # Durable writes, and digests that detect damage
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def in_bytes(state: dict) -> bytes:
-    """A state serialized by torch.save."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def flush(path: Path) -> None:

@@ -141,9 +141,6 @@ TESTS = {
         "test_checkpoint.py",
         "test_run.py::test_samplers_of_a_different_number_of_ranks_are_refused",
     ],
-    "machinery/checkpoint/shards.py": [
-        "test_checkpoint.py::test_shards_of_process_groups_of_one_rank",
-    ],
     "model/lowbit.py": ["test_quant.py", "-k", "ranks_of_a_node or checkpoint_in_low_bits"],
     "machinery/checkpoint/state.py": ["test_checkpoint.py"],
     "tasks/turns.py": ["test_turns.py", "-k", "not vllm and (conversation or draws or replies or allowed)"],
@@ -704,9 +701,6 @@ MUTANTS = {
     "model/lowbit.py": [
         ("    if local == 0:", "    if True:"),
         ("paths[\n        rank - local\n    ], folder_lock", "paths[0], folder_lock"),
-    ],
-    "machinery/checkpoint/shards.py": [
-        ("return further_group(dist.group.WORLD) if", "return further_group(0) if"),
     ],
     "machinery/checkpoint/state.py": [
         (
