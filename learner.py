@@ -32,7 +32,7 @@ import sync
 from batching import Batch
 from config import Config, RolloutFlags
 from machinery import optim
-from machinery.checkpoint.shards import whole
+from machinery.checkpoint.shards import from_all, whole
 from machinery.checkpoint.tensors import Published
 from machinery.flags import UserError, from_environment, need
 from machinery.measure import Sums
@@ -122,12 +122,8 @@ class Comm:
 
     def sum_counts(self, counts: dict[str, float]) -> Counter:
         """Sums over ranks of named counts; the names may differ between ranks."""
-        if not self.on:
-            return Counter(counts)
-        gathered = [None] * self.size
-        dist.all_gather_object(gathered, dict(counts))
         total = Counter()
-        for part in gathered:
+        for part in from_all(dict(counts)):
             total.update(part)
         return total
 

@@ -79,14 +79,11 @@ def base_model(flag: str, value: str, cfg: TaskFlags) -> str:
         check_output("base_dir", str(folder / "config.json"))  # before minutes of training
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
         warm_start(name, task, target, scratch)
-        if not (folder / "config.json").is_file():
-            shutil.rmtree(folder, ignore_errors=True)
-        try:
-            os.replace(scratch, folder)  # atomic
-        except OSError:
+        if (folder / "config.json").is_file():  # a concurrent process was first
             shutil.rmtree(scratch)
-            if not (folder / "config.json").is_file():  # else a concurrent process was first
-                raise
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(scratch, folder)  # atomic
     return str(folder)
 
 

@@ -355,10 +355,10 @@ import threading, sys
 import train
 from machinery import checkpoint, session, settings
 write = checkpoint.write_shards
-def first_alone(tensors, folder, group):
+def first_alone(tensors, folder):
     if "000001" not in str(folder):
         threading.Event().wait()
-    write(tensors, folder, group)
+    write(tensors, folder)
 checkpoint.write_shards = first_alone
 train.train(settings.parse(sys.argv[1:]))
 """

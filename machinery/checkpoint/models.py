@@ -130,12 +130,10 @@ def text_folder(folder: str) -> str:
             tensors = text_tensors(folder, text)
         scratch = made.with_name(f"{made.name}.{os.getpid()}")  # a concurrent run may make it too
         save_model(text, tensors, read_tokenizer(folder), scratch, folder)
-        try:
-            os.replace(scratch, made)
-        except OSError:
+        if (made / "config.json").is_file():
             shutil.rmtree(scratch)
-            if not (made / "config.json").is_file():  # else a concurrent run was first
-                raise
+        else:
+            os.replace(scratch, made)
     return str(made)
 
 
