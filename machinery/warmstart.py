@@ -50,6 +50,7 @@ SHAPES = {
 }
 CONTEXT = 512  # maximum tokens of prompt and response together
 # Share of wrong steps in the demonstrations: RL then has to sharpen a skill, not to discover it.
+# n steps are all right with probability (1 - SLIPS)^n.
 SLIPS = 0.22
 BATCH = 64
 LR = 2e-3
@@ -101,12 +102,11 @@ def recipe_key(name: str, task, target: float) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIPS) -> float:
+def warm_start(name: str, task, target: float, folder: Path) -> float:
     """Train until the sampled accuracy reaches `target`, save model and tokenizer, and return the
     accuracy.
 
-    slips: share of wrong steps in the demonstrations; n steps are all right with probability
-    (1 - slips)^n. Raises UserError if MOST_STEPS training steps do not reach the target."""
+    Raises UserError if MOST_STEPS training steps do not reach the target."""
     tokenizer = arithmetic_tokenizer()
     model = new_model(name, task.seed * 2 + (name == "actor"), tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
@@ -114,7 +114,7 @@ def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIP
     reached = 0.0
     bar = tqdm(range(MOST_STEPS), desc=f"warm start {name} ({millions:.2f}M)", leave=False)
     for step in bar:
-        ids, labels = demonstrations(task, tokenizer, DEMONSTRATED[name] + step * BATCH, slips)
+        ids, labels = demonstrations(task, tokenizer, DEMONSTRATED[name] + step * BATCH)
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP)
         optimizer.zero_grad(set_to_none=True)
         loss = backward(model, ids, labels)
@@ -161,9 +161,7 @@ def new_model(name: str, seed: int, tokenizer):
     return model
 
 
-def demonstrations(
-    task, tokenizer, first: int, slips: float = SLIPS
-) -> tuple[torch.Tensor, torch.Tensor]:
+def demonstrations(task, tokenizer, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, labels), both (BATCH, S) int64: solutions, some steps wrong, of BATCH problems from
     number `first` on.
 
@@ -174,7 +172,7 @@ def demonstrations(
     for row in range(BATCH):
         problem = task.problem("train", first + row)
         prompt = tokenizer.encode(problem.prompt)
-        answer = tokenizer.encode(task.solution(problem, slips)) + [tokenizer.eos_token_id]
+        answer = tokenizer.encode(task.solution(problem, SLIPS)) + [tokenizer.eos_token_id]
         end = len(prompt) + len(answer)
         ids[row, :end] = torch.tensor(prompt + answer)
         labels[row, len(prompt) : end] = torch.tensor(answer)

@@ -82,6 +82,13 @@ def move(learner) -> None:
             p.add_(noise, alpha=0.01)
 
 
+def relative(a: dict, b: dict) -> float:
+    """|a - b| / |a| over all parameters together."""
+    assert a.keys() == b.keys()
+    difference = sum(float((a[n] - b[n]).double().square().sum()) for n in a)
+    return (difference / sum(float(x.double().square().sum()) for x in a.values())) ** 0.5
+
+
 def hold_back_the_step(learner):
     """Replace the learner's step by a no-op, so updates keep their gradients; return the real step."""
     step = learner._step

@@ -1,6 +1,5 @@
 """LoRA: published weights are W + (alpha / rank) B A, the base is constant, a resumed run is the same run."""
 
-import importlib.util
 from dataclasses import replace
 
 import numpy as np
@@ -215,16 +214,3 @@ def test_adapters_of_a_different_model_are_refused(whole):
     for other in (tiny_model(1), changed):
         with pytest.raises(UserError, match="its adapters do not fit this model"):
             lora.attach(other, make_cfg(**FLAGS), step(whole, 3) / "policy_adapter")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_package_is_refused_before_a_model_loads(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
-    with pytest.raises(UserError, match="--lora_rank=4: the package peft is not installed here; pip install peft"):
-        make_cfg(lora_rank=4)
-    make_cfg()

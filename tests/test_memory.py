@@ -7,9 +7,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import make_cfg, make_groups, tiny_model
-from ranks import LOW_BITS, hold_back_the_step, make_learner, one_update
+from ranks import LOW_BITS, hold_back_the_step, make_learner, one_update, relative
 from standins import model, save, tokenizer
 from torch.distributed.tensor import DTensor
 from torchrun import torchrun
@@ -17,6 +16,7 @@ from torchrun import torchrun
 import batching
 import objectives
 import quant
+from bench import gpu_parts
 from learner import Comm, Learner
 from machinery import checkpoint
 from machinery.checkpoint.models import check_weights, load_model
@@ -24,13 +24,6 @@ from machinery.flags import UserError
 from model import Needs, lora, memory
 
 f64 = torch.float64
-
-
-def relative(a: dict, b: dict) -> float:
-    """|a - b| / |a| over all parameters together."""
-    assert a.keys() == b.keys()
-    difference = sum(float((a[n] - b[n]).double().square().sum()) for n in a)
-    return (difference / sum(float(x.double().square().sum()) for x in a.values())) ** 0.5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,11 +199,7 @@ def test_a_rank_uses_the_memory_of_its_shard(tmp_path):
 @pytest.fixture(scope="module")
 def one_rank():
     """A process group of one process."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        yield
-        dist.destroy_process_group()
-    else:
+    with gpu_parts.one_rank("cpu"):
         yield
 
 
@@ -289,11 +278,9 @@ def test_weights_travel_to_an_engine_in_its_precision(changes, matrix, one_rank,
 
 def test_routers_reach_an_engine_in_full():
     """A few engines keep routers in float32, in every dtype."""
-    cfg = make_cfg(objective="tis", rollout_dtype="bfloat16")
-    learner = Learner(model("qwen3_moe"), None, cfg, Comm())
-    masters = dict(learner.named_tensors("policy"))
-    sent = {name: x for name, x in learner.published("policy", False) if name.endswith("mlp.gate.weight")}
-    assert len(sent) == 2 and all(torch.equal(x, masters[name]) for name, x in sent.items())
+    learner = Learner(model("qwen3_moe"), None, make_cfg(objective="tis", rollout_dtype="bfloat16"), Comm())
+    sent, name = dict(learner.published("policy", False)), "model.layers.1.mlp.gate.weight"
+    assert torch.equal(sent[name], dict(learner.named_tensors("policy"))[name])
 
 
 def test_two_sets_of_weights_are_refused(tmp_path):
