@@ -83,10 +83,8 @@ def test_low_bit_rollouts_use_the_merged_weights():
 def test_experts_and_routers_have_no_adapters(tmp_path):
     """A run of a model from disk; the exported model has the model's tensor names."""
     start = standins.model("qwen3_moe", 5)
-    standins.save(start, tmp_path / "moe")
-    (tmp_path / "task.jsonl").write_text("".join(f'{{"problem": "{i}", "answer": "{i}"}}\n' for i in range(8)))
     (tmp_path / "even.py").write_text("def even(row, text, finish_reason):\n    return len(text) % 2\n")
-    flags = dict(model=str(tmp_path / "moe"), task=str(tmp_path / "task.jsonl"), reward=f"{tmp_path / 'even.py'}:even")
+    flags = dict(standins.folder_and_task(start, tmp_path), reward=f"{tmp_path / 'even.py'}:even")
     cfg = make_cfg(**FLAGS, **flags, out=str(tmp_path / "run"), steps=2, max_tokens=8, check_sync=False)
     train.train(cfg)
     saved = load_model(tmp_path / "run/checkpoints/step_000002/policy").state_dict()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, make_groups
-from standins import model, save, tokenizer
+from standins import folder_and_task, model, save, tokenizer
 from torch import nn
 from torchrun import torchrun
 
@@ -394,9 +394,7 @@ def test_impossible_replays_are_refused(monkeypatch):
 
 def test_a_run_replays_the_routes_of_a_low_bit_engine(tmp_path):
     """The whole loop with two updates: without alignment the learner's router often chooses different experts."""
-    save(moe(), tmp_path / "moe")
-    (tmp_path / "task.jsonl").write_text("".join(f'{{"problem": "{i}", "answer": "{i}"}}\n' for i in range(8)))
-    paths = {"model": str(tmp_path / "moe"), "task": str(tmp_path / "task.jsonl")}
+    paths = folder_and_task(moe(), tmp_path)
     low_bits = {"rollout_quant": "w4a16", "quant_group": 16, "steps": 1, "max_tokens": 8, "check_sync": False}
     logged = {}
     for name in ("none", "aligned"):

@@ -144,7 +144,8 @@ def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypa
     assert log.exists()
 
 
-def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path):
+def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
+    """A killed deletion can be repeated."""
     started(folders, tmp_path)
     out = tmp_path / "run"
     for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "remote.log", "remote1.log.1", "notes.txt"):
@@ -153,24 +154,15 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path):
         (out / name).mkdir(parents=True)
     (out / "versions").symlink_to(out / "mine")  # not followed
     before = config_of_run(tmp_path)
-    r = opened(folders, tmp_path, overwrite=True)
-    assert r.checkpoint is None
+    assert opened(folders, tmp_path, overwrite=True).checkpoint is None
     assert (out / "metrics.jsonl").exists()  # deleted only after all checks
-    r = started(folders, tmp_path, overwrite=True)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(shutil, "rmtree", lambda *_: sys.exit(1))
+        started(folders, tmp_path, overwrite=True)
+    started(folders, tmp_path, overwrite=True)
     assert {path.name for path in out.iterdir()} == {"config.json", "lock", "mine", "notes.txt"}
     assert (out / "mine" / "checkpoints").is_dir()
     assert config_of_run(tmp_path)["id"] != before["id"]
-
-
-def test_a_killed_overwrite_can_be_repeated(folders, tmp_path, monkeypatch):
-    started(folders, tmp_path)
-    (tmp_path / "run" / "checkpoints" / "step_000003").mkdir(parents=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda *_: sys.exit(1))
-        with pytest.raises(SystemExit):
-            started(folders, tmp_path, overwrite=True)
-    started(folders, tmp_path, overwrite=True)
-    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_overwrite_never_deletes_the_starting_model(folders, tmp_path):
