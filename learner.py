@@ -70,8 +70,12 @@ FOREVER = 10 * 365 * 86400.0  # seconds: upper bound of the timeout given to tor
 class Comm:
     """Sums, gathers and maxima over ranks; identities in a single process."""
 
+    # Keeps the group alive: its destructor joins gloo's threads, which may wait for the GIL.
+    group = None
+
     def __init__(self, device="cpu"):
         self.on = dist.is_initialized()
+        Comm.group = dist.group.WORLD
         self.rank = dist.get_rank() if self.on else 0
         self.size = dist.get_world_size() if self.on else 1
         self.device = device
