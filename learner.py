@@ -136,15 +136,8 @@ class Comm:
         return self.max([bool(condition)])[0] > 0
 
     def cat(self, x: torch.Tensor) -> torch.Tensor:
-        """The 1-D tensors of all ranks, concatenated in rank order, without NaN."""
-        if not self.on:
-            return x
-        n = int(self.max([len(x)])[0])
-        padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])
-        out = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(out, padded)
-        joined = torch.cat(out)
-        return joined[~joined.isnan()]
+        """The 1-D tensors of all ranks, concatenated in rank order."""
+        return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
 
     def barrier(self):
         if self.on:
@@ -447,11 +440,11 @@ class Learner:
             ]
         return state
 
-    def adapter(self, name: str) -> lora.Adapter | None:
-        """The adapters of one model; None if all its weights are trained. Collective."""
-        if not lora.learns(self.cfg, name):
-            return None
-        return lora.Adapter.of(getattr(self.models, name), whole)
+    def adapter_writer(self, name: str):
+        """`lora.writer` of one model; None if all its weights are trained. Collective."""
+        return (
+            lora.writer(getattr(self.models, name), whole) if lora.learns(self.cfg, name) else None
+        )
 
     def published(self, name: str, packed: bool) -> Published:
         """The tensors of one model for an engine. The stream can be read more than once; each

@@ -328,20 +328,11 @@ def check_folder(cfg: RunFlags) -> None:
         not foreign, f"--out={cfg.out}: its config.json is not from a run; name a different folder"
     )
     if cfg.overwrite:
-        held = [
-            (Path.cwd(), "the working folder"),
-            (Path(models.BASE_DIR), "the base models"),
-        ]
-        held += [
-            (Path(x), f"--{flag}={x}")
-            for flag in ("model", "actor")
-            if Path(x := getattr(cfg, flag)).is_dir()
-        ]
-        for path, content in held:
-            inside = path.resolve().is_relative_to(folder.resolve())
+        for flag in ("model", "actor"):
+            path = Path(getattr(cfg, flag))
             need(
-                not inside,
-                f"--overwrite: --out={cfg.out} holds {content}; name the folder of one run",
+                not path.is_dir() or not path.resolve().is_relative_to(folder.resolve()),
+                f"--overwrite: --out={cfg.out} holds --{flag}={path}; name the folder of one run",
             )
         empty = not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
         need(

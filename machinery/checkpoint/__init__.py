@@ -88,7 +88,7 @@ def write_at(final: Path, run, learner, shared: dict, rank_state: dict) -> str:
         return attempt.why
     attempt(write_shards, own_share(learner), scratch / "shards")
     for name in learner.names:
-        adapter = learner.adapter(name)
+        write_adapter = learner.adapter_writer(name)
         if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
             gathered = learner.named_tensors(name, lambda x: whole(x).cpu())  # collective
             tensors = {key: x for key, x in gathered if rank == 0}
@@ -97,8 +97,8 @@ def write_at(final: Path, run, learner, shared: dict, rank_state: dict) -> str:
                 attempt(
                     save_model, run.configs[name], tensors, run.tokenizer, scratch / name, origin
                 )
-        if rank == 0 and adapter is not None:
-            attempt(adapter.save, scratch / f"{name}_adapter", getattr(run, name))
+        if rank == 0 and write_adapter is not None:
+            attempt(write_adapter, scratch / f"{name}_adapter", getattr(run, name))
     if rank == 0:
         attempt(torch.save, shared, scratch / "learner.pt")
     attempt(torch.save, rank_state, scratch / f"rank{rank}.pt")
