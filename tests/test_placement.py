@@ -86,15 +86,14 @@ def test_two_ranks_are_one_engine(tmp_path, vllm_engines):
     for one in outputs:
         for version, prompt, group in one["delayed"]:
             assert_sampled_from(models[("first", "other")[version % 2]], prompt, group)
-    prompts = [prompt for one in outputs for _, prompt, _ in one["delayed"]]
-    assert len({tuple(prompt) for prompt in prompts}) == 32  # problems differ between ranks
+    prompts = {tuple(prompt) for one in outputs for _, prompt, _ in one["delayed"]}
+    assert len(prompts) == 32  # problems differ between ranks
     single = vllm_engines(folder=str(tmp_path / "first"))
     for rank in (0, 1):
         alone = tokens(single.generate(*work(rank), Sampling(max_tokens=8, temperature=0.8), 3, [1]))
         assert [[ids for ids, *_ in group] for group in alone] == [
             [ids for ids, *_ in g] for g in outputs[rank]["first"]
         ]
-    assert outputs[0]["first"] != outputs[0]["loaded"]
     for one in outputs:
         assert one["any"] == [True, True, False] and one["logprobs"] == outputs[0]["logprobs"]
     assert [one["nothing"] for one in outputs] == [1, []]

@@ -189,8 +189,7 @@ def test_a_run_logs_every_update_and_writes_all_its_files(whole, solvers):
     assert ["sync/MiB" in row for row in rows[1:]] == [True, False] * 3  # a roll-out logs it once
     assert unexplained({key for row in rows for key in row} - {"step"}) == []
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_000003", "step_000006"]
-    assert "policy pass@1" in text
-    assert (out / "curves.png").stat().st_size > 20_000
+    assert "policy pass@1" in text and (out / "curves.png").stat().st_size > 20_000
     before = AutoModelForCausalLM.from_pretrained(solvers / "policy").state_dict()
     after = AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "step_000006" / "policy").state_dict()
     assert before.keys() == after.keys()
@@ -387,8 +386,7 @@ def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path, train_h
     wait_for(out, 1, process)
     process.send_signal(signal.SIGTERM)
     code, text, err = finish(process)
-    assert code == 128 + signal.SIGTERM, err[-3000:]
-    assert "saved: continue with --resume" in text
+    assert code == 128 + signal.SIGTERM and "saved: continue with --resume" in text, err[-3000:]
     done = len(read_metrics(out)) - 1
     assert 2 <= done < 6
     assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:06d}"]
