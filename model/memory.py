@@ -7,8 +7,8 @@
 
 Master weights, gradients and optimizer states are float32 for every precision of the files, and
 with FSDP2 they are sharded. During training no GPU has the whole model in float32, except with a
-single rank or with DDP; for a checkpoint the first rank gathers it in host memory. A plain sampler (--rollout=hf, --eval_engine=torch) is a whole copy on each
-rank."""
+single rank or with DDP; for a checkpoint the first rank gathers it in host memory. A plain sampler
+(--rollout=hf, --eval_engine=torch) is a whole copy on each rank."""
 
 from __future__ import annotations
 
