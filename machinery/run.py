@@ -278,6 +278,8 @@ def claim_folder(cfg: RunFlags):
     """The same on one rank."""
     check_folder(cfg)
     folder = Path(cfg.out)
+    before = {path.name for path in folder.glob("*")}
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder)
@@ -292,10 +294,11 @@ def claim_folder(cfg: RunFlags):
     try:
         yield
     finally:
-        if [path.name for path in folder.glob("*")] == [LOCK]:  # the run was rejected
+        if {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was rejected
             with suppress(OSError):
                 (folder / LOCK).unlink()
-                folder.rmdir()
+                for path in new:
+                    path.rmdir()
         lock.close()
 
 
