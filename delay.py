@@ -35,7 +35,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from config import Config
-from machinery.checkpoint.shards import from_all, own_group
+from machinery.checkpoint.shards import from_all
 from machinery.checkpoint.tensors import Layout, read_tensors
 from machinery.flags import UserError, need
 from rollout import Rollout, uniforms
@@ -157,7 +157,7 @@ class DelaySource(LocalSource):
         needed = self.needed().union(*self.pinned)
         # With --dynamic_sampling ranks take unequal numbers of groups, so ranks need different old
         # versions. `from_all` is also a barrier, after which the new file is complete.
-        everywhere = set().union(*from_all(needed, own_group()))
+        everywhere = set().union(*from_all(needed))
         for old in set(self.broadcast) - everywhere:
             del self.broadcast[old]
             if self.rank == 0:

@@ -261,7 +261,6 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
         "max_tokens": cfg.max_tokens,
     }
     sets = eval_sets(cfg, "task", defaults)
-    warmstart.check(cfg, sets[0].task)
     folder = find_model(cfg, "model", cfg.role)
     one_model = Path(cfg.model) not in Path(folder).parents
     need(

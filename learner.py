@@ -32,7 +32,7 @@ import sync
 from batching import Batch
 from config import Config, RolloutFlags
 from machinery import optim
-from machinery.checkpoint.shards import whole
+from machinery.checkpoint.shards import from_all, whole
 from machinery.checkpoint.tensors import Published
 from machinery.flags import UserError, from_environment, need
 from machinery.measure import Sums
@@ -70,8 +70,12 @@ FOREVER = 10 * 365 * 86400.0  # seconds: upper bound of the timeout given to tor
 class Comm:
     """Sums, gathers and maxima over ranks; identities in a single process."""
 
+    # Keeps the group alive: its destructor joins gloo's threads, which may wait for the GIL.
+    group = None
+
     def __init__(self, device="cpu"):
         self.on = dist.is_initialized()
+        Comm.group = dist.group.WORLD
         self.rank = dist.get_rank() if self.on else 0
         self.size = dist.get_world_size() if self.on else 1
         self.device = device
@@ -128,12 +132,8 @@ class Comm:
 
     def sum_counts(self, counts: dict[str, float]) -> Counter:
         """Sums over ranks of named counts; the names may differ between ranks."""
-        if not self.on:
-            return Counter(counts)
-        gathered = [None] * self.size
-        dist.all_gather_object(gathered, dict(counts))
         total = Counter()
-        for part in gathered:
+        for part in from_all(dict(counts)):
             total.update(part)
         return total
 
@@ -142,15 +142,8 @@ class Comm:
         return self.max([bool(condition)])[0] > 0
 
     def cat(self, x: torch.Tensor) -> torch.Tensor:
-        """The 1-D tensors of all ranks, concatenated in rank order, without NaN."""
-        if not self.on:
-            return x
-        n = int(self.max([len(x)])[0])
-        padded = torch.cat([x, x.new_full((n - len(x),), torch.nan)])
-        out = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(out, padded)
-        joined = torch.cat(out)
-        return joined[~joined.isnan()]
+        """The 1-D tensors of all ranks, concatenated in rank order."""
+        return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
 
     def barrier(self):
         if self.on:
@@ -453,11 +446,11 @@ class Learner:
             ]
         return state
 
-    def adapter(self, name: str) -> lora.Adapter | None:
-        """The adapters of one model; None if all its weights are trained. Collective."""
-        if not lora.learns(self.cfg, name):
-            return None
-        return lora.Adapter.of(getattr(self.models, name), whole)
+    def adapter_writer(self, name: str):
+        """`lora.writer` of one model; None if all its weights are trained. Collective."""
+        return (
+            lora.writer(getattr(self.models, name), whole) if lora.learns(self.cfg, name) else None
+        )
 
     def published(self, name: str, packed: bool) -> Published:
         """The tensors of one model for an engine. The stream can be read more than once; each
@@ -556,13 +549,7 @@ class Learner:
         )
         with nudged(model, rounding / 2):
             floor = distance(learner_p, probabilities())
-        plain = float("nan")
-        if self.rollout_format is not None and any(
-            isinstance(m, quant.LowBitLinear) for m in model.modules()
-        ):
-            with quant.in_full_precision(model):
-                plain = distance(probabilities(), engine)
-        return Agreement(distance(learner_p, engine), floor, plain)
+        return Agreement(distance(learner_p, engine), floor)
 
     def check_heads(self, ids: np.ndarray) -> None:
         """Raise UserError, one sentence, if model/head.py computes different logits than the
@@ -660,7 +647,6 @@ class Agreement:
 
     gap: float  # |p_learner - p_engine|
     floor: float  # |p_learner - p_nudged|: each module's output perturbed by the rounding error
-    plain: float = float("nan")  # gap of the learner in full precision; NaN: it is not quantized
 
 
 def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
@@ -681,11 +667,6 @@ def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
         raise UserError(
             f"learner and engine compute different policies: {gap}; check whether the model (config.json) or the "
             "engine caps, scales or shifts the logits; --check_sync=False trains without this check"
-        )
-    if found.gap > AGREES and found.gap > found.plain / 2:
-        return (
-            f"alignment reduces the mismatch little on this model: {gap}; for a learner in full precision it is "
-            f"{found.plain:.3g}. Rounding of activations amplifies last-bit differences from layer to layer"
         )
     return ""
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -408,19 +407,6 @@ def align(model, fmt: Format | None):
             if child in low_bit:
                 setattr(parent, name, low_bit[child])
     return model
-
-
-@contextmanager
-def in_full_precision(model):
-    """Context in which a model's aligned linear layers compute with their master weights."""
-    layers = [m for m in model.modules() if isinstance(m, LowBitLinear)]
-    for layer in layers:
-        layer.forward = functools.partial(nn.Linear.forward, layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
 
 
 def check_groups(name: str, columns: int, fmt: Format) -> None:

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,9 +130,6 @@ def open_run(cfg: config.Config, comm) -> Run:
     held_out = held_out_sets(cfg, task)
     if cfg.resume:
         tasks.check_unchanged(cfg, Path(cfg.out) / "config.json")
-    warmstart.check(cfg, task)
-    if cfg.model.startswith("base:"):
-        check_vocabulary(cfg, VOCAB)
     folders = {
         "policy": model_folder("model", cfg, comm),
         "actor": model_folder("actor", cfg, comm),
@@ -272,24 +269,15 @@ WRITTEN += ("metrics.jsonl", checkpoint.SAVED, "config.json")
 @contextmanager
 def locked(cfg: RunFlags, comm):
     """The run folder, checked and locked for this run while the context lasts. UserError: one
-    sentence. All nodes must see the folder."""
-    with ExitStack() as stack:
-        mark = secrets.randbits(48)
-        if comm.rank == 0:
-            stack.enter_context(claim_folder(cfg, mark))
-        mark = int(comm.max([mark if comm.rank == 0 else 0])[0])
-        lock = Path(cfg.out) / LOCK
-        seen = comm.rank == 0 or (lock.exists() and lock.read_text() == str(mark))
-        need(
-            not comm.any(not seen),
-            f"--out={cfg.out}: a node does not see this folder; name a folder on a file system that all nodes share",
-        )
+    sentence."""
+    with claim_folder(cfg) if comm.rank == 0 else nullcontext():
+        comm.barrier()
         yield
 
 
 @contextmanager
-def claim_folder(cfg: RunFlags, mark: int):
-    """Check and lock the run folder on this disk; the lock file contains `mark`."""
+def claim_folder(cfg: RunFlags):
+    """The same on one rank."""
     check_folder(cfg)
     folder = Path(cfg.out)
     before = {path.name for path in folder.glob("*")}
@@ -306,21 +294,14 @@ def claim_folder(cfg: RunFlags, mark: int):
         f"--out={cfg.out}: another process uses this folder; wait until it ends, or name a different folder",
     )
     try:
-        (folder / LOCK).write_text(str(mark))
         yield
     finally:
         if {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was rejected
-            remove(folder / LOCK, new)
+            with suppress(OSError):
+                (folder / LOCK).unlink()
+                for path in new:
+                    path.rmdir()
         lock.close()
-
-
-def remove(lock: Path, folders: list[Path]) -> None:
-    """Remove a lock file, and then the folders that were made for it, up to the first non-empty
-    folder."""
-    with suppress(OSError):
-        lock.unlink()
-        for folder in folders:
-            folder.rmdir()
 
 
 def lock_folder(folder: Path):
@@ -365,20 +346,11 @@ def check_folder(cfg: RunFlags) -> None:
         not foreign, f"--out={cfg.out}: its config.json is not from a run; name a different folder"
     )
     if cfg.overwrite:
-        held = [
-            (Path.cwd(), "the working folder"),
-            (Path(models.BASE_DIR), "the base models"),
-        ]
-        held += [
-            (Path(x), f"--{flag}={x}")
-            for flag in ("model", "actor")
-            if Path(x := getattr(cfg, flag)).is_dir()
-        ]
-        for path, content in held:
-            inside = path.resolve().is_relative_to(folder.resolve())
+        for flag in ("model", "actor"):
+            path = Path(getattr(cfg, flag))
             need(
-                not inside,
-                f"--overwrite: --out={cfg.out} holds {content}; name the folder of one run",
+                not path.is_dir() or not path.resolve().is_relative_to(folder.resolve()),
+                f"--overwrite: --out={cfg.out} holds --{flag}={path}; name the folder of one run",
             )
         empty = not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
         need(

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import batching
 import quant
-from config import Config, RunFlags
+from config import Config
 from eval import held_out
 from learner import Comm, Learner, check_agreement, expects_agreement
 from machinery import checkpoint, plot
@@ -117,7 +117,7 @@ class Session:
             print(
                 plot.report(self.cfg.out)
                 if self.step == self.cfg.steps
-                else f"stopped after update {self.step}, saved: {how_to_resume(self.cfg)}"
+                else f"stopped after update {self.step}, saved: continue with --resume --out={self.cfg.out}"
             )
         if self.second_engine is not None:
             self.second_engine.close()
@@ -222,7 +222,7 @@ class Session:
             if self.unwritten is not None:
                 self.write(self.unwritten)
             print(
-                f"an error after update {self.step}, saved: {how_to_resume(self.cfg)}",
+                f"an error after update {self.step}, saved: continue with --resume --out={self.cfg.out}",
                 file=sys.stderr,
             )
         except Exception as e:  # the original exception is re-raised; this one is only printed
@@ -233,10 +233,6 @@ class Session:
 
 def due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def how_to_resume(cfg: RunFlags) -> str:
-    return f"continue with --resume --out={cfg.out}"
 
 
 @contextmanager

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from config import Config, TaskFlags
+from config import TaskFlags
 from machinery import checkpoint, settings
 from machinery.checkpoint.models import check_weights
-from machinery.flags import UserError, check_output, embedded_model, need, run_command
+from machinery.flags import UserError, check_output, embedded_model, run_command
 from model.engines import HFEngine
 from rollout import request_seed
 from sampling import Sampling
@@ -52,6 +52,7 @@ SHAPES = {
 }
 CONTEXT = 512  # maximum tokens of prompt and response together
 # Share of wrong steps in the demonstrations: RL then has to sharpen a skill, not to discover it.
+# n steps are all right with probability (1 - SLIPS)^n.
 SLIPS = 0.22
 BATCH = 64
 LR = 2e-3
@@ -69,16 +70,6 @@ DEMONSTRATED = {
 MEASURED = 10**6
 
 
-def check(cfg: Config, task) -> None:
-    """Raise UserError if the context of the embedded policy, which may not exist yet, is too
-    short."""
-    if cfg.model.startswith("base:") and task.max_prompt() + cfg.max_tokens > CONTEXT:
-        raise UserError(
-            f"--max_tokens={cfg.max_tokens}: with prompts of up to {task.max_prompt()} tokens it exceeds the model's "
-            f"context of {CONTEXT}"
-        )
-
-
 def base_model(flag: str, value: str, cfg: TaskFlags) -> str:
     """Folder of the embedded base model that a flag names (base:actor@0.2). Makes the model if it
     is missing."""
@@ -91,14 +82,11 @@ def base_model(flag: str, value: str, cfg: TaskFlags) -> str:
         check_output("base_dir", str(folder / "config.json"))  # before minutes of training
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
         warm_start(name, task, target, scratch)
-        if not (folder / "config.json").is_file():
-            shutil.rmtree(folder, ignore_errors=True)
-        try:
-            os.replace(scratch, folder)  # atomic
-        except OSError:
+        if (folder / "config.json").is_file():  # a concurrent process was first
             shutil.rmtree(scratch)
-            if not (folder / "config.json").is_file():  # else a concurrent process was first
-                raise
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(scratch, folder)  # atomic
     return str(folder)
 
 
@@ -116,12 +104,11 @@ def recipe_key(name: str, task, target: float) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIPS) -> float:
+def warm_start(name: str, task, target: float, folder: Path) -> float:
     """Train until the sampled accuracy reaches `target`, save model and tokenizer, and return the
     accuracy.
 
-    slips: share of wrong steps in the demonstrations; n steps are all right with probability
-    (1 - slips)^n. Raises UserError if MOST_STEPS training steps do not reach the target."""
+    Raises UserError if MOST_STEPS training steps do not reach the target."""
     tokenizer = arithmetic_tokenizer()
     model = new_model(name, task.seed * 2 + (name == "actor"), tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
@@ -129,7 +116,7 @@ def warm_start(name: str, task, target: float, folder: Path, slips: float = SLIP
     reached = 0.0
     bar = tqdm(range(MOST_STEPS), desc=f"warm start {name} ({millions:.2f}M)", leave=False)
     for step in bar:
-        ids, labels = demonstrations(task, tokenizer, DEMONSTRATED[name] + step * BATCH, slips)
+        ids, labels = demonstrations(task, tokenizer, DEMONSTRATED[name] + step * BATCH)
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP)
         optimizer.zero_grad(set_to_none=True)
         loss = backward(model, ids, labels)
@@ -176,9 +163,7 @@ def new_model(name: str, seed: int, tokenizer):
     return model
 
 
-def demonstrations(
-    task, tokenizer, first: int, slips: float = SLIPS
-) -> tuple[torch.Tensor, torch.Tensor]:
+def demonstrations(task, tokenizer, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, labels), both (BATCH, S) int64: solutions, some steps wrong, of BATCH problems from
     number `first` on.
 
@@ -189,7 +174,7 @@ def demonstrations(
     for row in range(BATCH):
         problem = task.problem("train", first + row)
         prompt = tokenizer.encode(problem.prompt)
-        answer = tokenizer.encode(task.solution(problem, slips)) + [tokenizer.eos_token_id]
+        answer = tokenizer.encode(task.solution(problem, SLIPS)) + [tokenizer.eos_token_id]
         end = len(prompt) + len(answer)
         ids[row, :end] = torch.tensor(prompt + answer)
         labels[row, len(prompt) : end] = torch.tensor(answer)
@@ -232,11 +217,6 @@ def accuracy(model, tokenizer, task, first: int, n: int) -> float:
 
 def main() -> None:
     cfg = settings.parse()
-    ours = cfg.model == "base:policy"
-    need(
-        ours,
-        f"--model={cfg.model}: machinery/warmstart.py makes only the toy models; leave --model out",
-    )
     for name in SHAPES:
         print(base_model("model", f"base:{name}", cfg))
 

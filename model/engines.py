@@ -156,8 +156,6 @@ class VLLMEngine:
         settings["enable_sleep_mode"] = self.sleep_level > 0
         settings["enable_return_routed_experts"] = routing
         overrides = {"head_dtype": "float32"} if head_fp32 else {}
-        if not shell.config.tie_word_embeddings:
-            overrides["tie_word_embeddings"] = False  # the config may tie two tensors that differ
         if vocabulary is not None:
             overrides["vocab_size"] = vocabulary
         if self.packed:

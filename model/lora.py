@@ -16,7 +16,6 @@ import copy
 import hashlib
 import importlib.util
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -127,32 +126,24 @@ def is_adapters(name: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """A model's adapters, whole and on the CPU."""
+def writer(model, whole):
+    """A function of (folder, folder of the base model) that writes the model's adapters in peft's
+    format. whole: gathers a tensor from all ranks. Collective if they are sharded."""
+    from safetensors.torch import save_file
 
-    config: object  # peft.LoraConfig
-    tensors: dict[str, torch.Tensor]  # under the names of the model's parameters
-    base: str  # fingerprint of the base model
+    adapters = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
+    tensors = {in_file(name): whole(x).cpu().contiguous() for name, x in adapters.items()}
+    digest = fingerprint(model)
 
-    @classmethod
-    def of(cls, model, whole) -> Adapter:
-        """A copy of a model's adapters. whole: gathers a tensor from all ranks."""
-        adapters = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
-        tensors = {name: whole(x).to("cpu", copy=True) for name, x in adapters.items()}
-        return cls(model.peft_config[NAME], tensors, fingerprint(model))
-
-    def save(self, folder: Path, base: str) -> None:
-        """Write the adapters in peft's format. base: the folder of the base model."""
-        from safetensors.torch import save_file
-
-        config = copy.copy(self.config)
+    def write(folder: Path, base: str) -> None:
+        config = copy.copy(model.peft_config[NAME])
         config.base_model_name_or_path = str(base)
         config.inference_mode = True
         config.save_pretrained(folder)
-        tensors = {in_file(name): x.contiguous() for name, x in self.tensors.items()}
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
-        (folder / BASE).write_text(self.base, encoding="utf-8")
+        (folder / BASE).write_text(digest, encoding="utf-8")
+
+    return write
 
 
 def fingerprint(model) -> str:

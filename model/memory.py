@@ -6,9 +6,9 @@
     recompute   recompute activations inside a layer in the backward pass (--gradient_checkpointing)
 
 Master weights, gradients and optimizer states are float32 for every precision of the files, and
-with FSDP2 they are sharded. During training no rank has the whole model in float32, except with a
-single rank or with DDP. A plain sampler (--rollout=hf, --eval_engine=torch) is a whole copy on each
-rank."""
+with FSDP2 they are sharded. During training no GPU has the whole model in float32, except with a
+single rank or with DDP; for a checkpoint the first rank gathers it in host memory. A plain sampler
+(--rollout=hf, --eval_engine=torch) is a whole copy on each rank."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 import quant
 from config import OptimizerFlags
 from machinery.checkpoint.models import (
-    exported,
+    in_files,
     load_model,
+    on_meta,
     one_sentence,
     read_config,
     weight_files,
@@ -58,10 +59,6 @@ def unread(folder: Path | str):
     `fill` reads them."""
     model = quant.empty_model(read_config(folder)).requires_grad_(True).eval()
     model.on_disk = OnDisk(str(folder))
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head.weight is embedding.weight and Stored(folder).has_two(model):
-        head.weight = nn.Parameter(torch.empty_like(head.weight))
-        model.config.tie_word_embeddings = False  # copies and checkpoints also have two tensors
     return model
 
 
@@ -223,23 +220,11 @@ class Stored:
                 )[None],
             )
 
-    def has_two(self, model) -> bool:
-        """Whether head and embedding are tied by the config but are different tensors in files."""
-        tied = [
-            name
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if p is self.head_of(model)
-        ]
-        names = [name for name in tied if name in self.files]
-        if len(names) < 2 or self.shapes[names[0]] != self.shapes[names[1]]:
-            return False
-        rows = self.shapes[names[0]][0]
-        pairs = zip(self.pieces(names[0], 0, rows), self.pieces(names[1], 0, rows), strict=True)
-        return any(not torch.equal(a, b) for (_, a), (_, b) in pairs)
+    def tensor(self, name: str) -> torch.Tensor:
+        from safetensors import safe_open
 
-    @staticmethod
-    def head_of(model):
-        return model.get_output_embeddings().weight
+        with safe_open(self.files[name], "pt") as f:
+            return f.get_tensor(name)
 
 
 def stored_tensors(folder: str):
@@ -423,13 +408,19 @@ def check_names(folder: str, by_vllm: bool) -> None:
 
     by_vllm: vLLM samples from the model. transformers ignores unknown tensors, and vLLM does not.
     Families with names that transformers changes on loading are not checked."""
-    export = exported(read_config(folder))
-    names = set(Stored(folder).files)
-    missing = sorted(export.layout.keys() - names)
-    others = sorted(
-        name for name in names - export.layout.keys() - export.left_out if "rotary_emb" not in name
-    )
-    if not names or rearranges(export.shell) or not (missing or others):
+    model, stored = on_meta(read_config(folder)), Stored(folder)
+    for tied in model.all_tied_weights_keys.items():
+        held = [stored.tensor(name) for name in tied if name in stored.files]
+        need(
+            len(held) < 2 or torch.equal(*held),
+            f"{folder}: its config.json ties {' and '.join(tied)}, which differ in its files; set tie_word_embeddings "
+            "to false there",
+        )
+    expected, left_out = in_files(model)
+    names = set(stored.files)
+    missing = sorted(expected.keys() - names)
+    others = sorted(name for name in names - expected.keys() - left_out if "rotary_emb" not in name)
+    if not names or rearranges(model) or not (missing or others):
         return
     prefix = next(
         (name.removesuffix(missing[0]) for name in others if missing and name.endswith(missing[0])),

@@ -82,6 +82,13 @@ def move(learner) -> None:
             p.add_(noise, alpha=0.01)
 
 
+def relative(a: dict, b: dict) -> float:
+    """|a - b| / |a| over all parameters together."""
+    assert a.keys() == b.keys()
+    difference = sum(float((a[n] - b[n]).double().square().sum()) for n in a)
+    return (difference / sum(float(x.double().square().sum()) for x in a.values())) ** 0.5
+
+
 def hold_back_the_step(learner):
     """Replace the learner's step by a no-op, so updates keep their gradients; return the real step."""
     step = learner._step
@@ -136,7 +143,7 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
 def survives(learner, comm, folder: Path) -> bool:
     """Whether weights and optimizers are restored from the ranks' shards after they were overwritten."""
     before = {key: x.clone() for name in learner.names for key, x in learner.trained(name).items()}
-    shards.write_shards(before, folder, shards.own_group())
+    shards.write_shards(before, folder)
     states = len(before) - sum(p.requires_grad for p in learner.models.parameters())
     for name in learner.names:
         for x in learner.trained(name).values():

@@ -1,6 +1,9 @@
 """Stand-ins for real models: each family's architecture with few layers and random weights, and a tokenizer like
 Qwen's. Nothing is downloaded."""
 
+import json
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -91,3 +94,10 @@ def save(model_of_family, folder) -> str:
     model_of_family.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def folder_and_task(lm, folder: Path) -> dict:
+    """Flags of a model on disk and of a file with eight problems."""
+    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
+    (folder / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"model": save(lm, folder / "start"), "task": str(folder / "task.jsonl")}

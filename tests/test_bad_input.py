@@ -150,7 +150,6 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 --out=run | --out=run already holds a run: add ... --overwrite to delete it, or name a different folder
 --out=run_of_a_model --overwrite | --out=run_of_a_model: its config.json is not from a run; name a different folder
 --out=notes --overwrite | --overwrite: --out=notes holds files but no run; name a different folder
---out=. --overwrite | --overwrite: --out=. holds the working folder; name the folder of one run
 --out=run --overwrite --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a ... add one
 --samplers=tcp://127.0.0.1:99999 | --samplers=tcp://127.0.0.1:99999: write tcp://HOST:PORT, with a port from 0 to 65535
 --keys=keys_learner --samplers=tcp://203.0.113.1:5555 | --samplers=tcp://203.0.113.1:5555: Cannot ... name a free
@@ -226,7 +225,6 @@ train.py --resume --out=run_spoilt | run_spoilt: all checkpoints are damaged; ..
 -m remote.keys k --samplers=0 | --samplers=0: must be at least 1
 -m remote.keys keys_learner | keys_learner is not empty: keys are not overwritten; name a new folder
 -m remote --rollout=hf --name=box --connect=tcp://10.0.0.1:5555 | --connect=tcp://10.0.0.1:5555: ... `python -m
--m machinery.warmstart --rollout=hf --model=POLICY --task=arith --max_tokens=8 --lr=1 --dtype=float32 | leave --model
 mini.py --stps=3 | --stps=3: write --name=value, with a name from the settings in mini.py
 metrics.py out/demo | out/demo: metrics.py takes no arguments; leave them out
 -m bench --parts=haed --device=cpu | --parts=haed: no such part; there are tests

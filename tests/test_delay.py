@@ -161,7 +161,7 @@ def test_two_ranks_share_clock_and_groups(folders, tmp_path):
 def test_a_version_stays_on_disk_while_a_group_of_any_rank_needs_it(folders, tmp_path, monkeypatch):
     """With --dynamic_sampling, ranks take unequal numbers of groups."""
     elsewhere = {0}
-    monkeypatch.setattr("delay.from_all", lambda needed, group: [needed, elsewhere])
+    monkeypatch.setattr("delay.from_all", lambda needed: [needed, elsewhere])
     source = delayed(folders, tmp_path, delay_max=1.0)
     versions(source, 4)
     assert source.path(0).exists() and not source.path(1).exists()

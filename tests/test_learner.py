@@ -4,13 +4,12 @@ import contextlib
 import math
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, make_groups, tiny_model
-from ranks import PROBE, RANK_CASES, hold_back_the_step, make_learner, move, rank_groups
+from ranks import PROBE, RANK_CASES, hold_back_the_step, make_learner, move, rank_groups, relative
 from ranks import one_update as update_of_one
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrun import torchrun
@@ -21,7 +20,7 @@ import model as models
 import objectives
 from learner import Agreement, Comm, Learner, check_agreement
 from machinery.flags import UserError
-from machinery.optim import make_optimizers, schedule
+from machinery.optim import schedule
 from model import Needs, PolicyAndActor, kernels
 
 f64 = torch.float64
@@ -31,18 +30,10 @@ def gradients(cfg, groups, dtype=f64, ref=True):
     """(gradients of every parameter after the backward passes of one update, its metrics); no optimizer step."""
     learner = make_learner(cfg, dtype)
     if ref:
-        write_ref(learner, groups)
-    batch = batching.collate(groups, cfg)
-    if ref:
-        move(learner)
-    stats = objectives.prepare(batch, learner.comm, cfg, {})
+        return update_of_one(cfg, learner, groups)[:2]
     hold_back_the_step(learner)
-    logged = learner.update(batch, stats)
-    return gradients_of(learner), logged
-
-
-def gradients_of(learner) -> dict:
-    return {name: p.grad.clone() for name, p in learner.models.named_parameters() if p.requires_grad}
+    logged = one_update(learner, batching.collate(groups, cfg))
+    return {name: p.grad for name, p in learner.models.named_parameters()}, logged
 
 
 def write_ref(learner, groups) -> None:
@@ -56,12 +47,6 @@ def one_update(learner, batch) -> dict:
 
 def weights(learner) -> dict:
     return {name: p.detach().clone() for name, p in learner.models.named_parameters()}
-
-
-def relative(a, b) -> float:
-    """|a - b| / |a| over all parameters together."""
-    difference = sum(float((a[n] - b[n]).double().square().sum()) for n in a)
-    return (difference / sum(float(a[n].double().square().sum()) for n in a)) ** 0.5
 
 
 def rows_of(groups):
@@ -114,18 +99,6 @@ def test_any_micro_batch_split_gives_the_same_gradient(case):
         assert logged == pytest.approx(wanted_log, rel=1e-6, abs=1e-6)
 
 
-def tokens_read(batch, rows, share) -> int:
-    """Tokens that a micro-batch of these rows reads, with padding."""
-    m = batch.select(rows)
-    if share:
-        return len(m) * m.tokens.shape[1] + len(set(m.group.tolist())) * int(m.prompt_len.max())
-    return len(m) * longest(m)
-
-
-def longest(batch) -> int:
-    return int((batch.prompt_len + batch.length).max())
-
-
 def test_gradients_of_a_shared_prompt_are_added_up_in_order():
     """x[group] would sum gradients in the order of torch's threads, different in every run. The graph has no such
     node."""
@@ -153,9 +126,13 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget, share):
     b = batching.collate(make_groups(5, seed=1, prompt=(3, 12)), make_cfg())
     parts, total = batching.micro_batches(b, budget, share)
     assert sorted(row for rows in parts for row in rows) == list(range(len(b)))
-    tokens = [tokens_read(b, rows, share) for rows in parts]
+    micros = [b.select(rows) for rows in parts]
+    lengths = [int((m.prompt_len + m.length).max()) for m in micros]
+    tokens = [len(m) * length for m, length in zip(micros, lengths, strict=True)]  # with padding
+    if share:
+        prompts = [len(set(m.group.tolist())) * int(m.prompt_len.max()) for m in micros]
+        tokens = [len(m) * m.tokens.shape[1] + n for m, n in zip(micros, prompts, strict=True)]
     assert sum(tokens) == total
-    lengths = [longest(b.select(rows)) for rows in parts]
     assert share or lengths == sorted(lengths, reverse=True)  # the longest comes first
     for rows, n in zip(parts, tokens, strict=True):
         assert n <= budget or len(rows) == 1
@@ -167,9 +144,6 @@ def test_sliding_windows_read_each_prompt_with_its_response():
     learner = make_learner(make_cfg(actor="base:actor"))
     assert learner.models.can_share
     learner.models.actor.config.layer_types = ["sliding_attention"]
-    assert not learner.models.can_share
-    learner = make_learner(make_cfg())
-    learner.models.policy.config.sliding_window = 16
     b = batching.collate(make_groups(3, seed=3, prompt=(3, 12)), make_cfg())
     assert {share for *_, share in learner._micro(b)} == {False}
 
@@ -335,8 +309,7 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run(monkeypatch):
     before = weights(learner)
     assert one_update(learner, bad)["skipped_steps"] == 1
     assert all(torch.equal(p, before[name]) for name, p in weights(learner).items())
-    assert one_update(learner, good)["skipped_steps"] == 1
-    assert learner.skipped_in_a_row == 0
+    assert (one_update(learner, good)["skipped_steps"], learner.skipped_in_a_row) == (1, 0)
     assert any(not torch.equal(p, before[name]) for name, p in weights(learner).items())
     one_update(learner, bad)
     assert not learner.error
@@ -408,23 +381,12 @@ def test_schedules():
     assert schedule(9, cfg) == 1.0
 
 
-def test_muon_takes_no_convolution():
-    """Three axes, but not stacked experts: the (channels, 1, width) weight of a mixer."""
-    base = torch.nn.Module()
-    base.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8, bias=False), torch.nn.Conv1d(8, 8, 4, groups=8)])
-    model = SimpleNamespace(base_model=base, parameters=base.parameters, named_modules=base.named_modules)
-    adamw, muon = make_optimizers(model, make_cfg(optimizer="muon"), lr=0.01)
-    shapes = [[tuple(p.shape) for group in o.param_groups for p in group["params"]] for o in (adamw, muon)]
-    assert shapes == [[(8, 1, 4), (8,)], [(8, 8)]]
-
-
 def test_muon_takes_the_matrices_and_adamw_the_rest():
     """Muon's step is orthogonal: all singular values of a matrix's update are similar, and its root mean square is
     0.2 lr. Embedding, head and norms use AdamW."""
     learner = make_learner(make_cfg(objective="tis", optimizer="muon", lr=1e-2, warmup_steps=0))
     adamw, muon = learner.optimizers["policy"]
-    assert isinstance(muon, torch.optim.Muon)
-    assert isinstance(adamw, torch.optim.AdamW)
+    assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
     named = dict(learner.models.policy.named_parameters())
     matrices = {id(p) for p in muon.param_groups[0]["params"]}
     inner = {name for name, p in named.items() if id(p) in matrices}
@@ -464,10 +426,8 @@ def test_engine_and_learner_must_agree_up_to_a_measured_floor():
     assert "is 0.4 on average" in check_agreement(low_bits, Agreement(0.4, 1e-4))
     assert check_agreement(replace(cfg, kv_cache_dtype="fp8"), Agreement(0.4, 1e-4))
     aligned = replace(cfg, rollout_quant="int8", learner_quant="aligned")
-    assert check_agreement(aligned, Agreement(0.001, 1e-4, plain=0.03)) == ""
-    assert "alignment reduces the mismatch little" in check_agreement(aligned, Agreement(0.037, 0.03, plain=0.038))
     with pytest.raises(UserError, match="compute different policies"):
-        check_agreement(aligned, Agreement(0.4, 1e-4, plain=0.4))
+        check_agreement(aligned, Agreement(0.4, 1e-4))
 
 
 @pytest.mark.parametrize("actor", ["none", "base:actor"])
@@ -479,7 +439,7 @@ def test_the_agreement_is_of_the_sampling_model(actor):
     logp = learner.score(batch, Needs())
     batch.logp_inf = (logp.logp if actor == "none" else logp.actor_logp).clone()
     exact = learner.agreement(batch)
-    assert exact.gap == 0 < exact.floor < 1e-5 and math.isnan(exact.plain)
+    assert exact.gap == 0 < exact.floor < 1e-5
     p = batch.logp_inf[0, 0].exp()
     batch.logp_inf[0, 0] = (p + 0.5 * (1 - p)).log()
     n = int(batch.mask.sum()) if len(batch) <= 16 else int(batch.mask[:16].sum())
@@ -517,8 +477,7 @@ def test_weights_are_cast_once_for_all_micro_batches(monkeypatch):
     with Casts() as casts:
         again, _ = gradients(cfg, groups, torch.float32)
     assert all(casts.counts[shape] >= 3 * 2 * n for shape, n in shapes.items())
-    for name, g in once.items():
-        assert torch.equal(g, again[name]), name
+    assert all(torch.equal(g, again[name]) for name, g in once.items())
 
 
 def test_a_cast_follows_the_weight():
@@ -596,11 +555,8 @@ def test_an_overflow_lowers_the_loss_scale_and_the_run_continues(monkeypatch):
     while not (logged := one_update(learner, batch))["stepped"] and len(scales) < 40:
         assert all(torch.equal(p, before[name]) for name, p in learner.models.named_parameters())
         scales.append(logged["loss_scale"])
-    assert scales == [2.0 ** (40 - n) for n in range(1, len(scales) + 1)]
-    assert len(scales) > 3
-    assert logged["loss_scale"] == scales[-1]
-    assert logged["skipped_steps"] == len(scales)
-    assert not learner.error
+    assert scales == [2.0 ** (40 - n) for n in range(1, len(scales) + 1)] and len(scales) > 3
+    assert (logged["loss_scale"], logged["skipped_steps"], learner.error) == (scales[-1], len(scales), "")
     again = make_learner(learner.cfg, torch.float32)
     again.load_state_dict(learner.state_dict())
     assert again.scaler.get_scale() == scales[-1]

@@ -1,6 +1,5 @@
 """LoRA: published weights are W + (alpha / rank) B A, the base is constant, a resumed run is the same run."""
 
-import importlib.util
 from dataclasses import replace
 
 import numpy as np
@@ -84,10 +83,8 @@ def test_low_bit_rollouts_use_the_merged_weights():
 def test_experts_and_routers_have_no_adapters(tmp_path):
     """A run of a model from disk; the exported model has the model's tensor names."""
     start = standins.model("qwen3_moe", 5)
-    standins.save(start, tmp_path / "moe")
-    (tmp_path / "task.jsonl").write_text("".join(f'{{"problem": "{i}", "answer": "{i}"}}\n' for i in range(8)))
     (tmp_path / "even.py").write_text("def even(row, text, finish_reason):\n    return len(text) % 2\n")
-    flags = dict(model=str(tmp_path / "moe"), task=str(tmp_path / "task.jsonl"), reward=f"{tmp_path / 'even.py'}:even")
+    flags = dict(standins.folder_and_task(start, tmp_path), reward=f"{tmp_path / 'even.py'}:even")
     cfg = make_cfg(**FLAGS, **flags, out=str(tmp_path / "run"), steps=2, max_tokens=8, check_sync=False)
     train.train(cfg)
     saved = load_model(tmp_path / "run/checkpoints/step_000002/policy").state_dict()
@@ -215,16 +212,3 @@ def test_adapters_of_a_different_model_are_refused(whole):
     for other in (tiny_model(1), changed):
         with pytest.raises(UserError, match="its adapters do not fit this model"):
             lora.attach(other, make_cfg(**FLAGS), step(whole, 3) / "policy_adapter")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_package_is_refused_before_a_model_loads(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
-    with pytest.raises(UserError, match="--lora_rank=4: the package peft is not installed here; pip install peft"):
-        make_cfg(lora_rank=4)
-    make_cfg()

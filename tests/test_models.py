@@ -1,7 +1,6 @@
 """Logits and vocabularies of real models, on stand-ins of ten families: the learner scores like the model, engines
 sample from the model, unsupported models are refused."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, make_groups
-from standins import COMMON, FAMILIES, config, model, save, tokenizer
+from standins import COMMON, FAMILIES, config, folder_and_task, model, save, tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.integrations import sdpa_attention
 
@@ -138,16 +137,8 @@ def test_a_family_with_unknown_operations_on_logits_is_refused(tmp_path):
             learner_of(policy, actor).check_heads(TWO_ROWS)
     learner_of(model("falcon_h1", lm_head_multiplier=1.0, **MAMBA)).check_heads(TWO_ROWS)
     with pytest.raises(UserError, match=f"--model: {sentence}"):
-        train.train(make_cfg(objective="tis", **folder_and_task(other, tmp_path)))
+        train.train(make_cfg(objective="tis", out=str(tmp_path / "run"), **folder_and_task(other, tmp_path)))
     assert not (tmp_path / "run" / "config.json").exists()
-
-
-def folder_and_task(lm, tmp_path) -> dict:
-    """Flags of a run of this model on a file of sums."""
-    rows = [{"problem": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(8)]
-    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = save(lm, tmp_path / "policy")
-    return dict(model=folder, task=str(tmp_path / "task.jsonl"), out=str(tmp_path / "run"), steps=1, max_tokens=6)
 
 
 def test_a_cap_of_attention_scores_is_applied(tmp_path):
@@ -249,20 +240,6 @@ def test_engines_ignore_padding_rows(kind, tmp_path, vllm_engines):
             assert max(r.tokens.max(), r.topk_ids.max()) < IDS
             assert np.allclose(r.logp_inf, scores_of(lm, prompt, r).detach().numpy(), atol=1e-4)
     assert int(other(torch.from_numpy(TWO_ROWS)).logits.argmax(-1).max()) >= IDS  # it would sample a padding row
-
-
-def test_vllm_keeps_an_untied_head_under_a_tied_config(tmp_path, vllm_engines):
-    """vLLM would tie head and embedding, and skip the published head."""
-    lm = model("qwen2", tie_word_embeddings=False)
-    folder = Path(save(lm, tmp_path))
-    saved = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**saved, "tie_word_embeddings": True}))
-    engine = vllm_engines(folder=str(folder))
-    for scale in (1.0, 0.5):
-        with torch.no_grad():
-            lm.lm_head.weight.mul_(scale)
-        engine.load(lm.state_dict().items())
-        assert np.allclose(engine.logprobs(TWO_ROWS), scores(lm, TWO_ROWS).detach().numpy(), atol=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

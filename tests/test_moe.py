@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, make_groups
-from standins import model, save, tokenizer
+from standins import folder_and_task, model, save, tokenizer
 from torch import nn
 from torchrun import torchrun
 
@@ -264,10 +264,6 @@ def chosen_by(lm, ids):
     return torch.stack([x.topk(lm.config.num_experts_per_tok, -1).indices for x in by_layer], 1).numpy()
 
 
-def same_experts(a, b) -> bool:
-    return np.array_equal(np.sort(a, -1), np.sort(b, -1))
-
-
 def test_the_engine_records_the_experts_of_each_token():
     lm = moe()
     groups = sampled(lm)
@@ -276,17 +272,15 @@ def test_the_engine_records_the_experts_of_each_token():
         for r in g.responses:
             read = np.concatenate([g.prompt_ids, r.tokens])[:-1]  # the last token is sampled, and not read
             assert r.routed.dtype == np.int16
-            assert same_experts(r.routed, chosen_by(lm, read))
+            assert np.array_equal(np.sort(r.routed, -1), np.sort(chosen_by(lm, read), -1))
 
 
 def vllm_records_experts(folder: str) -> None:
     """Runs on a GPU, from test_gpu.py."""
     engine, lm = VLLMEngine(folder, max_len=64, max_logprobs=20, routing=True), moe()
     prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (5, 9)]
-    alike = []
-    for prompt, group in zip(
-        prompts, engine.generate(prompts, [[1, 2, 3]] * 2, Sampling(max_tokens=12), 3, [2]), strict=True
-    ):
+    alike, groups = [], engine.generate(prompts, [[1, 2, 3]] * 2, Sampling(max_tokens=12), 3, [2])
+    for prompt, group in zip(prompts, groups, strict=True):
         for r in group:
             read = np.concatenate([prompt, r.tokens])[:-1]
             alike.append((np.sort(r.routed, -1) == np.sort(chosen_by(lm, read), -1)).mean())
@@ -387,9 +381,7 @@ def test_impossible_replays_are_refused(monkeypatch):
 
 def test_a_run_replays_the_routes_of_a_low_bit_engine(tmp_path):
     """The whole loop with two updates: without alignment the learner's router often chooses different experts."""
-    save(moe(), tmp_path / "moe")
-    (tmp_path / "task.jsonl").write_text("".join(f'{{"problem": "{i}", "answer": "{i}"}}\n' for i in range(8)))
-    paths = {"model": str(tmp_path / "moe"), "task": str(tmp_path / "task.jsonl")}
+    paths = folder_and_task(moe(), tmp_path)
     low_bits = {"rollout_quant": "w4a16", "quant_group": 16, "steps": 1, "max_tokens": 8, "check_sync": False}
     logged = {}
     for name in ("none", "aligned"):

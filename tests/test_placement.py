@@ -86,15 +86,14 @@ def test_two_ranks_are_one_engine(tmp_path, vllm_engines):
     for one in outputs:
         for version, prompt, group in one["delayed"]:
             assert_sampled_from(models[("first", "other")[version % 2]], prompt, group)
-    prompts = [prompt for one in outputs for _, prompt, _ in one["delayed"]]
-    assert len({tuple(prompt) for prompt in prompts}) == 32  # problems differ between ranks
+    prompts = {tuple(prompt) for one in outputs for _, prompt, _ in one["delayed"]}
+    assert len(prompts) == 32  # problems differ between ranks
     single = vllm_engines(folder=str(tmp_path / "first"))
     for rank in (0, 1):
         alone = tokens(single.generate(*work(rank), Sampling(max_tokens=8, temperature=0.8), 3, [1]))
         assert [[ids for ids, *_ in group] for group in alone] == [
             [ids for ids, *_ in g] for g in outputs[rank]["first"]
         ]
-    assert outputs[0]["first"] != outputs[0]["loaded"]
     for one in outputs:
         assert one["any"] == [True, True, False] and one["logprobs"] == outputs[0]["logprobs"]
     assert [one["nothing"] for one in outputs] == [1, 0]
@@ -128,7 +127,6 @@ def test_ranks_of_one_engine_sample_until_all_have_their_groups(folders):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ({"rollout_tp": 0}, "--rollout_tp=0: must be at least 1"),
         ({"rollout_tp": 2}, "--rollout_tp=2: --rollout=hf has an engine on each rank; use --rollout=vllm"),
         ({"rollout_tp": 3, "rollout": "vllm"}, r"--rollout_tp=3: .* 4 rank.s. are not a multiple of it; start"),
         (
@@ -207,15 +205,14 @@ def test_an_engine_with_weights_wakes_at_the_next_call(monkeypatch):
     for level, want in ((1, ["sleep 1", "free", "wake all", "generate 0", "generate 0"]), (0, ["generate 0"] * 2)):
         engine, log = recorded(level, monkeypatch)
         engine.sleep()
-        engine.generate([], [], Sampling(), 0, [1])
-        engine.generate([], [], Sampling(), 0, [1])
+        for _ in range(2):
+            engine.generate([], [], Sampling(), 0, [1])
         assert log == want
 
 
 def test_sleep_levels():
-    assert sleep_level(make_cfg()) == 2
-    assert sleep_level(make_cfg(rollout_quant="int8")) == 1
-    assert sleep_level(make_cfg(delay="constant")) == 1
+    for flags, level in (({}, 2), ({"rollout_quant": "int8"}, 1), ({"delay": "constant"}, 1)):
+        assert sleep_level(make_cfg(**flags)) == level
 
 
 @pytest.mark.parametrize("delay", ["none", "constant"])

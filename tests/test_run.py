@@ -52,14 +52,6 @@ def config_of_run(tmp_path) -> dict:
     return json.loads((tmp_path / "run" / "config.json").read_text())
 
 
-def edited(folder: Path, copy: Path, **changes) -> str:
-    """A copy of a model folder with changes in its config.json."""
-    shutil.copytree(folder, copy)
-    data = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**data, **changes}))
-    return str(copy)
-
-
 def shared_file(checkpoint: Path, n_ranks: int = 1) -> None:
     """The first files of a checkpoint that a run reads."""
     checkpoint.mkdir(parents=True, exist_ok=True)
@@ -120,7 +112,6 @@ def test_steps_and_epochs_on_the_command_line_take_precedence(folders, tmp_path)
     assert steps("epochs = 2") == steps("epochs = 2\nsteps = 500") == 5
     assert steps("epochs = 2", "--steps=7", "--overwrite") == 7
     assert steps("steps = 500", "--epochs=2", "--overwrite") == 5
-    assert steps("steps = 500", "--epochs=2", "--resume") == 5  # the same command
     smaller = ("--micro_tokens=512", "--rollout_memory=0.1")  # after a run without enough memory
     assert steps("steps = 500", "--epochs=2", "--resume", *smaller) == 5
     assert steps("", "--resume", "--steps=9") == 9 and steps("", "--resume", "--epochs=4") == 10
@@ -153,7 +144,8 @@ def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypa
     assert log.exists()
 
 
-def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path):
+def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
+    """A killed deletion can be repeated."""
     started(folders, tmp_path)
     out = tmp_path / "run"
     for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "remote.log", "remote1.log.1", "notes.txt"):
@@ -162,33 +154,24 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path):
         (out / name).mkdir(parents=True)
     (out / "versions").symlink_to(out / "mine")  # not followed
     before = config_of_run(tmp_path)
-    r = opened(folders, tmp_path, overwrite=True)
-    assert r.checkpoint is None
+    assert opened(folders, tmp_path, overwrite=True).checkpoint is None
     assert (out / "metrics.jsonl").exists()  # deleted only after all checks
-    r = started(folders, tmp_path, overwrite=True)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(shutil, "rmtree", lambda *_: sys.exit(1))
+        started(folders, tmp_path, overwrite=True)
+    started(folders, tmp_path, overwrite=True)
     assert {path.name for path in out.iterdir()} == {"config.json", "lock", "mine", "notes.txt"}
     assert (out / "mine" / "checkpoints").is_dir()
     assert config_of_run(tmp_path)["id"] != before["id"]
 
 
-def test_a_killed_overwrite_can_be_repeated(folders, tmp_path, monkeypatch):
-    started(folders, tmp_path)
-    (tmp_path / "run" / "checkpoints" / "step_000003").mkdir(parents=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda *_: sys.exit(1))
-        with pytest.raises(SystemExit):
-            started(folders, tmp_path, overwrite=True)
-    started(folders, tmp_path, overwrite=True)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("flag", ["model", "actor"])
-def test_overwrite_never_deletes_the_starting_model(flag, folders, tmp_path):
+def test_overwrite_never_deletes_the_starting_model(folders, tmp_path):
     started(folders, tmp_path)
     inside = tmp_path / "run" / "checkpoints" / "step_000003" / "policy"
     shutil.copytree(folders / "policy", inside)
-    with pytest.raises(UserError, match=f"--overwrite: --out=.*run holds --{flag}=.*policy; name the folder"):
-        started(folders, tmp_path, overwrite=True, **{flag: str(inside)})
+    for flag in ("model", "actor"):
+        with pytest.raises(UserError, match=f"--overwrite: --out=.*run holds --{flag}=.*policy; name the folder"):
+            started(folders, tmp_path, overwrite=True, **{flag: str(inside)})
 
 
 def test_one_process_for_each_run_folder(folders, tmp_path):
@@ -199,25 +182,15 @@ def test_one_process_for_each_run_folder(folders, tmp_path):
 
 
 def test_folders_that_cannot_be_a_runs_are_refused(tmp_path):
-    for name, file in (("a", "checkpoints"), ("b", "config.json"), ("c", "notes")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text("{}")
-    for name in ("samples.jsonl", "metrics.jsonl", "config.tmp"):
-        (tmp_path / name / name).mkdir(parents=True)
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "checkpoints").symlink_to("nowhere")
-    for out, words in {
-        tmp_path / "a": "checkpoints: the run cannot write a folder there; move it",
-        tmp_path / "d": "checkpoints: the run cannot write a folder there; move it",
-        tmp_path / "samples.jsonl": "samples.jsonl: the run cannot write a file there; move it",
-        tmp_path / "metrics.jsonl": "metrics.jsonl: the run cannot write a file there; move it",
-        tmp_path / "config.tmp": "config.tmp: the run cannot write a file there; move it",
-        tmp_path / "b": "its config.json is not from a run",
-        tmp_path / "c": "holds files but no run; name a different folder",
-        os.fsdecode(os.fsencode(tmp_path) + b"/\xff"): "the name is not UTF-8, or the locale is not",
-    }.items():
+    for file, words in (
+        ("config.json", "its config.json is not from a run"),
+        ("notes", "holds files but no run; name a different folder"),
+    ):
+        folder = tmp_path / file.partition(".")[0]
+        folder.mkdir()
+        (folder / file).write_text("{}")
         with pytest.raises(UserError, match=words):
-            run.check_folder(make_cfg(out=str(out), overwrite=True))
+            run.check_folder(make_cfg(out=str(folder), overwrite=True))
 
 
 def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_path, no_models):
@@ -238,21 +211,12 @@ def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_pa
 
 def test_the_context_is_the_minimum_of_both_models(folders, tmp_path):
     """Prompts of 4 tokens, responses of 8, an actor with a context of 10."""
-    short = edited(folders / "actor", tmp_path / "short", max_position_embeddings=10)
+    short = tmp_path / "short"
+    shutil.copytree(folders / "actor", short)
+    data = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**data, "max_position_embeddings": 10}))
     with pytest.raises(UserError, match="exceeds the model's context of 10"):
-        opened(folders, tmp_path, actor=short)
-
-
-def test_bounds_of_an_embedded_model_are_checked_before_training_it(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.warmstart, "base_model", None)
-    for bad, words in (
-        ({"objective": "jackpot", "obrs_topk": 300}, "--obrs_topk=300: K must be between 1 and the vocabulary of 256"),
-        ({"top_k": 300}, "--top_k=300: larger than the vocabulary of 256 tokens"),
-        ({"max_tokens": 5000}, "--max_tokens=5000: with prompts of up to"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            opened(folders, tmp_path, model="base:policy", **bad)
-        assert not (tmp_path / "run").exists()
+        opened(folders, tmp_path, actor=str(short))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,6 +268,7 @@ def test_published_weights_are_verified_in_every_format(
         ("value", "vllm", "its files hold value_head.weight, which the model does not have .* or use --rollout=hf"),
         ("value", "hf", ""),
         ("prefix", "hf", "its tensors have names such as module.lm_head.weight, but the model's names have no module."),
+        ("two heads", "hf", "ties lm_head.weight and model.embed_tokens.weight, which differ in its files"),
     ],
 )
 def test_files_with_unknown_tensor_names_are_refused(folders, tmp_path, change, rollout, message):
@@ -312,6 +277,9 @@ def test_files_with_unknown_tensor_names_are_refused(folders, tmp_path, change, 
     tensors = load_file(model / "model.safetensors")
     if change == "value":
         tensors["value_head.weight"] = torch.zeros(1, 32)
+    elif change == "two heads":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     else:
         tensors = {f"module.{name}": x for name, x in tensors.items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
@@ -378,15 +346,11 @@ def test_log_writes_truncates_and_reads(tmp_path):
 
 def test_truncate_keeps_the_lines_before_the_step_and_names_damaged_lines(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    truncate(path, 3)
-    assert not path.exists()
     lines = [json.dumps({"step": step}) for step in (-1, 0, 1)]
-    path.write_text("\n".join([*lines, '{"st', json.dumps({"step": 2})]))
-    truncate(path, 1)
-    assert path.read_text() == lines[0] + "\n" + lines[1] + "\n"
-    path.write_text("\n".join([*lines, '{"st', json.dumps({"step": 2})]))
-    truncate(path, 3)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [-1, 0, 1, 2]
+    for step, kept in ((1, [-1, 0]), (3, [-1, 0, 1, 2])):
+        path.write_text("\n".join([*lines, '{"st', json.dumps({"step": 2})]))
+        truncate(path, step)
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == kept
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert "metrics.jsonl, line 4: not a line of metrics, left out" in capsys.readouterr().err
     path.write_text("\n".join([*lines, '{"st']))
@@ -400,8 +364,7 @@ def test_warnings_are_printed_once(tmp_path, capsys):
     logged(tmp_path, make_cfg(), 0, rows)
     warnings = capsys.readouterr().err
     assert warnings.count("every token was rejected") == 1
-    assert "update 2" in warnings
-    assert "clamp" not in warnings
+    assert "update 2" in warnings and "clamp" not in warnings
 
 
 def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch):
@@ -461,3 +424,20 @@ def test_the_home_folder_in_a_flag(monkeypatch):
         "~root/x": "/root/x",
     }.items():
         assert settings.parse([f"--out={text}"]).out == want
+
+
+def test_paths_where_a_run_cannot_write_are_refused(tmp_path):
+    """A file or a dangling link in place of a folder, a folder in place of a file, a name outside UTF-8."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "checkpoints").write_text("{}")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "checkpoints").symlink_to("nowhere")
+    (tmp_path / "c" / "samples.jsonl").mkdir(parents=True)
+    for out, words in {
+        str(tmp_path / "a"): "checkpoints: the run cannot write a folder there; move it",
+        str(tmp_path / "b"): "checkpoints: the run cannot write a folder there; move it",
+        str(tmp_path / "c"): "samples.jsonl: the run cannot write a file there; move it",
+        os.fsdecode(os.fsencode(tmp_path) + b"/\xff"): "the name is not UTF-8, or the locale is not",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            run.check_folder(make_cfg(out=out))

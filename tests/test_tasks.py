@@ -297,10 +297,3 @@ def test_a_warm_start_ignores_only_padding(monkeypatch):
     assert warmstart.backward(model, ids, labels) == pytest.approx(whole.item(), rel=1e-5)
     for p, gradient in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)
-
-
-def test_a_response_longer_than_the_embedded_models_context():
-    cfg = make_cfg(model="base:policy", max_tokens=500)
-    warmstart.check(cfg, Arithmetic())  # 12 + 500 tokens: the whole context
-    with pytest.raises(ValueError, match="--max_tokens=501: with prompts of up to 12 tokens"):
-        warmstart.check(replace(cfg, max_tokens=501), Arithmetic())

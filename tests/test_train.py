@@ -74,41 +74,31 @@ def flags(solvers, out, **changes) -> list[str]:
     return [f"--{name}={value}" for name, value in {**base, **changes}.items()]
 
 
-def start(argv, ranks=1, on=()):
-    """train.py in a new process, under torchrun if there are several ranks. on: a command to run it under."""
-    command = [sys.executable, "train.py"]
-    if ranks > 1:
-        command = [*torchrun.COMMAND, f"--nproc_per_node={ranks}", "train.py"]
-    return begin([*on, *command, *argv])
+def start(argv, ranks=1):
+    """train.py in a new process, under torchrun if there are several ranks."""
+    launcher = [*torchrun.COMMAND, f"--nproc_per_node={ranks}"] if ranks > 1 else [sys.executable]
+    return begin([*launcher, "train.py", *argv])
 
 
 STARTED: list[subprocess.Popen] = []
 
 
-def begin(command, folder=ROOT, **environment):
-    """A process in this folder. The fixture below ends it after the test."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **environment}
+def begin(command):
+    """A process, which the fixture below ends after the test."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    STARTED.append(subprocess.Popen(command, cwd=folder, env=environment, **pipes))
+    STARTED.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
     return STARTED[-1]
 
 
 @pytest.fixture(autouse=True)
 def no_process_stays_behind():
-    """End processes that a failed test left running."""
+    """End processes that a failed test left running, by SIGTERM, after which torchrun ends its ranks."""
     yield
     while STARTED:
-        stop(STARTED.pop())
-
-
-def stop(process) -> None:
-    """SIGTERM first: torchrun ends its ranks. SIGKILL would leave them running."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process = STARTED.pop()
+        if process.poll() is None:
+            process.terminate()
             process.communicate(timeout=60)
 
 
@@ -199,8 +189,7 @@ def test_a_run_logs_every_update_and_writes_all_its_files(whole, solvers):
     assert ["sync/MiB" in row for row in rows[1:]] == [True, False] * 3  # a roll-out logs it once
     assert unexplained({key for row in rows for key in row} - {"step"}) == []
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_000003", "step_000006"]
-    assert "policy pass@1" in text
-    assert (out / "curves.png").stat().st_size > 20_000
+    assert "policy pass@1" in text and (out / "curves.png").stat().st_size > 20_000
     before = AutoModelForCausalLM.from_pretrained(solvers / "policy").state_dict()
     after = AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "step_000006" / "policy").state_dict()
     assert before.keys() == after.keys()
@@ -216,8 +205,7 @@ def test_samples_are_logged_and_printed(whole, capsys):
         assert " ".join(row["tokens"]) == row["response"]
         assert row["gap"] == pytest.approx(sum(map(abs, row["gaps"])) / len(row["tokens"]), abs=1e-9)
         at, token, gap = row["largest"][0]
-        assert (row["tokens"][at], row["gaps"][at]) == (token, gap)
-        assert abs(gap) == max(map(abs, row["gaps"]))
+        assert (row["tokens"][at], row["gaps"][at], abs(gap)) == (token, gap, max(map(abs, row["gaps"])))
     assert max(row["gap"] for row in logged) > 0.05  # the actor's tokens, as the policy sees them
     plot.main([f"--samples={out}", "--last=2"])
     printed = capsys.readouterr().out
@@ -355,10 +343,10 @@ import threading, sys
 import train
 from machinery import checkpoint, session, settings
 write = checkpoint.write_shards
-def first_alone(tensors, folder, group):
+def first_alone(tensors, folder):
     if "000001" not in str(folder):
         threading.Event().wait()
-    write(tensors, folder, group)
+    write(tensors, folder)
 checkpoint.write_shards = first_alone
 train.train(settings.parse(sys.argv[1:]))
 """
@@ -398,8 +386,7 @@ def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path, train_h
     wait_for(out, 1, process)
     process.send_signal(signal.SIGTERM)
     code, text, err = finish(process)
-    assert code == 128 + signal.SIGTERM, err[-3000:]
-    assert "saved: continue with --resume" in text
+    assert code == 128 + signal.SIGTERM and "saved: continue with --resume" in text, err[-3000:]
     done = len(read_metrics(out)) - 1
     assert 2 <= done < 6
     assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:06d}"]
@@ -473,25 +460,15 @@ def test_too_many_skipped_updates_save_and_end_the_run(solvers, tmp_path, train_
 
 
 def test_resume_with_deleted_checkpoints_is_refused(whole, tmp_path, train_here):
-    """For every --save_every, and without metrics. A run killed before or during its first save starts again."""
+    """A run killed before or during its first save starts again."""
     out = tmp_path / "run"
     shutil.copytree(whole[0], out, ignore=shutil.ignore_patterns("checkpoints"))
     logged = (out / "metrics.jsonl").read_text()
-    for left, more in ((logged, ()), (logged, ["--save_every=50"]), ("", ())):
-        (out / "metrics.jsonl").write_text(left)
-        with pytest.raises(UserError, match="has no checkpoint, though the run saved one; restore"):
-            train_here(["--resume", f"--out={out}", *more])
-        assert (out / "metrics.jsonl").read_text() == left
+    with pytest.raises(UserError, match="has no checkpoint, though the run saved one; restore"):
+        train_here(["--resume", f"--out={out}"])
+    assert (out / "metrics.jsonl").read_text() == logged
     (out / checkpoint.SAVED).unlink()  # killed before the end of its first save
     checkpoint.check_none_lost(str(out))
-
-
-def test_resume_names_changed_flags_and_a_run_is_not_overwritten(whole, solvers, train_here):
-    out, _ = whole
-    with pytest.raises(UserError, match="--group_size was 4 and is now 8, --lr was 0.001 and is now 0.005"):
-        train_here(["--resume", f"--out={out}", "--lr=5e-3", "--group_size=8"])
-    with pytest.raises(UserError, match="already holds a run: add --resume to continue it, --overwrite to delete it"):
-        train_here(flags(solvers, out))
 
 
 @SEVERAL_PROCESSES
@@ -543,8 +520,7 @@ def test_every_objective_trains_end_to_end(objective, has_actor, solvers, tmp_pa
     cfg, rows = train_here(flags(solvers, tmp_path / "run", **changes))
     assert len(rows) == 3
     for row in rows[1:]:
-        assert row["skipped_steps"] == 0
-        assert row["loss"] is not None
+        assert row["skipped_steps"] == 0 and row["loss"] is not None
         rejected = row["rollout_corr/rollout_rs_masked_fraction"] > 0  # perhaps every response with a gradient
         alike = row["advantage_abs"] == 0  # every group has equal rewards: nothing to learn
         if not cfg.cppo_beta:  # the CPPO term does not depend on rewards
@@ -591,15 +567,10 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
     second, actor = used[:2]
     assert used[:6] == [second, actor] * 3 and second is not actor
     assert used[7:12:2] == [used[7]] * 3 and not set(map(id, used[12:])) & set(map(id, used[:12]))
-    with pytest.raises(
-        UserError, match="--eval_engine=second: there is no actor, so the rollout engine already evaluates"
-    ):
-        settings.parse(flags(solvers, tmp_path / "one", actor="none", eval_engine="second"))
 
 
 def test_the_report_ends_with_the_last_evaluation_of_each_model():
-    """Also if a model is missing in the last row. Engines with low-bit weights are noted, unless the learner's weights
-    are in low bits too, or another engine evaluates."""
+    """Also if a model is missing in the last row."""
     first = {"eval/policy_pass@1": 0.25, "eval/policy_se": 0.5, "eval/actor_pass@1": 0.75, "eval/actor_se": 0.125}
     rows = [{"update_s": 2.0}, first, {**first, "eval/policy_pass@1": 0.5}]
     del rows[-1]["eval/actor_pass@1"]
@@ -632,7 +603,6 @@ def test_an_engine_records_the_columns_the_learner_needs(folders, tmp_path, monk
         ({}, 0, 0),
         ({"objective": "jackpot", "obrs_topk": 7}, 7, 0),
         ({"objective": "jackpot", "obrs_topk": 7, **two}, 0, 0),  # exact Z needs no top-K
-        ({"objective": "jackpot", "obrs_topk": 7, "obrs_target": "new", **two}, 7, 0),
         ({"top_k": 8}, 0, 12),  # ties with the 8th
         ({"top_k": 8, "keep_sampling_mask": "off"}, 0, 0),
         ({"objective": "jackpot", "obrs_topk": 7, "top_p": 0.9}, 7, 256),

@@ -48,6 +48,7 @@ def test_tensors_are_read_in_order(tmp_path):
         assert torch.equal(back[name].view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8))
     layout.write(tmp_path / "y", tensors.items())
     assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
+    assert (tmp_path / "x").read_bytes()[0] % 8 == 0  # the offset of the tensors is a multiple of 8
 
 
 def test_reused_memory_is_not_a_tied_tensor(tmp_path):

@@ -14,10 +14,7 @@ If a digest shows later damage, the previous checkpoint is used."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import hashlib
-import io
 import json
 import os
 import re
@@ -29,8 +26,8 @@ from pathlib import Path
 import torch
 
 from config import Config
-from machinery.checkpoint.models import Export
-from machinery.checkpoint.shards import from_all, own_group, read_shards, whole, write_shards
+from machinery.checkpoint.models import save_model
+from machinery.checkpoint.shards import from_all, read_shards, whole, write_shards
 from machinery.checkpoint.state import dealt, pack, unpack
 from machinery.flags import need
 from rollout import Rollout
@@ -60,7 +57,7 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
     }
     rank_state = {"source": source.state_dict(), "pending": [pack(groups) for groups in pending]}
     final = Path(cfg.out) / "checkpoints" / f"step_{step:06d}"
-    why = write_at(final, run, learner, in_bytes(shared), in_bytes(rank_state))
+    why = write_at(final, run, learner, shared, rank_state)
     need(
         not why,
         f"{final}: the checkpoint could not be written ({why}); free disk space there, and continue from the "
@@ -74,36 +71,38 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
                 old.unlink()
             else:
                 shutil.rmtree(old, ignore_errors=True)  # leftovers are deleted next time
-    from_all(None, own_group())  # wait for all ranks
+    learner.comm.barrier()
     return final
 
 
-def write_at(final: Path, run, learner, shared: bytes, rank_state: bytes) -> str:
+def write_at(final: Path, run, learner, shared: dict, rank_state: dict) -> str:
     """Write one checkpoint atomically. Returns on every rank the reason of a failure, or "" if the
     checkpoint was written. Collective."""
-    rank, group = learner.comm.rank, own_group()
+    rank = learner.comm.rank
     scratch = final.with_name(final.name + ".writing")
-    attempt = Attempt(group)
+    attempt = Attempt()
     if rank == 0:
         attempt(shutil.rmtree, scratch, ignore_errors=True)
         attempt(scratch.mkdir, parents=True)
     if attempt.failed():
         return attempt.why
-    attempt(write_shards, own_share(learner), scratch / "shards", group)
+    attempt(write_shards, own_share(learner), scratch / "shards")
     for name in learner.names:
-        adapter = learner.adapter(name)
+        write_adapter = learner.adapter_writer(name)
         if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
-            tensors = learner.named_tensors(name, lambda x: whole(x).cpu())
+            gathered = learner.named_tensors(name, lambda x: whole(x).cpu())  # collective
+            tensors = {key: x for key, x in gathered if rank == 0}
             if rank == 0:
-                attempt(export, run, learner, name, tensors, scratch / name)
-            for _ in tensors:  # gathering is collective, even if the first rank cannot write
-                pass
-        if rank == 0 and adapter is not None:
-            attempt(adapter.save, scratch / f"{name}_adapter", getattr(run, name))
+                origin = getattr(run, name)
+                attempt(
+                    save_model, run.configs[name], tensors, run.tokenizer, scratch / name, origin
+                )
+        if rank == 0 and write_adapter is not None:
+            attempt(write_adapter, scratch / f"{name}_adapter", getattr(run, name))
     if rank == 0:
-        attempt((scratch / "learner.pt").write_bytes, shared)
-    attempt((scratch / f"rank{rank}.pt").write_bytes, rank_state)
-    digests = from_all(attempt(digests_of, scratch, rank), group)
+        attempt(torch.save, shared, scratch / "learner.pt")
+    attempt(torch.save, rank_state, scratch / f"rank{rank}.pt")
+    digests = from_all(attempt(digests_of, scratch, rank))
     if not attempt.failed() and rank == 0:
         attempt(seal, scratch, digests)
         attempt(shutil.rmtree, final, ignore_errors=True)
@@ -127,21 +126,10 @@ def own_share(learner) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def export(run, learner, name: str, tensors, folder: Path) -> None:
-    """Write a model as a Hugging Face folder. tensors: its `named_tensors`, on the host."""
-    config = copy.deepcopy(run.configs[name])
-    config.get_text_config().tie_word_embeddings = getattr(
-        learner.models, name
-    ).config.tie_word_embeddings
-    stream = functools.partial(learner.named_tensors, name)
-    Export(config, stream, run.tokenizer, getattr(run, name)).write(folder, tensors)
-
-
 class Attempt:
     """Runner of a sequence of writes: after the first failure it skips the rest."""
 
-    def __init__(self, group):
-        self.group = group
+    def __init__(self):
         self.error: Exception | None = None
 
     def __call__(self, do, *args, **more):
@@ -154,7 +142,7 @@ class Attempt:
 
     def failed(self) -> bool:
         """Whether a write failed on any rank. Collective."""
-        return any(from_all(self.error is not None, self.group))
+        return any(from_all(self.error is not None))
 
     @property
     def why(self) -> str:
@@ -201,13 +189,6 @@ def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
 # ---------------------------------------------------------------------------------------------------------------------
 # Durable writes, and digests that detect damage
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def in_bytes(state: dict) -> bytes:
-    """A state serialized by torch.save."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def flush(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import shutil
@@ -11,120 +12,62 @@ from pathlib import Path
 import torch
 
 import quant
-from machinery.checkpoint.tensors import TensorFiles
 from machinery.flags import UserError, is_hub_id, need, read_json, shortened
 
 BASE_DIR = "out/base"  # models made here: toy models, and text models of multimodal models
 
 
-class Export:
-    """Writer of a model into a Hugging Face folder, in the model's own precision, tensor by tensor.
-
-    stream(whole): yields (name, tensor) of the model, each gathered by the function `whole`.
-    origin: the folder of the starting model. Its generation_config.json, which lists the stop
-    tokens, is copied unchanged."""
-
-    def __init__(self, config, stream, tokenizer, origin: str):
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            self.shell = AutoModelForCausalLM.from_config(config)
-        self.tokenizer = tokenizer
-        self.origin = origin
-        self.dtype = self.shell.dtype if config.dtype else None  # None: keep each tensor's dtype
-        self.left_out = {
-            *self.shell.all_tied_weights_keys,
-            *(self.shell._keys_to_ignore_on_save or ()),
-        }
-        shapes = self.kept(stream(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta")))
-        together = layout_of(self.converted(dict(shapes)))
-        alone = {}
-        for name, x in shapes:
-            alone |= layout_of(self.converted({name: x}))
-        # false: a tensor of the files is made of several of the model's, so all are held at once
-        self.alone = alone == together
-        self.layout = alone if self.alone else together
-
-    def kept(self, tensors) -> list:
-        """The (name, tensor) pairs that a folder has; tied tensors appear once."""
-        return [(name, x) for name, x in tensors if name not in self.left_out]
-
-    def converted(self, tensors: dict) -> dict:
-        """The tensors as a folder has them: in its precision, and with the experts, which
-        transformers joins on loading, as separate tensors."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        if self.dtype:
-            tensors = {
-                name: x.to(self.dtype) if self.rounds(name, x) else x for name, x in tensors.items()
-            }
-        return revert_weight_conversion(self.shell, tensors)
-
-    def rounds(self, name: str, x) -> bool:
-        """Whether a tensor is rounded to the model's precision in files. Buffers are not: a resumed
-        run reads routing biases from these files, and rounded biases may route to different
-        experts."""
-        return x.is_floating_point() and name not in dict(self.shell.named_buffers())
-
-    def write(self, folder: Path, tensors) -> None:
-        """Write the folder. tensors: (name, whole tensor) pairs from `stream`, held one at a
-        time."""
-        self._write_config(folder)
-        with TensorFiles(folder, self.layout) as files:
-            parts = ([named] for named in tensors) if self.alone else [tensors]
-            for part in parts:
-                for name, x in self.converted(dict(self.kept(part))).items():
-                    files.write(name, x)
-
-    def _write_config(self, folder: Path) -> None:
-        from transformers import GenerationConfig
-
-        folder.mkdir(parents=True, exist_ok=True)
-        config = self.shell.config
-        config.dtype = str(next(iter(self.layout.values()))[0]).removeprefix("torch.")
-        config.architectures = [type(self.shell).__name__]
-        config.save_pretrained(folder)
-        generation = Path(self.origin) / "generation_config.json"
-        if generation.is_file():
-            shutil.copyfile(generation, folder / generation.name)
-        else:
-            GenerationConfig.from_model_config(config).save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-
-
-def layout_of(tensors: dict) -> dict:
-    """name -> (dtype, shape)."""
-    return {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}
-
-
 def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> None:
-    """Write a Hugging Face folder from a config and whole tensors (see Export)."""
-    export = Export(
-        config, lambda whole: ((name, whole(x)) for name, x in tensors.items()), tokenizer, origin
-    )
-    export.write(folder, tensors.items())
+    """Write whole tensors into a Hugging Face folder, in the precision that the config names.
+
+    Buffers are not rounded: a resumed run reads routing biases from these files, and rounded biases
+    may route to different experts. origin: the folder of the starting model. Its
+    generation_config.json, which lists the stop tokens, is copied unchanged."""
+    config = copy.deepcopy(config)
+    config.dtype = config.dtype or next(iter(tensors.values())).dtype
+    model = on_meta(config)
+    buffers = dict(model.named_buffers())
+    kept = {
+        name: x.to(model.dtype) if x.is_floating_point() and name not in buffers else x
+        for name, x in tensors.items()
+        if name not in model.all_tied_weights_keys
+    }
+    model.save_pretrained(folder, state_dict=kept)
+    generation = Path(origin) / "generation_config.json"
+    if generation.is_file():
+        shutil.copyfile(generation, folder / generation.name)
+    tokenizer.save_pretrained(folder)
 
 
-def exported(config) -> Export:
-    """An Export without weights, for the names and shapes of tensors in a folder of this config."""
+def on_meta(config):
+    """The model of a config, with all tensors on the meta device and in the config's precision."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        names = AutoModelForCausalLM.from_config(config).state_dict()
-    return Export(config, lambda whole: ((name, whole(x)) for name, x in names.items()), None, "")
+        return AutoModelForCausalLM.from_config(config)
+
+
+def in_files(model) -> tuple[dict, set[str]]:
+    """(name -> tensor in a folder of this model, names of the model's tensors that folders leave
+    out). Experts, which transformers joins on loading, are separate tensors in files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    kept = {name: x for name, x in model.state_dict().items() if name not in left_out}
+    return revert_weight_conversion(model, kept), left_out
 
 
 def write_zeros(folder: Path) -> None:
-    """Write weights of 0 into a model folder, tensor by tensor, in place of old weights."""
+    """Write weights of 0 into a model folder, in place of old weights."""
+    from safetensors.torch import save_file
+
     for old in folder.glob("*.safetensors*"):
         old.unlink()
-    config = read_config(folder)
-    export = exported(config)
-    config.architectures = [type(export.shell).__name__]  # vLLM finds the family by this
-    config.save_pretrained(folder)
-    with TensorFiles(folder, export.layout) as files:
-        for name, (dtype, shape) in export.layout.items():
-            files.write(name, torch.zeros(shape, dtype=dtype))
+    model = on_meta(read_config(folder))
+    model.config.architectures = [type(model).__name__]  # vLLM finds the family by this
+    model.config.save_pretrained(folder)
+    zeros = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in in_files(model)[0].items()}
+    save_file(zeros, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @contextmanager
@@ -187,12 +130,10 @@ def text_folder(folder: str) -> str:
             tensors = text_tensors(folder, text)
         scratch = made.with_name(f"{made.name}.{os.getpid()}")  # a concurrent run may make it too
         save_model(text, tensors, read_tokenizer(folder), scratch, folder)
-        try:
-            os.replace(scratch, made)
-        except OSError:
+        if (made / "config.json").is_file():
             shutil.rmtree(scratch)
-            if not (made / "config.json").is_file():  # else a concurrent run was first
-                raise
+        else:
+            os.replace(scratch, made)
     return str(made)
 
 
@@ -244,15 +185,16 @@ def check_family(folder: str, by_vllm: bool) -> None:
     with one_sentence(
         folder, "config.json", "give a complete checkpoint of a causal language model"
     ):
-        export = exported(config)
-    known = hasattr(export.shell.base_model, "layers")
+        model = on_meta(config)
+        written, left_out = in_files(model)
+    known = hasattr(model.base_model, "layers")
     family = f"{folder}: a model of the family {config.model_type}"
     need(
         known,
         f"{family}: its layers are not found (base_model.layers); give a model of the Qwen or Llama kind",
     )
-    sent = quant.by_expert(export.shell.state_dict().items(), quant.expert_parameters(export.shell))
-    others = {name for name, _ in sent} - export.layout.keys() - export.left_out
+    sent = quant.by_expert(model.state_dict().items(), quant.expert_parameters(model))
+    others = {name for name, _ in sent} - written.keys() - left_out
     need(
         not (others and by_vllm),
         f"{family}: vLLM and this repository use different names for its tensors, such as "

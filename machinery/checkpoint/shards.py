@@ -7,7 +7,6 @@ MODEL/WEIGHT, and optimizer states MODEL/WEIGHT/KIND (exp_avg, momentum_buffer, 
 
 from __future__ import annotations
 
-import functools
 import warnings
 from pathlib import Path
 
@@ -21,24 +20,12 @@ warnings.filterwarnings(
 )
 
 
-def own_group():
-    """A process group of all ranks for Python objects and files; None for a single process.
-    Collective at the first call."""
-    return further_group(dist.group.WORLD) if dist.is_initialized() else None
-
-
-@functools.cache
-def further_group(world):
-    """An additional group of all ranks, made once for each world group of this process."""
-    return dist.new_group(backend="gloo")
-
-
-def from_all(x, group) -> list:
+def from_all(x) -> list:
     """The values of x on all ranks, in rank order. Collective."""
-    if group is None:
+    if not dist.is_initialized():
         return [x]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, x, group=group)
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, x)
     return values
 
 
@@ -48,13 +35,13 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def write_shards(tensors: dict, folder: Path, group) -> None:
+def write_shards(tensors: dict, folder: Path) -> None:
     """Write this rank's shards of the tensors. Collective: a failure on one rank
     raises on all ranks."""
     import torch.distributed.checkpoint as dcp
 
     try:
-        dcp.save(tensors, checkpoint_id=folder, process_group=group, no_dist=group is None)
+        dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
     except dcp.api.CheckpointException as e:  # a BaseException with a page of tracebacks
         raise next(iter(e.failures.values()))[0] from None
 

@@ -1,5 +1,4 @@
-"""Files of named tensors, written tensor by tensor: published weights, and the files of model
-folders."""
+"""Files of published weights, written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,42 +12,19 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
+NAME_OF = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-DTYPES |= {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn}
-NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def header_of(layout: dict[str, tuple], names, metadata: dict) -> tuple[bytes, dict[str, int]]:
-    """(header bytes of a safetensors file with these tensors in this order, byte offset of each
-    tensor in the file).
-
-    The safetensors library can only write whole dictionaries. The format is 8 bytes with the length
-    of the header, the header (JSON: dtype, shape and offsets of every tensor), and the tensors'
-    bytes, so the header is known before the first tensor arrives.
-
-    layout: name -> (dtype, shape)."""
-    header, starts, end = {"__metadata__": metadata}, {}, 0
-    for name in names:
-        dtype, shape = layout[name]
-        start, end = end, end + n_bytes(dtype, shape)
-        header[name] = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        starts[name] = start
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    beginning = struct.pack("<Q", len(text)) + text
-    return beginning, {name: len(beginning) + start for name, start in starts.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Published tensors
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,11 +56,27 @@ class Layout:
                 continue
             first[place] = (StorageWeakRef(x.untyped_storage()), name)
             self.known[name] = (x.dtype, tuple(x.shape))
-        # The widest dtypes first, so that each tensor begins at a multiple of its item size.
-        names = sorted(self.known, key=lambda name: -self.known[name][0].itemsize)
-        self.header, self.place = header_of(
-            self.known, names, {"order": json.dumps([self.order, self.alias])}
-        )
+        self.header, self.place = self._header()
+
+    def _header(self) -> tuple[bytes, dict[str, int]]:
+        """(header bytes of a safetensors file, byte offset of each tensor in the file).
+
+        The safetensors library can only write whole dictionaries. The format is 8 bytes with the
+        length of the header, the header (JSON: dtype, shape and offsets of every tensor), and the
+        tensors' bytes, so the header is known before the first tensor arrives."""
+        header = {"__metadata__": {"order": json.dumps([self.order, self.alias])}}
+        starts, end = {}, 0
+        # the widest dtypes first, so that each tensor begins at a multiple of its item size
+        for name in sorted(self.known, key=lambda name: -self.known[name][0].itemsize):
+            dtype, shape = self.known[name]
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            kind = {"dtype": NAME_OF[dtype], "shape": list(shape)}
+            header[name] = {**kind, "data_offsets": [start, end]}
+            starts[name] = start
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        beginning = struct.pack("<Q", len(text)) + text
+        return beginning, {name: len(beginning) + start for name, start in starts.items()}
 
     def write(self, path: Path, named_tensors) -> None:
         """Write a stream of these tensors, atomically, without keeping them in memory."""
@@ -119,81 +111,3 @@ def read_tensors(path: Path) -> Published:
     file = safe_open(path, "pt")
     names, alias = json.loads(file.metadata()["order"])
     return Published(lambda: ((name, file.get_tensor(alias.get(name, name))) for name in names))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A model, tensor by tensor
-# ---------------------------------------------------------------------------------------------------------------------
-
-FILE_BYTES = 5 * 10**9  # maximum bytes of tensors per file; a larger tensor gets its own file
-
-
-class TensorFiles:
-    """Writer of the safetensors files of a Hugging Face folder, for tensors that arrive one at a
-    time in any order.
-
-    layout: name -> (dtype, shape) of every tensor."""
-
-    def __init__(self, folder: Path, layout: dict[str, tuple]):
-        parts = split(layout)
-        names = ["model.safetensors"]
-        if len(parts) > 1:
-            names = [
-                f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)
-            ]
-        self.place = {}  # name of a tensor -> (its open file, its offset there)
-        self.files = []
-        self.layout = layout
-        for name, part in zip(names, parts, strict=True):
-            self.files.append(open(folder / name, "wb"))  # noqa: SIM115  closed by __exit__
-            self._write_header(self.files[-1], part)
-        if len(parts) > 1:
-            index = {
-                tensor: name for name, part in zip(names, parts, strict=True) for tensor in part
-            }
-            total = sum(n_bytes(*known) for known in layout.values())
-            text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-            (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
-
-    def _write_header(self, file, part: list[str]) -> None:
-        header, place = header_of(self.layout, part, {"format": "pt"})
-        file.write(header)
-        self.place |= {name: (file, start) for name, start in place.items()}
-
-    def write(self, name: str, x: torch.Tensor) -> None:
-        """Write a tensor at its offset, without keeping it in memory."""
-        file, start = self.place.pop(name)
-        if (x.dtype, tuple(x.shape)) != self.layout[name]:
-            raise ValueError(
-                f"{name}: {x.dtype} {tuple(x.shape)} differs from the announced {self.layout[name]}"
-            )
-        file.seek(start)
-        file.write(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(self, kind, *error) -> None:
-        for file in self.files:
-            file.close()
-        if kind is None and self.place:
-            raise ValueError(
-                f"{len(self.place)} tensors are missing, {next(iter(self.place))} among them"
-            )
-
-
-def n_bytes(dtype, shape) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-def split(layout: dict[str, tuple]) -> list[list[str]]:
-    """The names of the tensors of each file, the widest dtypes first, so that each tensor begins at
-    a multiple of its item size."""
-    parts, size = [[]], 0
-    for name in sorted(layout, key=lambda name: -layout[name][0].itemsize):
-        size += n_bytes(*layout[name])
-        if parts[-1] and size > FILE_BYTES:
-            parts.append([])
-            size = n_bytes(*layout[name])
-        parts[-1].append(name)
-    return parts
