@@ -554,7 +554,13 @@ class HFEngine:
         logits, cache = self._forward(
             ids, attention_mask=mask if padded else None, position_ids=position, **self._empty()
         )
-        cache.batch_select_indices(prompt_of)
+        kinds = {type(x).__module__ for x in (cache, *getattr(cache, "layers", ()))}
+        need(
+            kinds <= {"transformers.cache_utils", "model.in_order"},
+            f"--rollout=hf: {type(self.model).__name__} has a cache that cannot start several responses; use "
+            "--rollout=vllm",
+        )
+        cache.reorder_cache(prompt_of)
         position = mask.sum(1)[prompt_of]
         if self.exact:
             cache, padded = in_order(cache, position), False
@@ -592,7 +598,7 @@ class HFEngine:
         if self.routing is not None:
             chosen = torch.stack(self.routing.chosen, 1)  # (n, layers, k) of all tokens
             self.routed = chosen.reshape(*ids.shape, *chosen.shape[1:]).short().cpu().numpy()
-        return logits[:, : self.vocabulary], out.past_key_values
+        return logits[:, : self.vocabulary], getattr(out, "past_key_values", None)
 
     @torch.no_grad()
     def load(self, named_tensors) -> None:
