@@ -32,6 +32,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from config import RANGES
+
 LISTED = 36  # maximum number of names in an error message
 NEAR = 0.75  # minimum similarity to suggest a flag name
 BASE_ACCURACY = 0.3  # sampled accuracy of toy models before RL
@@ -48,6 +50,14 @@ def need(ok, sentence: str) -> None:
     """Raise UserError with this sentence unless `ok` is true."""
     if not ok:
         raise UserError(sentence)
+
+
+def check_ranges(group) -> None:
+    """Raise UserError if a flag has no meaningful value (config.RANGES)."""
+    for name, (low, high) in RANGES.items():
+        value = getattr(group, name, None)
+        most = f"between {low:g} and {high:g}" if high < math.inf else f"at least {low:g}"
+        need(value is None or low <= value <= high, f"--{name}={value}: must be {most}")
 
 
 # errno of a file error -> the fix; a message is the file's name, the system's message and the fix

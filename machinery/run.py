@@ -498,8 +498,8 @@ def check_vocabulary(cfg: Config, vocabulary: int) -> None:
     """Check the flags that are bounded by the vocabulary size."""
     uses_topk = cfg.correction in USES_Z or rejects_by_support(cfg)
     need(
-        not uses_topk or 1 <= cfg.obrs_topk <= vocabulary,
-        f"--obrs_topk={cfg.obrs_topk}: K must be between 1 and the vocabulary of {vocabulary} tokens",
+        not uses_topk or cfg.obrs_topk <= vocabulary,
+        f"--obrs_topk={cfg.obrs_topk}: larger than the vocabulary of {vocabulary} tokens",
     )
     need(
         cfg.top_k <= vocabulary,

@@ -215,6 +215,7 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     for key, kind in flags.types_of(Config).items():
         if words := flags.choices_of(kind):
             choice(key, getattr(cfg, key), words)
+    flags.check_ranges(cfg)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)
     sampling.check_with_actor(cfg)
@@ -251,32 +252,11 @@ def check_named(model: str, missing: list[str]) -> None:
 
 
 def check_sizes(cfg: Config, n_ranks: int) -> None:
-    """Check counts, rates, and the division of batches into groups and ranks."""
-    counts = (
-        "steps",
-        "rollout_batch",
-        "train_batch",
-        "group_size",
-        "max_tokens",
-        "micro_tokens",
-        "eval_problems",
-    )
-    for name in (*counts, "keep"):
-        need(getattr(cfg, name) >= 1, f"--{name}={getattr(cfg, name)}: must be at least 1")
-    for name in ("lr", "actor_lr", "grad_clip"):
-        need(getattr(cfg, name) > 0, f"--{name}={getattr(cfg, name)}: must be above 0")
-    for name in ("lr", "actor_lr"):
-        need(
-            getattr(cfg, name) <= 1,
-            f"--{name}={getattr(cfg, name)}: must be at most 1; 1e-6 is usual",
-        )
+    """Check schedules, and the division of batches into groups and ranks."""
     need(
         cfg.eval_every >= -1,
         f"--eval_every={cfg.eval_every}: must be a number of updates, 0 (only before and after the run) or -1 (never)",
     )
-    schedule = ("warmup_steps", "save_every", "epochs", "dynamic_sampling")
-    for name in (*schedule, "weight_decay", "distill_kl_target", "obrs_topk"):
-        need(getattr(cfg, name) >= 0, f"--{name}={getattr(cfg, name)}: must not be negative")
     warmup, is_whole = cfg.warmup_steps, cfg.warmup_steps == int(cfg.warmup_steps)
     need(
         warmup < 1 or is_whole,

@@ -26,7 +26,7 @@ import numpy as np
 from batching import pad
 from config import Config
 from eval import write_result
-from machinery.flags import UserError, check_result, need, parse_flags
+from machinery.flags import UserError, check_ranges, check_result, need, parse_flags
 from probe.gaps import by_length, by_prefix, distances, ess, exists, k3
 from probe.page import lengths_text, verdicts_text
 from probe.verdicts import Evidence, judged
@@ -527,7 +527,7 @@ def main(argv: list[str] | None = None) -> dict:
     """Run the command. UserError: a flag is wrong."""
     cfg = parse_flags(DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ...")
     need(cfg.rollouts.strip(), "--rollouts is empty: name a file of responses")
-    need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
+    check_ranges(cfg)
     if not Path(cfg.rollouts).is_file():
         raise UserError(f"--rollouts={cfg.rollouts}: no such file")
     if cfg.out:

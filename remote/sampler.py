@@ -28,7 +28,7 @@ import quant
 from config import Config, EngineFlags
 from machinery.checkpoint.models import read_config, read_tokenizer, vocabulary_size, write_zeros
 from machinery.checkpoint.tensors import Published, read_tensors
-from machinery.flags import UserError, need, parse_flags, run_command
+from machinery.flags import UserError, check_ranges, need, parse_flags, run_command
 from machinery.run import lock_folder
 from machinery.settings import check_engine
 from model.engines import make_engine
@@ -189,8 +189,7 @@ def connect(flags: SamplerFlags, incarnation: int) -> RemoteSampler:
         flags.connect, "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder"
     )
     name = sampler_name(flags)
-    for flag in ("patience", "give_up"):
-        need(getattr(flags, flag) > 0, f"--{flag}={getattr(flags, flag)}: must be above 0")
+    check_ranges(flags)
     if flags.groups < 1 or flags.spool_groups < flags.groups:
         raise UserError(
             f"--groups={flags.groups} --spool_groups={flags.spool_groups}: --groups must be at least 1, and "

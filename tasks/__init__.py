@@ -235,10 +235,6 @@ def check(cfg: Config) -> None:
         not again,
         "--epochs with --dynamic_sampling: the number of groups per update is not known; give --steps",
     )
-    need(
-        cfg.max_prompt_tokens >= 0,
-        f"--max_prompt_tokens={cfg.max_prompt_tokens}: must be at least 0",
-    )
     if cfg.task == "arith":
         files_alone = (
             "columns",
