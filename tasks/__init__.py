@@ -168,8 +168,9 @@ def places_of(names: list[str]) -> set[str]:
     return {str(Path(part).resolve()) if file_of(part) == part else part for part in parts}
 
 
-def digests(cfg: TaskFlags) -> dict[str, str]:
-    """SHA-256 of each text and file named by the flags of task, reward and prompts."""
+def digests(cfg: TaskFlags, task=None) -> dict[str, str]:
+    """SHA-256 of each text and file named by the flags of task, reward and prompts, and of the
+    problems of a `task` that a class makes."""
     # only a run has --eval_task, and only a run's --task is a single name
     held_out = getattr(cfg, "eval_task", None)
     names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
@@ -179,14 +180,17 @@ def digests(cfg: TaskFlags) -> dict[str, str]:
         f"--{flag}": hashlib.sha256(x.encode()).hexdigest()
         for flag, x in prompts.contents(cfg).items()
     }
+    if isinstance(task, OwnTask):
+        name = f"the problems of {task.name} (a Python set has a new order in each process)"
+        texts[name] = task.digest()
     return {name: digest_of(name) for name in names} | texts
 
 
-def check_unchanged(cfg: TaskFlags, path: Path) -> None:
+def check_unchanged(cfg: TaskFlags, path: Path, task=None) -> None:
     """Raise UserError if a file of the run changed since the run began. path: the run's
     config.json."""
     made = read_json(path, "name a different folder") if path.is_file() else {}
-    data, now = made.get("data", {}), digests(cfg)
+    data, now = made.get("data", {}), digests(cfg, task)
     changed = [name for name, digest in data.items() if now.get(name, digest) != digest]
     need(
         not changed,
