@@ -246,7 +246,7 @@ def test_the_context_is_the_minimum_of_both_models(folders, tmp_path):
 def test_bounds_of_an_embedded_model_are_checked_before_training_it(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(run.warmstart, "base_model", None)
     for bad, words in (
-        ({"objective": "jackpot", "obrs_topk": 300}, "--obrs_topk=300: K must be between 1 and the vocabulary of 256"),
+        ({"objective": "jackpot", "obrs_topk": 300}, "--obrs_topk=300: larger than the vocabulary of 256 tokens"),
         ({"top_k": 300}, "--top_k=300: larger than the vocabulary of 256 tokens"),
         ({"max_tokens": 5000}, "--max_tokens=5000: with prompts of up to"),
     ):
