@@ -307,6 +307,8 @@ ELSEWHERE = {
     "per_device_train_batch_size": "--train_batch, over all ranks",
     "ppo_mini_batch_size": "--train_batch, over all ranks",
     "num_train_epochs": "--epochs",
+    "total_epochs": "--epochs",
+    "adv_estimator": "--advantage",
     "max_steps": "--steps",
     "output_dir": "--out",
     "save_steps": "--save_every",
@@ -320,7 +322,7 @@ ELSEWHERE = {
 
 def nearest(key: str, names) -> str:
     """'; did you mean --NAME?', or a pointer to --help if no name is similar."""
-    ours = ELSEWHERE.get(key, "")
+    ours = ELSEWHERE.get(key.rpartition(".")[2], "")  # verl: actor_rollout_ref.rollout.n
     if set(re.findall(r"--(\w+)", ours)) & set(names):
         return f"; here it is {ours}"
     near = difflib.get_close_matches(key, list(names), 1, NEAR)

@@ -44,6 +44,7 @@ ROWS = [
         "train.py --rollout=hf",
         r"""
 --objectve=jackpot | --objectve: no such flag; did you mean --objective?
+--actor_rollout_ref.rollout.n=8 | --actor_rollout_ref.rollout.n: no such flag; here it is --group_size
 --clip_ratio=0.2 | --clip_ratio: no such flag; here it is --clip_low and --clip_high
 --steps=0 | --steps=0: must be between 1 and 1e+09
 --steps=99999999999999999999 | --steps=99999999999999999999: must have at most 18 digits
