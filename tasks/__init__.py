@@ -162,10 +162,11 @@ def names_of(value: str) -> list[str]:
     return [name for name, _ in map(parts_of, value.split(",")) if name]
 
 
-def places_of(names: list[str]) -> set[str]:
-    """The resolved files, data sets and classes of several tasks."""
+def places_of(names: list[str]) -> dict[str, str]:
+    """Digest of each file -> file, and name -> name of data sets and classes, of several tasks."""
     parts = [part for name in names for part in mixed(name)]
-    return {str(Path(part).resolve()) if file_of(part) == part else part for part in parts}
+    is_data = {part: file_of(part) == part and Path(part).is_file() for part in parts}
+    return {digest_of(part) if is_data[part] else part: part for part in parts}
 
 
 def digests(cfg: TaskFlags, task=None) -> dict[str, str]:
@@ -257,10 +258,12 @@ def check(cfg: Config) -> None:
         arith.of_settings(cfg.arith)
         return
     eval_every = getattr(cfg, "eval_every", 0)
-    shared = places_of([cfg.task]) & places_of(names_of(getattr(cfg, "eval_task", "")))
+    held_out = places_of(names_of(getattr(cfg, "eval_task", "")))
+    shared = held_out.keys() & places_of([cfg.task])
     if shared and from_environment("RANK", 0) == 0:
         print(
-            f"warning: --eval_task={min(shared)}: these are problems of --task, so this is no held-out accuracy",
+            f"warning: --eval_task={held_out[min(shared)]}: these are problems of --task, so this is no held-out "
+            "accuracy",
             file=sys.stderr,
         )
     need(

@@ -493,10 +493,13 @@ def test_evaluation_sets_have_separate_settings(tmp_path):
 
 def test_the_problems_of_the_task_are_not_held_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    for name in ("a", "copy"):
+        write(tmp_path / f"{name}.jsonl", {"question": "?", "answer": "1"})
     for task, held_out, warns in (
         ("a.jsonl", "./a.jsonl:samples=2", True),
         ("a.jsonl", str(tmp_path / "a.jsonl"), True),
         ("b.jsonl,a.jsonl", "a.jsonl", True),
+        ("a.jsonl", "copy.jsonl", True),
         ("hf:a/b/train", "a.jsonl,hf:a/b/train", True),
         ("hf:a/b/train", "hf:a/b/test", False),
     ):
