@@ -464,6 +464,30 @@ class Config(
 
 
 FIELDS = {f.name: f for f in fields(Config)}
+# flag -> (lowest, highest) meaningful value; a flag that depends on other flags is checked elsewhere
+RANGES = {
+    **dict.fromkeys(("steps", "rollout_batch", "train_batch", "micro_tokens"), (1, 10**9)),
+    **dict.fromkeys(("max_tokens", "eval_problems", "samples", "problems"), (1, 10**9)),
+    **dict.fromkeys(("keep", "obrs_topk", "quant_group", "delay_samplers"), (1, 10**6)),
+    **dict.fromkeys(("lr", "actor_lr"), (1e-12, 1)),
+    **dict.fromkeys(("save_every", "dynamic_sampling", "max_prompt_tokens"), (0, 10**9)),
+    **dict.fromkeys(("warmup_steps", "epochs"), (0, 1e9)),
+    **dict.fromkeys(("distill_kl_target", "distill_lambda", "cppo_beta"), (0, 1e6)),
+    **dict.fromkeys(("gepo_defence", "kl_coef", "entropy_coef"), (0, 1e6)),
+    **dict.fromkeys(("clip_low", "clip_high", "is_floor", "rs_low"), (0, math.inf)),
+    **dict.fromkeys(("tbpo_neg_high", "rs_high", "grad_clip"), (1e-6, math.inf)),
+    **dict.fromkeys(("is_cap", "obrs_c1"), (0.01, math.inf)),
+    **dict.fromkeys(("sampler_rate", "step_seconds", "window_seconds"), (1e-6, math.inf)),
+    **dict.fromkeys(("give_up", "patience"), (1e-6, math.inf)),
+    "sync_every": (1, 10**6),
+    "group_size": (2, 10**6),
+    "seed": (0, 10**18),
+    "temperature": (COLDEST, 10),
+    "weight_decay": (0, 1),
+    "log_ratio_clamp": (0.1, 80),
+    "obrs_lambda": (0.01, 100),
+    "lora_rank": (0, 10**6),
+}
 # flags that a resumed run may change: they do not change the training
 HARMLESS = {
     *("resume", "overwrite", "out", "keep", "save_every", "check_sync", "wandb", "keys", "give_up"),

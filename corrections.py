@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import obrs
-from config import Config, LossFlags, ObjectiveFlags
+from config import RANGES, Config, LossFlags, ObjectiveFlags
 from machinery.flags import choice, need, number
 from sampling import Sampling
 
@@ -505,8 +505,8 @@ def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
         )
         low, high = bounds
         need(
-            low < high,
-            f"--reject={cfg.reject}: the bounds of {part} are crossed; the first must be below the second",
+            0 <= low < high and high >= RANGES["rs_high"][0],
+            f"--reject={cfg.reject}: the bounds of {part} are crossed or too small; the first must be below the second",
         )
         parsed.append((row, low, high))
     return parsed
@@ -659,7 +659,6 @@ def check(cfg: Config) -> None:
     """Raise UserError, one sentence, if flags of corrections contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))
     rejections(cfg)
-    need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
     check_caps(cfg)
     check_rejection(cfg)
     check_obrs(cfg)
@@ -713,10 +712,6 @@ def check_caps(cfg: ObjectiveFlags) -> None:
     """Raise UserError if --is_cap or --is_floor does not fit the correction."""
     bounds = CORRECTIONS[cfg.correction].bounds
     need(
-        cfg.is_cap is None or cfg.is_cap >= 0.01,
-        f"--is_cap={cfg.is_cap}: a cap of weights; must be at least 0.01",
-    )
-    need(
         cfg.is_cap is None or "is_cap" in bounds,
         f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; leave it out (OBRS has --obrs_c1, "
         "rejections have --rs_low and --rs_high)",
@@ -724,8 +719,8 @@ def check_caps(cfg: ObjectiveFlags) -> None:
     has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
     has = "has a lower bound" if has_floor else "has no lower bound"
     need(
-        cfg.is_floor >= 0 and (cfg.is_floor == 0 or (has_floor and cfg.is_floor < cfg.is_cap)),
-        f"--is_floor={cfg.is_floor}: must be at least 0 and below --is_cap={cfg.is_cap}; "
+        cfg.is_floor == 0 or (has_floor and cfg.is_floor < cfg.is_cap),
+        f"--is_floor={cfg.is_floor}: must be 0, or below --is_cap={cfg.is_cap}; "
         f"--correction={cfg.correction} {has}",
     )
     need(
@@ -764,12 +759,7 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
 def check_obrs(cfg: Config) -> None:
     """Check the flags of OBRS, and flags that need OBRS's statistics before the update."""
     z, new = cfg.correction in USES_Z, cfg.obrs_target == "new"
-    need(cfg.obrs_c1 > 0, f"--obrs_c1={cfg.obrs_c1}: must be above 0")
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
-    need(
-        cfg.obrs_lambda > 0,
-        f"--obrs_lambda={cfg.obrs_lambda}: lambda must be above 0 (1 is the usual value)",
-    )
     need(
         cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
         f"--obrs_accept_rate={cfg.obrs_accept_rate}: must be in (0, 1]; leave it out to use --obrs_lambda",

@@ -35,6 +35,7 @@ from machinery.checkpoint import models
 from machinery.flags import (
     UserError,
     check_output,
+    check_ranges,
     check_result,
     is_hub_id,
     need,
@@ -307,14 +308,13 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
 
 def check(cfg: ModelFlags, greedy: bool = False) -> None:
     """Raise UserError, one sentence, if a flag is invalid. greedy: --temperature may be 0."""
-    for name in ("samples", "max_tokens", "quant_group", "problems"):
-        if (n := getattr(cfg, name)) is not None:
-            need(n >= 1, f"--{name}={n}: must be at least 1")
+    cfg = replace(cfg, temperature=1.0) if greedy and cfg.temperature == 0 else cfg
+    check_ranges(cfg)
     need(
         cfg.model.strip(),
         "--model is empty: name a run folder, a checkpoint or a Hugging Face folder",
     )
-    sampling.check(replace(cfg, temperature=1.0) if greedy and cfg.temperature == 0 else cfg)
+    sampling.check(cfg)
     tasks.check(cfg)
     check_engine(cfg)
 

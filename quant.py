@@ -555,7 +555,6 @@ def check(cfg: PrecisionFlags) -> None:
         "--learner_quant=aligned: the rollouts are not quantized, so there is no format to align with; name a "
         "--rollout_quant, or name the learner's format in --learner_quant",
     )
-    need(cfg.quant_group >= 1, f"--quant_group={cfg.quant_group}: must be at least 1")
 
 
 def check_routing(cfg: RolloutFlags) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from config import COLDEST, RolloutFlags, SamplingFlags
+from config import RolloutFlags, SamplingFlags
 from machinery.flags import need
 
 KEPT_MAX = 256  # largest recorded set of allowed tokens if only top_p or min_p truncate
@@ -139,7 +139,6 @@ def pick(logp, u):
 
 def check(cfg: SamplingFlags) -> None:
     """Raise UserError, one sentence, if sampling flags are invalid."""
-    need(cfg.temperature >= COLDEST, f"--temperature={cfg.temperature}: must be at least {COLDEST}")
     need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: must be in (0, 1]; 1 keeps all tokens")
     need(cfg.top_k >= -1, f"--top_k={cfg.top_k}: must be at least -1; 0 or -1 keeps all tokens")
     need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: must be in [0, 1); 0 keeps all tokens")

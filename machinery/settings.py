@@ -208,6 +208,7 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
         f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None
     ]
     cfg = fill(cfg, EMBEDDED)
+    flags.check_ranges(cfg)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)
     quant.check(cfg)
@@ -242,25 +243,14 @@ def check_named(model: str, missing: list[str]) -> None:
 
 
 def check_sizes(cfg: Config, n_ranks: int) -> None:
-    """Check counts, rates, and the division of batches into groups and ranks."""
-    counts = ("steps", "rollout_batch", "train_batch", "group_size", "max_tokens", "micro_tokens")
-    for name in (*counts, "eval_problems", "keep"):
-        need_each(cfg, (getattr(cfg, name) >= 1, name, "must be at least 1"))
-    for name in ("lr", "actor_lr", "grad_clip"):
-        need_each(cfg, (getattr(cfg, name) > 0, name, "must be above 0"))
-    schedule = ("warmup_steps", "save_every", "epochs", "dynamic_sampling")
-    for name in (*schedule, "weight_decay", "distill_kl_target", "obrs_topk"):
-        need_each(cfg, (getattr(cfg, name) >= 0, name, "must not be negative"))
+    """Check schedules, and the division of batches into groups and ranks."""
     warmup = cfg.warmup_steps
     whole_groups = f"not divisible by --group_size={cfg.group_size} times {n_ranks} rank(s)"
     whole_updates = f"not a multiple of --train_batch={cfg.train_batch}"
     need_each(
         cfg,
-        (cfg.lr <= 1, "lr", "must be at most 1; 1e-6 is usual"),
-        (cfg.actor_lr <= 1, "actor_lr", "must be at most 1; 1e-6 is usual"),
         (cfg.eval_every >= -1, "eval_every", "must be at least -1 (never evaluate)"),
         (warmup % 1 == 0 or warmup < 1, "warmup_steps", "must be whole, or a share below 1"),
-        (cfg.group_size >= 2, "group_size", "must be at least 2, for an advantage"),
         (cfg.train_batch % (cfg.group_size * n_ranks) == 0, "train_batch", whole_groups),
         (cfg.rollout_batch % cfg.train_batch == 0, "rollout_batch", whole_updates),
     )

@@ -86,7 +86,7 @@ class Rows:
         """Drop the rows outside the mask `going`, (n,) bool, from the cache and from this
         object."""
         rows = going.nonzero()[:, 0]
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(rows)
         self.index = self.index[rows]
         self.position = self.position[rows]
         if self.mask is not None:

@@ -533,7 +533,13 @@ class HFEngine:
         logits, cache = self._forward(
             ids, attention_mask=mask if padded else None, position_ids=position
         )
-        cache.batch_select_indices(prompt_of)
+        kinds = {type(x).__module__ for x in (cache, *getattr(cache, "layers", ()))}
+        need(
+            kinds <= {"transformers.cache_utils", "model.exact"},
+            f"--rollout=hf: {type(self.model).__name__} has a cache that cannot start several responses; use "
+            "--rollout=vllm",
+        )
+        cache.reorder_cache(prompt_of)
         position = mask.sum(1)[prompt_of]
         if self.exact:
             cache.layers, padded = [InOrder(layer, position) for layer in cache.layers], False
@@ -572,7 +578,7 @@ class HFEngine:
         else:
             out = self.model(input_ids=ids, logits_to_keep=keep, **more)
             logits = out.logits.float()
-        return logits[..., : self.vocabulary], out.past_key_values
+        return logits[..., : self.vocabulary], getattr(out, "past_key_values", None)
 
     @torch.no_grad()
     def load(self, named_tensors) -> None:

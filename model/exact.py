@@ -360,7 +360,7 @@ class InOrder(DynamicLayer):
         """The number of positions: transformers must not mask any; `mask` has the visible ones."""
         return self.width()
 
-    def batch_select_indices(self, rows) -> None:
+    def reorder_cache(self, rows) -> None:
         self.keys, self.values, self.lengths = (
             x.index_select(0, rows) for x in (self.keys, self.values, self.lengths)
         )

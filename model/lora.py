@@ -192,7 +192,6 @@ def read_adapter(model, folder: Path) -> None:
 def check(cfg: Config) -> None:
     """Raise UserError if flags contradict each other, or if the package peft is missing."""
     rank = f"--lora_rank={cfg.lora_rank}"
-    need(cfg.lora_rank >= 0, f"{rank}: must not be negative; 0 is off")
     if cfg.lora_rank == 0:
         return
     need(

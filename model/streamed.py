@@ -49,16 +49,17 @@ class StreamedModel:
         stream = TensorStream(named_tensors, getattr(torch, dtype), device)
         layer, hooks = self.model.get_output_embeddings(), []
         layer.forward = functools.partial(score, Head.of(self.model.config, self.vocabulary), layer)
-        owners = {}  # a module with parameters may read its children's: they are filled together
+        # a module with parameters, or with a convolution, may read its children's: filled together
+        owners = {}
         for name, module in self.model.named_modules():
             if published_names(module):
                 parent = name.rpartition(".")[0]
-                owners.setdefault(parent if parent in owners else name, []).append((name, module))
-        for parts in owners.values():
-            hooks.append(
-                parts[0][1].register_forward_pre_hook(functools.partial(fill, parts, stream))
-            )
-            hooks.append(parts[0][1].register_forward_hook(functools.partial(release, parts)))
+                apart = parent not in owners and not isinstance(module, torch.nn.Conv1d)
+                owners.setdefault(name if apart else parent, []).append((name, module))
+        for name, parts in owners.items():
+            owner = self.model.get_submodule(name)
+            hooks.append(owner.register_forward_pre_hook(functools.partial(fill, parts, stream)))
+            hooks.append(owner.register_forward_hook(functools.partial(release, parts)))
         try:
             ids = ids.to(stream.device)
             for module in self.model.modules():

@@ -69,12 +69,10 @@ def main(argv: list[str] | None = None) -> dict:
 def check_flags(cfg: ProbeFlags) -> None:
     """Raise UserError for flags that are invalid or contradict each other."""
     check(cfg)
-    need(cfg.micro_tokens >= 1, f"--micro_tokens={cfg.micro_tokens}: must be at least 1")
     need(
         cfg.samples >= 2,
         f"--samples={cfg.samples}: must be at least 2, since the report compares responses to the same problem",
     )
-    need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
     need(
         not (cfg.actor and (cfg.learner_quant != "none" or cfg.router_replay)),
         "--learner_quant, --router_replay: these flags apply only if the policy samples; leave out --actor",

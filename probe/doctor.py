@@ -24,7 +24,7 @@ import numpy as np
 from batching import pad
 from config import Config
 from eval import write_result
-from machinery.flags import check_result, need, parse_flags
+from machinery.flags import check_ranges, check_result, need, parse_flags
 from probe.gaps import by_length, by_prefix, distances, ess, exists, k3
 from probe.page import lengths_text, verdicts_text
 from probe.verdicts import Evidence, judged
@@ -495,7 +495,7 @@ def text(o: dict) -> str:
 def main(argv: list[str] | None = None) -> dict:
     """Run the command. UserError: a flag is wrong."""
     cfg = parse_flags(DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ...")
-    need(cfg.log_ratio_clamp > 0, f"--log_ratio_clamp={cfg.log_ratio_clamp}: must be above 0")
+    check_ranges(cfg)
     if cfg.out:
         check_result("out", cfg.out)
     return diagnose(cfg)

@@ -28,7 +28,14 @@ import quant
 from config import Config, EngineFlags
 from machinery.checkpoint.models import read_config, read_tokenizer, vocabulary_size, write_zeros
 from machinery.checkpoint.tensors import Published, read_tensors
-from machinery.flags import UserError, need, need_each, parse_flags, run_command
+from machinery.flags import (
+    UserError,
+    check_ranges,
+    need,
+    need_each,
+    parse_flags,
+    run_command,
+)
 from machinery.run import lock_folder
 from machinery.settings import check_engine
 from model.engines import make_engine
@@ -192,10 +199,9 @@ def connect(flags: SamplerFlags, incarnation: int) -> RemoteSampler:
         flags.connect, "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder"
     )
     name = sampler_name(flags)
+    check_ranges(flags)
     need_each(
         flags,
-        (flags.patience > 0, "patience", "must be above 0"),
-        (flags.give_up > 0, "give_up", "must be above 0"),
         (flags.groups >= 1, "groups", "must be at least 1"),
         (flags.spool_groups >= flags.groups, "spool_groups", "must be at least --groups"),
     )

@@ -136,14 +136,16 @@ def names_of(value: str) -> list[str]:
     return [name for name, _ in map(parts_of, value.split(",")) if name]
 
 
-def places_of(names: list[str]) -> set[str]:
-    """The resolved files, data sets and classes of several tasks."""
+def places_of(names: list[str]) -> dict[str, str]:
+    """Digest of each file -> file, and name -> name of data sets and classes, of several tasks."""
     parts = [part for name in names for part in data.mixed(name)]
-    return {str(Path(part).resolve()) if data.file_of(part) == part else part for part in parts}
+    is_data = {part: data.file_of(part) == part and Path(part).is_file() for part in parts}
+    return {data.digest_of(part) if is_data[part] else part: part for part in parts}
 
 
-def digests(cfg: TaskFlags) -> dict[str, str]:
-    """SHA-256 of each text and file named by the flags of task, reward and prompts."""
+def digests(cfg: TaskFlags, task=None) -> dict[str, str]:
+    """SHA-256 of each text and file named by the flags of task, reward and prompts, and of the
+    problems of a `task` that a class makes."""
     # only a run has --eval_task, and only a run's --task is a single name
     held_out = getattr(cfg, "eval_task", None)
     names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
@@ -153,14 +155,17 @@ def digests(cfg: TaskFlags) -> dict[str, str]:
         f"--{flag}": hashlib.sha256(x.encode()).hexdigest()
         for flag, x in prompts.contents(cfg).items()
     }
+    if isinstance(task, data.OwnTask):
+        name = f"the problems of {task.name} (a Python set has a new order in each process)"
+        texts[name] = task.digest()
     return {name: data.digest_of(name) for name in names} | texts
 
 
-def check_unchanged(cfg: TaskFlags, path: Path) -> None:
+def check_unchanged(cfg: TaskFlags, path: Path, task=None) -> None:
     """Raise UserError if a file of the run changed since the run began. path: the run's
     config.json."""
     made = read_json(path, "name a different folder") if path.is_file() else {}
-    before, now = made.get("data", {}), digests(cfg)
+    before, now = made.get("data", {}), digests(cfg, task)
     changed = [name for name, digest in before.items() if now.get(name, digest) != digest]
     need(
         not changed,
@@ -211,10 +216,12 @@ def check(cfg: Config) -> None:
     if cfg.task == "arith":
         arith.of_settings(cfg.arith)
         return
-    shared = places_of([cfg.task]) & places_of(names_of(getattr(cfg, "eval_task", "")))
+    held_out = places_of(names_of(getattr(cfg, "eval_task", "")))
+    shared = held_out.keys() & places_of([cfg.task])
     if shared and from_environment("RANK", 0) == 0:
         print(
-            f"warning: --eval_task={min(shared)}: these are problems of --task, so this is no held-out accuracy",
+            f"warning: --eval_task={held_out[min(shared)]}: these are problems of --task, so this is no held-out "
+            "accuracy",
             file=sys.stderr,
         )
     held_out = getattr(cfg, "eval_every", 0) <= 0 or cfg.eval_task

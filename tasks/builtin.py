@@ -3,6 +3,7 @@ answer."""
 
 from __future__ import annotations
 
+import functools
 import re
 from decimal import Decimal, InvalidOperation
 
@@ -14,7 +15,7 @@ def math_answer(row, text, finish_reason) -> bool:
     process then hits its time limit. sympy draws random numbers, so it is seeded for each answer,
     and the result does not depend on earlier answers."""
     import sympy.core.random
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     sympy.core.random.seed(0)
     answer = row["answer"]
@@ -23,31 +24,60 @@ def math_answer(row, text, finish_reason) -> bool:
         response = box[len("\\boxed{") : -1] if box else text
         return without_dress(response) == without_dress(answer)
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
-    gold = parse(f"\\boxed{{{as_sums(answer)}}}", extraction_config=configs, parsing_timeout=None)
-    parsed = parse(as_sums(text), extraction_config=configs, parsing_timeout=None)
-    equal = bool(verify(gold, parsed, timeout_seconds=None))
-    return equal and not far_apart(gold, parsed)
+    gold, parsed = (
+        parse(plain_numbers(x), extraction_config=configs, parsing_timeout=None)
+        for x in (f"\\boxed{{{answer}}}", text)
+    )
+    claims = [e for x in parsed if isinstance(x, sympy.Basic) for e in x.atoms(sympy.Eq)]  # 1 = 2
+    return (
+        bool(grader().verify(gold, parsed, timeout_seconds=None))
+        and repeated(gold) == repeated(parsed)
+        and not any(far_apart(e.lhs, e.rhs) for e in claims if not e.free_symbols)
+    )
 
 
-def as_sums(text: str) -> str:
-    """The text without a full stop at the end of its box, and with mixed numbers as sums, because
-    math-verify reads 1 1/4 as 11/4, not as 5/4."""
-    return re.sub(MIXED, r"\1(\2 + \3/\4)", re.sub(r"(?<=\d)\.(?=\}$)", "", text))
+def plain_numbers(text: str) -> str:
+    """The text with numbers in forms that math-verify reads: no full stop at the end of a box, no
+    space before thousands, mixed numbers as sums (it reads 1 1/4 as 11/4), and repeating
+    decimals as fractions."""
+
+    def fraction(match) -> str:
+        whole, digits, period = match.groups()
+        above = int(whole + digits + period) - int(whole + digits or 0)
+        return f"\\frac{{{above}}}{{{'9' * len(period) + '0' * len(digits)}}}"
+
+    text = re.sub(r"(?<=\d)(?:\.(?=\s*\}$)|(?:\\[,!]|[ ~])(?=\d{3}(?![\d/])))", "", text)
+    text = re.sub(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\{([0-9]+)\}", fraction, text)
+    return re.sub(MIXED, r"\1(\2 + \3/\4)", text)
 
 
-def far_apart(gold: list, parsed: list) -> bool:
-    """Whether all numbers of two answers differ by more than 1 %. math-verify compares with an
-    absolute tolerance, under which all tiny numbers are equal."""
+@functools.cache
+def grader():
+    """math-verify's grader. Its absolute tolerance, under which all tiny numbers are equal, is
+    replaced by `far_apart`."""
+    from math_verify import grader
+
+    equal = grader.sympy_numeric_eq
+    grader.sympy_numeric_eq = lambda a, b, *digits: equal(a, b, *digits) and not far_apart(a, b)
+    return grader
+
+
+def far_apart(*pair) -> bool:
+    """Whether the constant terms of two expressions are real and differ by more than 1 %."""
     import sympy
 
-    def numbers(answers: list) -> list:
-        exact = [x for x in answers if isinstance(x, sympy.Basic) and x.is_number]
-        return [x for x in exact if x.is_extended_real and x.is_finite]
+    exact = [x for x in pair if isinstance(x, sympy.Expr)]  # no matrices
+    terms = [x.as_independent(*x.free_symbols, as_Add=True)[0] for x in exact]
+    real = [x for x in terms if x.is_extended_real and x.is_finite]
+    return len(real) == 2 and bool(abs(real[0] - real[1]) > sympy.Max(*map(abs, real)) / 100)
 
-    pairs = [(a, b) for a in numbers(gold) for b in numbers(parsed)]
-    return bool(pairs) and not any(
-        bool(sympy.Abs(a - b) <= sympy.Max(abs(a), abs(b)) / 100) for a, b in pairs
-    )
+
+def repeated(parsed: list) -> int:
+    """Number of repeated elements of a list such as 5, 5, which math-verify reads as a set."""
+    if len(parsed) < 2 or type(parsed[0]).__name__ != "FiniteSet":
+        return 0
+    parts = re.split("[,;]", re.sub(r"[(\[][^()\[\]]*[)\]]|,(?=\d{3}(?!\d))", "x", parsed[1]))
+    return max(0, sum(map(bool, map(str.strip, parts))) - len(parsed[0]))
 
 
 def without_dress(text: str) -> str:
@@ -117,14 +147,17 @@ TEMPLATE_OF = {
 # possessive: no part of 3,4
 NUMBER = r"[-+−–]?[\s$€£\\]*(?:[0-9]{1,3}(?:[, ][0-9]{3})++(?:\.[0-9]*+)?|[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)"
 # a number with no second number, factorial, or single letter behind it on its line
-HASHES = rf"(?:\s*[A-Za-z]?\s*=|\\boxed|[\s*$\\({{])*({NUMBER})(?!!|[^\W\d_](?![^\W\d_])|[^\n]*[\d²³¹¼-¾])"
+HASHES = (
+    rf"(?:\s*[A-Za-z]?\s*=|\\boxed|[\s*$\\({{])*({NUMBER})"
+    r"(?!!|\s*(?:[×·√]|[xyz]\b)|[^\W\d_](?![^\W\d_])|[^\n]*[\d²³¹¼-¾])"
+)
 ELLIPSIS = r"\\(?:l|c|d)?dots[cbmio]?\b|\.\.\.|…"
-MIXED = r"(?<![\w./^}])(-?)(\d+)(?: |\\[ ,;])+(\d+)/(\d+)(?![\w./^])"
+MIXED = r"(?<![\w./^}])(-?)(\d+)(?:[ ~]|\\[ ,;])+(\d+)/(\d+)(?![\w./^])"
 # signs before a letter
 SIGNS = r"(?:\\(?:text|math|bold)[a-z]*|\\?[\s{($,;!*:])*(?:[Oo]ption\s+|[Cc]hoice\s+)?\(?"
 # no second letter, and not the word A or I
 ALONE = (
-    r"\b(?![^\w\n]*(?:[,;/&]|or\b|and\b)[^\w\n]*[A-HJ-Z]\b)"
+    r"\b(?! +[B-HJ-Z]\b)(?![^\w\n]*(?:[,;/&]|or\b|and\b)[^\w\n]*[A-HJ-Z]\b)"
     r"(?!(?<=[AIai])\s+(?!(?:because|since|as|is|which|for|and|but)\b)[a-z])"
 )
 IN_BOX = rf"^\\boxed{SIGNS}([A-Za-z]){ALONE}"

@@ -156,6 +156,11 @@ class OwnTask(Table):
     def size(self) -> int | None:
         return len(self.used) or None
 
+    def digest(self) -> str:
+        """SHA-256 of the training problems, of the first 64 if the class is endless."""
+        made = [self.find(f"{self.stem}/train/{i}") for i in range(self.made.size or 64)]
+        return hashlib.sha256(repr([(p.prompt, p.answer) for p in made]).encode()).hexdigest()
+
     def problem(self, split: str, index: int) -> Problem:
         number = index if self.size is None else self.used[index % self.size]
         problem = self.find(f"{self.stem}/{split}/{number}")

@@ -74,6 +74,19 @@ def test_a_number_is_written_in_digits(value, wanted, tmp_path):
     assert rows_of(write(tmp_path / "x.jsonl", {"question": "?", "answer": value})) == [("?", wanted)]
 
 
+CLASS_OF_A_SET = """
+class Task:
+    size = None
+    names = list({"a", "b", "c"})
+
+    def problem(self, split, index):
+        return {"problem": self.names[index % 3], "answer": "1"}
+
+    def reward(self, row, text, finish_reason):
+        return 0.0
+"""
+
+
 def test_changed_files_are_refused_at_a_resume(tmp_path):
     """A changed file is named, for every flag that reads it; an unchanged file passes."""
     data = write(tmp_path / "x,y.jsonl", {"question": "1?", "answer": "1"})
@@ -90,6 +103,14 @@ def test_changed_files_are_refused_at_a_resume(tmp_path):
             tasks.check_unchanged(cfg, config)
         write(Path(file), before)
     tasks.check_unchanged(cfg, config)
+    own = write(tmp_path / "own.py", CLASS_OF_A_SET)
+    cfg = cfg_of(task=f"{own}:Task", eval_task="")
+    task = make_task(cfg)
+    write(config, {"data": tasks.digests(cfg, task)})
+    tasks.check_unchanged(cfg, config, task)
+    task.made.names.reverse()  # as under a different hash seed
+    with pytest.raises(ValueError, match="--resume: the problems of .*own.py:Task .* changed since the run began"):
+        tasks.check_unchanged(cfg, config, task)
 
 
 CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
@@ -443,9 +464,13 @@ def test_evaluation_sets_have_separate_settings(tmp_path):
 
 def test_the_problems_of_the_task_are_not_held_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    for name in ("a", "copy"):
+        write(tmp_path / f"{name}.jsonl", {"question": "?", "answer": "1"})
     for task, held_out, warns in (
         ("a.jsonl", "./a.jsonl:samples=2", True),
-        ("b.jsonl,a.jsonl", str(tmp_path / "a.jsonl"), True),
+        ("a.jsonl", str(tmp_path / "a.jsonl"), True),
+        ("b.jsonl,a.jsonl", "a.jsonl", True),
+        ("a.jsonl", "copy.jsonl", True),
         ("hf:a/b/train", "a.jsonl,hf:a/b/train", True),
         ("hf:a/b/train", "hf:a/b/test", False),
     ):

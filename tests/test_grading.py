@@ -37,15 +37,15 @@ def graded(pool, pairs, seconds: float) -> list:
 
 
 def test_a_table_of_graded_responses():
-    """162 pairs of a gold answer and a response, labelled by hand."""
+    """246 pairs of a gold answer and a response, labelled by hand."""
     pairs = [json.loads(line) for line in (ROOT / "tests" / "graded.jsonl").read_text(encoding="utf-8").splitlines()]
     wrong = []
-    for name in ("math", "gsm8k"):
+    for name in ("math", "gsm8k", "letter"):
         rows = [row for row in pairs if row["reward"] == name]
         asked = [Answer(Problem(str(i), "p", row["gold"]), row["response"], True) for i, row in enumerate(rows)]
         values = Reward(parts=parts_of(name)).values(rewards.Part(name, 1.0), asked)
         wrong += [row for row, value in zip(rows, values, strict=True) if bool(value) != row["right"]]
-    assert len(pairs) == 162 and not wrong
+    assert len(pairs) == 246 and not wrong
 
 
 BOXES = [
