@@ -35,9 +35,9 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from config import Config
-from machinery.checkpoint.shards import from_all
 from machinery.checkpoint.tensors import Layout, read_tensors
 from machinery.flags import UserError, need
+from machinery.ranks import from_all
 from rollout import Rollout, uniforms
 from source import LocalSource, given_back_if_it_fails
 

@@ -10,17 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
-from collections import Counter
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from itertools import chain
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
@@ -30,13 +24,14 @@ import objectives
 import quant
 import sync
 from batching import Batch
-from config import Config, RolloutFlags
+from config import Config
 from machinery import optim
-from machinery.checkpoint.shards import from_all, whole
+from machinery.checkpoint.shards import whole
 from machinery.checkpoint.tensors import Published
-from machinery.flags import UserError, from_environment, need
+from machinery.flags import UserError, need
 from machinery.measure import Sums
 from machinery.optim import make_optimizers, schedule
+from machinery.ranks import Comm
 from metrics import derive, observe
 from model import (
     Needs,
@@ -51,114 +46,14 @@ from model import (
     needs_of_update,
     routers_of,
 )
-from model.head import rows_at_once
-from model.streamed import nudged
-from sampling import Sampling
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks
-# ---------------------------------------------------------------------------------------------------------------------
-
-# read before vLLM is imported, because vLLM overwrites these variables
-LOCAL_RANK = from_environment("LOCAL_RANK", 0)
-MAX_SKIPS = 5  # consecutive non-finite updates after which a run stops
-WORLD_SIZE = from_environment("WORLD_SIZE", 1)
-GOLDEN = (5**0.5 - 1) / 2  # the step from one version to the next of the tensors compared
-FOREVER = 10 * 365 * 86400.0  # seconds: upper bound of the timeout given to torch
-
-
-class Comm:
-    """Sums, gathers and maxima over ranks; identities in a single process."""
-
-    # Keeps the group alive: its destructor joins gloo's threads, which may wait for the GIL.
-    group = None
-
-    def __init__(self, device="cpu"):
-        self.on = dist.is_initialized()
-        Comm.group = dist.group.WORLD
-        self.rank = dist.get_rank() if self.on else 0
-        self.size = dist.get_world_size() if self.on else 1
-        self.device = device
-
-    @classmethod
-    def start(cls, patience: float) -> Comm:
-        """Set this rank's device, and under torchrun start its process group. patience: timeout of
-        collective calls, seconds."""
-        patience = timedelta(seconds=min(patience, FOREVER))
-        missing = [x for x in ("RANK", "MASTER_ADDR", "MASTER_PORT") if x not in os.environ]
-        need(
-            WORLD_SIZE == 1 or not missing,
-            f"WORLD_SIZE={WORLD_SIZE} in the environment and no {', '.join(missing)}: start several ranks with "
-            "torchrun --nproc_per_node, or unset WORLD_SIZE",
-        )
-        if WORLD_SIZE > 1:
-            rank, _ = from_environment("RANK", 0), from_environment("MASTER_PORT", 1)
-            need(
-                rank < WORLD_SIZE,
-                f"RANK={rank} in the environment: must be below WORLD_SIZE={WORLD_SIZE}; start ranks with torchrun",
-            )
-        if not torch.cuda.is_available():
-            if WORLD_SIZE > 1:
-                dist.init_process_group("gloo", timeout=patience)
-            return cls("cpu")
-        gpus = torch.cuda.device_count()
-        ranks_on_host = from_environment("LOCAL_WORLD_SIZE", 1)
-        need(
-            gpus >= max(ranks_on_host, LOCAL_RANK + 1),
-            f"torchrun --nproc_per_node={ranks_on_host}: this host has {gpus} GPU(s); start as many ranks as GPUs",
-        )
-        # first, because other libraries use the current GPU, by default GPU 0
-        torch.cuda.set_device(LOCAL_RANK)
-        cuda_device = torch.device("cuda", LOCAL_RANK)
-        if WORLD_SIZE > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=patience, device_id=cuda_device)
-        return cls(str(cuda_device))
-
-    def sum(self, values) -> list[float]:
-        """Sums over ranks of a list of scalars (numbers or 0-d tensors), in float64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, values) -> list[float]:
-        """Maxima over ranks of a list of scalars, in float64."""
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def _reduce(self, values, op) -> list[float]:
-        t = torch.stack(
-            [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
-        )
-        if self.on:
-            dist.all_reduce(t, op=op)
-        return t.tolist()
-
-    def sum_counts(self, counts: dict[str, float]) -> Counter:
-        """Sums over ranks of named counts; the names may differ between ranks."""
-        total = Counter()
-        for part in from_all(dict(counts)):
-            total.update(part)
-        return total
-
-    def any(self, condition) -> bool:
-        """Whether the condition is true on any rank; the same result on all ranks."""
-        return self.max([bool(condition)])[0] > 0
-
-    def cat(self, x: torch.Tensor) -> torch.Tensor:
-        """The 1-D tensors of all ranks, concatenated in rank order."""
-        return torch.cat([part.to(x.device) for part in from_all(x.cpu())])
-
-    def barrier(self):
-        if self.on:
-            dist.barrier()
-
-    def end(self) -> None:
-        """Leave the process group, all ranks together, so that Python can exit. The last call."""
-        if WORLD_SIZE > 1 and dist.is_initialized():  # vLLM's shutdown may have destroyed it
-            dist.barrier()
-            dist.destroy_process_group()
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The learner
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+MAX_SKIPS = 5  # consecutive non-finite updates after which a run stops
+GOLDEN = (5**0.5 - 1) / 2  # the step from one version to the next of the tensors compared
 
 
 class Learner:
@@ -510,15 +405,8 @@ class Learner:
 
         return Published(read)
 
-    def logprobs(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 of one model: (R, L) -> float32 (R, L - 1).
-
-        Computed in the precision of the weights, because 16-bit rounding hides a small update."""
-        stats = self._in_full_precision(batching.of_rows(ids, self.cfg), Needs())
-        return (stats.logp if name == "policy" else stats.actor_logp).numpy()
-
-    def _in_full_precision(self, batch: Batch, needs: Needs) -> TokenStats:
-        """`score`, without autocast."""
+    def score_in_full_precision(self, batch: Batch, needs: Needs) -> TokenStats:
+        """`score` in the precision of the weights, because 16-bit rounding hides a small update."""
         rounding, self.models.autocast = self.models.autocast, None
         with (
             memory.in_full_precision(self.models)
@@ -528,56 +416,6 @@ class Learner:
             stats = self.score(batch, needs)
         self.models.autocast = rounding
         return stats
-
-    def agreement(self, batch: Batch) -> Agreement:
-        """Compare learner and engine on a batch sampled with the same weights. Collective."""
-        part = batch.select(range(min(len(batch), 16)))
-        model = getattr(self.models, self.names[-1])
-
-        def probabilities() -> torch.Tensor:
-            stats = self.score(part, Needs())
-            return (stats.actor_logp if self.has_actor else stats.logp).exp().double()
-
-        def distance(p, q) -> float:
-            total, n = self.comm.sum([((p - q).abs() * part.mask).sum(), part.mask.sum()])
-            return total / n if n else 0.0
-
-        learner_p, engine = probabilities(), part.logp_inf.exp().double()
-        rounding = max(
-            torch.finfo(getattr(torch, dtype)).eps
-            for dtype in (self.cfg.dtype, self.cfg.rollout_dtype)
-        )
-        with nudged(model, rounding / 2):
-            floor = distance(learner_p, probabilities())
-        return Agreement(distance(learner_p, engine), floor)
-
-    def check_heads(self, ids: np.ndarray) -> None:
-        """Raise UserError, one sentence, if model/head.py computes different logits than the
-        model's own head. Collective.
-
-        The comparison is in full precision, since it tests the function and not the rounding. ids:
-        token ids (R, L)."""
-        longest = min(
-            rows_at_once(getattr(self.models, name).config, ids.shape[1]) for name in self.names
-        )
-        batches = [
-            batching.of_rows(ids[i : i + longest], self.cfg) for i in range(0, len(ids), longest)
-        ]
-        ours = [self._in_full_precision(batch, Needs()) for batch in batches]
-        expected_stats = [self._in_full_precision(batch, Needs(own_head=True)) for batch in batches]
-        for name, key in zip(self.names, ("logp", "actor_logp"), strict=False):
-            config = getattr(self.models, name).config
-            logp, expected = (
-                torch.cat([getattr(stats, key) for stats in stats_list])
-                for stats_list in (ours, expected_stats)
-            )
-            gap = float((logp - expected).abs().mean())
-            need(
-                gap <= HEADS.get(str(expected.dtype).removeprefix("torch."), 1e-3),
-                f"--{name if name == 'actor' else 'model'}: models of the family {config.model_type} apply an "
-                f"operation to their logits that model/head.py lacks (log-probabilities differ by {gap:.3g} from the "
-                "model's); choose a different model, or add the operation to head.Head",
-            )
 
     def state_dict(self) -> dict:
         """Counters and the state of the loss scaler; `trained` returns weights and optimizer states."""
@@ -632,52 +470,8 @@ class Learner:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Comparison with published weights, and with the sampler
+# Published tensors
 # ---------------------------------------------------------------------------------------------------------------------
-
-# tolerance per dtype: mean |difference in log p| between two head implementations
-HEADS = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
-AGREES = 1e-3  # tolerance of mean |p_learner - p_engine| with float32 on both sides
-LIMIT = 5.0  # tolerance, in multiples of the noise floor
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Distances between learner and engine with the same weights: means over sampled tokens."""
-
-    gap: float  # |p_learner - p_engine|
-    floor: float  # |p_learner - p_nudged|: each module's output perturbed by the rounding error
-
-
-def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
-    """A warning, or "". UserError if, with the same weights, engine and learner compute different
-    policies.
-
-    The check detects a soft cap, scale, bias or temperature of the logits on only one side. If the
-    flags make both sides differ (quantized engine or KV cache, learner not aligned), it warns."""
-    limit = max(AGREES, LIMIT * found.floor)
-    aligned = cfg.learner_quant in ("aligned", cfg.rollout_quant)
-    gap = (
-        f"on the first rollouts, with the same weights, |p_learner - p_engine| is {found.gap:.3g} on average "
-        f"and rounding explains at most {limit:.2g}"
-    )
-    if not found.gap <= limit:
-        if not aligned or cfg.kv_cache_dtype != "auto":
-            return f"{gap}: the mismatch of --rollout_quant={cfg.rollout_quant} --kv_cache_dtype={cfg.kv_cache_dtype}"
-        raise UserError(
-            f"learner and engine compute different policies: {gap}; check whether the model (config.json) or the "
-            "engine caps, scales or shifts the logits; --check_sync=False trains without this check"
-        )
-    return ""
-
-
-def expects_agreement(cfg: Config) -> bool:
-    """Whether engine and learner should compute the same policy: same weights and distribution."""
-    fresh = cfg.samplers == "local" and cfg.delay == "none"
-    same = cfg.logprobs_mode == "processed" and (
-        cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates
-    )
-    return cfg.check_sync and fresh and same
 
 
 def engine_type(cfg: Config) -> torch.dtype | None:

@@ -24,9 +24,9 @@ import machinery.startup  # isort: skip  # noqa: F401
 import batching
 import objectives
 from config import Config
-from learner import LOCAL_RANK, WORLD_SIZE, Comm
 from machinery import settings
 from machinery.flags import UserError, run_command
+from machinery.ranks import LOCAL_RANK, WORLD_SIZE, Comm
 from machinery.run import locked
 from machinery.session import ELSEWHERE, Session, due, timer
 from model import exact, needs_of_exact_kappa

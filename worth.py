@@ -51,13 +51,15 @@ import sampling
 from config import Config
 from corrections import token_k3
 from eval import sampler_of, write_result
-from learner import Comm, Learner
+from learner import Learner
 from machinery import flags, plot, settings
 from machinery.flags import names_model, need, run_command
 from machinery.measure import FOLDS, Reference, RowSamples, with_errors
 from machinery.optim import learning
+from machinery.ranks import Comm
 from machinery.run import open_run, open_source, topk_of
 from model import Needs, TokenStats, needs_of_ref_pass
+from model.agreement import check_heads
 from objectives import columns_of, unregularised
 from source import LocalSource
 
@@ -363,7 +365,7 @@ class Measurement:
         self.learner = self.scorer = Learner(
             *run.load_models(), on_policy_cfg, self.comm, run.vocabulary
         )
-        self.learner.check_heads(run.probe_ids())
+        check_heads(self.learner, run.probe_ids())
         if not self.learner.sharded:  # under FSDP the policy is already wrapped
             policy, in_float32 = self.learner.models.policy, replace(on_policy_cfg, dtype="float32")
             self.scorer = Learner(policy, None, in_float32, self.comm, run.vocabulary)

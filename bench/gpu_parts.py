@@ -30,7 +30,8 @@ import objectives
 import plan
 import quant
 from config import Config
-from learner import Comm, Learner
+from learner import Learner
+from machinery.ranks import Comm
 from machinery.speed import operations, peak_of
 from model import Needs, OneModelRows, Scored
 from model.engines import VLLMEngine

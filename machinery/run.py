@@ -32,10 +32,10 @@ import tasks
 from config import Config, LossFlags, ReportFlags, RunFlags
 from corrections import USES_Z, rejects_by_support
 from delay import DelaySource
-from learner import LOCAL_RANK
 from machinery import checkpoint, warmstart
 from machinery.checkpoint import models
 from machinery.flags import UserError, is_hub_id, need
+from machinery.ranks import LOCAL_RANK
 from machinery.settings import digest_of_flags, unlike_paper
 from model import exact, lora, memory
 from model.engines import make_engine, sleep_level

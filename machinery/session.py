@@ -15,9 +15,10 @@ import batching
 import quant
 from config import Config
 from eval import held_out
-from learner import Comm, Learner, check_agreement, expects_agreement
+from learner import Learner
 from machinery import checkpoint, plot
 from machinery.flags import need
+from machinery.ranks import Comm
 from machinery.run import (
     Log,
     open_eval_engine,
@@ -28,6 +29,7 @@ from machinery.run import (
 )
 from machinery.speed import Speed
 from model import Needs
+from model.agreement import agreement, check_agreement, check_heads, expects_agreement
 from model.engines import evaluated_by
 from presets import called
 
@@ -48,7 +50,7 @@ class Session:
         self.learner = Learner(
             *self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start()
         )
-        self.learner.check_heads(self.run.probe_ids())
+        check_heads(self.learner, self.run.probe_ids())
         self.to_check = expects_agreement(cfg)
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
@@ -131,7 +133,7 @@ class Session:
     def check_agreement(self, batch) -> None:
         """Check once per run, on fresh rollouts, that learner and engine compute one policy."""
         self.to_check = False
-        warning = check_agreement(self.cfg, self.learner.agreement(batch))
+        warning = check_agreement(self.cfg, agreement(self.learner, batch))
         if warning and self.comm.rank == 0:
             tqdm.write(f"warning: {warning}", file=sys.stderr)
 

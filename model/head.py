@@ -44,7 +44,7 @@ class Head:
 
         z = scale (h W^T + b), and with a cap z = cap tanh(z / cap)
 
-    `Learner.check_heads` rejects models with a different function. multiply: `product`, or the same
+    `agreement.check_heads` rejects models with a different function. multiply: `product`, or the same
     product with a fixed order of sums (exact.py)."""
 
     scale: float = 1.0  # Granite, Cohere

@@ -40,11 +40,13 @@ import quant
 from batching import Batch, collate
 from config import Config
 from eval import ModelFlags, Setup, n_problems
-from learner import Comm, Learner
+from learner import Learner
 from machinery import settings
 from machinery.checkpoint.models import load_model
+from machinery.ranks import Comm
 from machinery.run import check_models
 from model import Needs
+from model.agreement import check_heads
 from model.engines import make_engine
 from probe.figures import draw_ladder, draw_mismatch
 from probe.floor import floors
@@ -113,7 +115,7 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
     learner = Learner(load_model(setup.folder), None, train_cfg, comm, setup.vocabulary)
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed)
     first = groups[0]
-    learner.check_heads(np.concatenate([first.prompt_ids, first.responses[0].tokens])[None])
+    check_heads(learner, np.concatenate([first.prompt_ids, first.responses[0].tokens])[None])
     scored = score(learner, groups, train_cfg)
     floor = floors(learner, scored.batch, engine, sampling, setup)
     ladder = (

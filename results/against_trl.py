@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import compare, resolved, seconds, shaped, update
 from config import Config
-from learner import Comm, Learner
+from learner import Learner
 from machinery.checkpoint.models import load_model, read_config
 from machinery.flags import UserError, need, run_command
+from machinery.ranks import Comm
 from model import attention
 from model.engines import HFEngine, VLLMEngine
 from results import sweep

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import batching
-from learner import Comm
 from machinery import settings
 from machinery.flags import parse_flags, run_command
+from machinery.ranks import Comm
 from model import Needs
 from results import sweep
 from train import Training

@@ -42,8 +42,8 @@ def plain_numbers(text: str) -> str:
     decimals as fractions."""
 
     def fraction(match) -> str:
-        whole, digits, period = match.groups()
-        above = int(whole + digits + period) - int(whole + digits or 0)
+        integer, digits, period = match.groups()
+        above = int(integer + digits + period) - int(integer + digits or 0)
         return f"\\frac{{{above}}}{{{'9' * len(period) + '0' * len(digits)}}}"
 
     text = re.sub(r"(?<=\d)(?:\.(?=\s*\}$)|(?:\\[,!]|[ ~])(?=\d{3}(?![\d/])))", "", text)

@@ -22,9 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import batching
 import config
 from machinery import plot, settings
-from model import TokenStats
+from model import Needs, TokenStats
 from objectives import StepStats
 from rollout import Response, Rollout, Sampling
 from tasks.arith import VOCAB, arithmetic_tokenizer
@@ -364,3 +365,9 @@ def pytest_collection_modifyitems(items):
         return
     order = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
+
+
+def logprobs(learner, name: str, ids) -> np.ndarray:
+    """log p(ids[t] | ids[:t]) for t >= 1 of one model, in the precision of its weights: (R, L) -> (R, L - 1)."""
+    stats = learner.score_in_full_precision(batching.of_rows(ids, learner.cfg), Needs())
+    return (stats.logp if name == "policy" else stats.actor_logp).numpy()

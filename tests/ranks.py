@@ -9,15 +9,17 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import numpy as np
 import torch
 import torch.distributed as dist
-from conftest import make_cfg, make_groups, tiny_model
+from conftest import logprobs, make_cfg, make_groups, tiny_model
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchrun import as_rank
 
 import batching
 import objectives
-from learner import Comm, Learner
+from learner import Learner
 from machinery.checkpoint import shards
+from machinery.ranks import Comm
 from model import lora, needs_of_exact_kappa
+from model.agreement import check_heads
 
 f64 = torch.float64
 LOW_BITS = {"rollout_quant": "w4a16", "learner_quant": "aligned", "quant_group": 32}
@@ -118,8 +120,8 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
     cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=budget, **memory)
     learner = make_learner(cfg, dtype, comm)
     step = learner._step
-    learner.check_heads(PROBE)
-    probed = {name: torch.from_numpy(learner.logprobs(name, PROBE)) for name in learner.names}
+    check_heads(learner, PROBE)
+    probed = {name: torch.from_numpy(logprobs(learner, name, PROBE)) for name in learner.names}
     groups = rank_groups(odd)[2 * comm.rank : 2 * comm.rank + 2]
     grads, logged, controllers = one_update(cfg, learner, groups)
     shards_of_gradient = [local(p.grad) for p in learner.models.parameters() if p.requires_grad]

@@ -15,7 +15,8 @@ from conftest import make_cfg
 from torch.distributed.tensor import DTensor
 from torchrun import as_rank
 
-from learner import Comm, Learner
+from learner import Learner
+from machinery.ranks import Comm
 from model import lora, memory
 
 

@@ -13,10 +13,11 @@ import torch
 from conftest import make_cfg, make_groups, tiny_model
 from safetensors.torch import load_file
 
-from learner import Comm, Learner
+from learner import Learner
 from machinery import checkpoint
 from machinery.checkpoint import models, state
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from tasks.arith import arithmetic_tokenizer
 
 CONTROLLERS = {"kappa": 0.9970144912453727, "distill": 0.5}

@@ -18,10 +18,10 @@ import eval as evaluation
 import tasks
 import train
 from eval import mean_se, pass_at_k
-from learner import Comm
 from machinery import session, settings, warmstart
 from machinery.checkpoint.models import load_model
 from machinery.flags import UserError, parse_flags
+from machinery.ranks import Comm
 from machinery.run import held_out_sets, open_run
 from model.engines import HFEngine
 from remote import wire

@@ -18,7 +18,8 @@ from torchrun import torchrun
 
 import train
 from bench.gpu_parts import one_rank
-from learner import Comm, Learner
+from learner import Learner
+from machinery.ranks import Comm
 from machinery.run import read_metrics
 from model.engines import HFEngine, VLLMEngine
 from quant import LowBitLinear, dequantize, format_of, quantize

@@ -15,8 +15,8 @@ import zmq
 from conftest import make_cfg
 from test_wire import BLOB, RUN, group, limits
 
-from learner import Comm
 from machinery.checkpoint.tensors import read_tensors
+from machinery.ranks import Comm
 from remote import account, files, files_link, hub, keys, link, sampler, wire
 from remote import source as remote
 from remote.groups import encode_group

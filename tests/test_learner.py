@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups, tiny_model
+from conftest import logprobs, make_cfg, make_groups, tiny_model
 from ranks import PROBE, RANK_CASES, hold_back_the_step, make_learner, move, rank_groups, relative
 from ranks import one_update as update_of_one
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,10 +18,12 @@ import batching
 import learner as learner_module
 import model as models
 import objectives
-from learner import Agreement, Comm, Learner, check_agreement
+from learner import Learner
 from machinery.flags import UserError
 from machinery.optim import schedule
+from machinery.ranks import Comm
 from model import Needs, PolicyAndActor, kernels
+from model.agreement import Agreement, agreement, check_agreement
 
 f64 = torch.float64
 
@@ -419,9 +421,9 @@ def test_engine_and_learner_must_agree_up_to_a_measured_floor():
     cfg = make_cfg(objective="tis")
     assert check_agreement(cfg, Agreement(9e-4, 0.0)) == ""
     assert check_agreement(cfg, Agreement(0.09, 0.02)) == ""
-    for agreement in (Agreement(1.1e-3, 0.0), Agreement(0.11, 0.02), Agreement(math.nan, 0.02)):
+    for measured in (Agreement(1.1e-3, 0.0), Agreement(0.11, 0.02), Agreement(math.nan, 0.02)):
         with pytest.raises(UserError, match="learner and engine compute different policies"):
-            check_agreement(cfg, agreement)
+            check_agreement(cfg, measured)
     low_bits = replace(cfg, rollout_quant="w4a16")
     assert "is 0.4 on average" in check_agreement(low_bits, Agreement(0.4, 1e-4))
     assert check_agreement(replace(cfg, kv_cache_dtype="fp8"), Agreement(0.4, 1e-4))
@@ -438,13 +440,13 @@ def test_the_agreement_is_of_the_sampling_model(actor):
     batch = batching.collate(make_groups(2, seed=9), cfg)
     logp = learner.score(batch, Needs())
     batch.logp_inf = (logp.logp if actor == "none" else logp.actor_logp).clone()
-    exact = learner.agreement(batch)
+    exact = agreement(learner, batch)
     assert exact.gap == 0 < exact.floor < 1e-5
     p = batch.logp_inf[0, 0].exp()
     batch.logp_inf[0, 0] = (p + 0.5 * (1 - p)).log()
     n = int(batch.mask.sum()) if len(batch) <= 16 else int(batch.mask[:16].sum())
-    assert learner.agreement(batch).gap == pytest.approx(0.5 * (1 - float(p)) / n, rel=1e-4)
-    assert learner.agreement(batch).floor == exact.floor  # the call changes nothing
+    assert agreement(learner, batch).gap == pytest.approx(0.5 * (1 - float(p)) / n, rel=1e-4)
+    assert agreement(learner, batch).floor == exact.floor  # the call changes nothing
 
 
 class Casts(TorchDispatchMode):
@@ -539,7 +541,7 @@ def test_logprobs_for_the_weight_check_are_float32():
     results = []
     for dtype in ("float32", "bfloat16"):
         learner = Learner(tiny_model(0), None, make_cfg(objective="tis", dtype=dtype), Comm())
-        results.append(learner.logprobs("policy", ids))
+        results.append(logprobs(learner, "policy", ids))
     assert np.array_equal(*results)
     assert learner.models.autocast == torch.bfloat16  # training still uses it
 
@@ -583,7 +585,7 @@ def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
         cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=10**6)
         learner = make_learner(cfg, dtype)
         for name in learner.names:  # float32, for every dtype of the training pass
-            assert np.abs(ranks[i]["probed"][name].numpy() - learner.logprobs(name, PROBE)).max() < 1e-5, case
+            assert np.abs(ranks[i]["probed"][name].numpy() - logprobs(learner, name, PROBE)).max() < 1e-5, case
         want, logged, controllers = update_of_one(cfg, learner, rank_groups(odd))
         grads = ranks[i]["grads"]
         if odd.startswith("all") and cfg.actor == "none":  # nothing to learn

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import standins
 import torch
-from conftest import f64, make_cfg, make_groups, tiny_model
+from conftest import f64, logprobs, make_cfg, make_groups, tiny_model
 from safetensors.torch import load_file
 from test_train import flags, train_here, without_eval
 from transformers import AutoModelForCausalLM
@@ -15,10 +15,11 @@ import batching
 import objectives
 import quant
 import train
-from learner import Comm, Learner
+from learner import Learner
 from machinery import session, settings
 from machinery.checkpoint.models import load_model
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from machinery.run import read_metrics
 from model import Needs, lora
 from model.engines import HFEngine
@@ -133,7 +134,7 @@ def test_vllm_has_the_learners_log_probabilities(vllm_engine):
     cfg = make_cfg(**FLAGS)
     learner, _ = updated(cfg, lora.attach(tiny_model(1), cfg))
     vllm_engine.load(learner.published("policy", vllm_engine.packed))
-    logp = learner.logprobs("policy", IDS)
+    logp = logprobs(learner, "policy", IDS)
     assert np.abs(vllm_engine.logprobs(IDS) - logp).max() < 1e-5
     assert np.abs(HFEngine(tiny_model(1)).logprobs(IDS) - logp).max() > 0.1
 

@@ -17,10 +17,11 @@ import batching
 import objectives
 import quant
 from bench import gpu_parts
-from learner import Comm, Learner
+from learner import Learner
 from machinery import checkpoint
 from machinery.checkpoint.models import check_weights, load_model
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from model import Needs, lora, memory
 
 f64 = torch.float64

@@ -8,18 +8,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups
+from conftest import logprobs, make_cfg, make_groups
 from standins import COMMON, FAMILIES, config, folder_and_task, model, save, tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.integrations import sdpa_attention
 
 import batching
 import train
-from learner import Comm, Learner
+from learner import Learner
 from machinery import checkpoint, run
 from machinery.checkpoint import models
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from model import Needs, attention, memory
+from model.agreement import check_heads
 from model.engines import HFEngine
 from model.streamed import StreamedModel
 from sampling import Sampling
@@ -71,7 +73,7 @@ def test_the_learner_scores_like_the_model(family):
     for name, p in lm.named_parameters():
         if p.grad is not None:
             assert torch.allclose(got[name], p.grad, atol=1e-4 * float(p.grad.abs().max())), name
-    learner.check_heads(TWO_ROWS)
+    check_heads(learner, TWO_ROWS)
 
 
 MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
@@ -122,7 +124,7 @@ def test_vllm_loads_the_weights_of_each_family(family, tmp_path, vllm_engines):
     engine.load(learner.named_tensors("policy"))
     want = scores(new, TWO_ROWS).detach().numpy()
     assert np.allclose(engine.logprobs(TWO_ROWS), want, atol=1e-4)
-    assert np.allclose(learner.logprobs("policy", TWO_ROWS), want, atol=1e-4)
+    assert np.allclose(logprobs(learner, "policy", TWO_ROWS), want, atol=1e-4)
     assert isinstance(model(family, seed=2), type(new))  # a new model can still be made
 
 
@@ -137,8 +139,8 @@ def test_a_family_with_unknown_operations_on_logits_is_refused(tmp_path):
     other = model("falcon_h1", lm_head_multiplier=0.5, **MAMBA)
     for policy, actor, flag in ((other, None, "--model"), (model("qwen3"), other, "--actor")):
         with pytest.raises(UserError, match=f"{flag}: {sentence}"):
-            learner_of(policy, actor).check_heads(TWO_ROWS)
-    learner_of(model("falcon_h1", lm_head_multiplier=1.0, **MAMBA)).check_heads(TWO_ROWS)
+            check_heads(learner_of(policy, actor), TWO_ROWS)
+    check_heads(learner_of(model("falcon_h1", lm_head_multiplier=1.0, **MAMBA)), TWO_ROWS)
     with pytest.raises(UserError, match=f"--model: {sentence}"):
         train.train(make_cfg(objective="tis", out=str(tmp_path / "run"), **folder_and_task(other, tmp_path)))
     assert not (tmp_path / "run" / "config.json").exists()
@@ -212,7 +214,7 @@ def test_padding_of_two_sizes_is_never_scored():
     """Policy and actor of one tokenizer with different padding: both score only existing ids."""
     policy, actor, groups = padded("qwen2", IDS + 30), padded("gemma2", IDS + 7, 1), make_groups(2, vocab=IDS)
     learner = learner_of(policy, actor, objective="jackpot")
-    learner.check_heads(TWO_ROWS)
+    check_heads(learner, TWO_ROWS)
     stats = learner.score(batching.collate(groups, learner.cfg), Needs(exact_z=True, topk=5))
     for row, (g, r) in enumerate(each_response(groups)):
         L, P, ids = len(r.tokens), len(g.prompt_ids), np.concatenate([g.prompt_ids, r.tokens])

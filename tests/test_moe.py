@@ -16,11 +16,12 @@ from torchrun import torchrun
 import batching
 import quant
 import train
-from learner import Comm, Learner
+from learner import Learner
 from machinery import checkpoint, run
 from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
 from machinery.optim import make_optimizers
+from machinery.ranks import Comm
 from model import Needs
 from model.engines import HFEngine, VLLMEngine
 from quant import LowBitExperts, by_expert, dequantize, experts_of, format_of, quantize

@@ -23,8 +23,9 @@ from transformers import PretrainedConfig
 import batching
 import objectives
 from corrections import CORRECTIONS, REJECTIONS, USES_Z, rejects_by_support
-from learner import Comm, Learner
+from learner import Learner
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from model import PolicyAndActor, TokenStats, needs_of_exact_kappa, needs_of_update
 from rollout import Response, Rollout, uniforms
 from sampling import Sampling

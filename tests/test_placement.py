@@ -16,13 +16,13 @@ from standins import model, save
 from tensor_parallel import tokens, work
 from torchrun import torchrun
 
-import learner as learner_module
 import train
 from config import Config
-from learner import Comm, Learner
-from machinery import settings
+from learner import Learner
+from machinery import ranks, settings
 from machinery.checkpoint.models import load_model
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from model import in_vllm
 from model.engines import HFEngine, VLLMEngine, sleep_level
 from sampling import Sampling
@@ -37,7 +37,7 @@ def test_a_rank_uses_only_its_gpu(monkeypatch):
     """The device is set before the process group is made; there are at least as many GPUs as ranks."""
     calls, starts = [], {"LOCAL_RANK": 6, "WORLD_SIZE": 8}
     for name, value in starts.items():
-        monkeypatch.setattr(learner_module, name, value)
+        monkeypatch.setattr(ranks, name, value)
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "6")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")

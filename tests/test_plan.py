@@ -18,8 +18,9 @@ import objectives
 import plan
 import quant
 from batching import collate
-from learner import Comm, Learner
+from learner import Learner
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from model import PolicyAndActor, lora, memory
 from plan import footprint
 from plan.__main__ import main as print_plan

@@ -15,10 +15,10 @@ from test_train import flags, train_here
 import batching
 import eval as evaluation
 import objectives
-from learner import Comm
 from machinery import checkpoint
 from machinery.checkpoint.models import load_model, read_tokenizer
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from model.engines import HFEngine
 from rollout import Response
 from sampling import Sampling

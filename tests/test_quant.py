@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import batching
 import quant
-from learner import Comm, Learner
+from learner import Learner
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from machinery.run import check_models
 from model import Needs, memory
 from model.engines import HFEngine

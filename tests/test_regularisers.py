@@ -10,9 +10,10 @@ from ranks import make_learner
 
 import batching
 import objectives
-from learner import Comm, Learner
+from learner import Learner
 from machinery import flags
 from machinery.optim import schedule
+from machinery.ranks import Comm
 from model import Needs, TokenStats
 
 V = 5

@@ -13,9 +13,10 @@ from conftest import make_cfg, make_groups, tiny_model
 
 import batching
 import obrs
-from learner import Comm, Learner
+from learner import Learner
 from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from model import Needs, engines, in_vllm
 from model.engines import HFEngine, VLLMEngine, make_engine
 from rollout import Response, uniforms

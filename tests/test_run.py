@@ -16,9 +16,10 @@ import torch
 from conftest import TINY_TASK, make_cfg
 from safetensors.torch import load_file, save_file
 
-from learner import Comm, Learner
+from learner import Learner
 from machinery import run, settings
 from machinery.flags import UserError, check_result
+from machinery.ranks import Comm
 from machinery.run import Log, locked, open_run, prepare_folder, read_metrics, truncate
 from remote.source import travels_packed
 from sync import SyncError

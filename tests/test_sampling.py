@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 import batching
 import objectives
 import sampling
-from learner import Comm, Learner
+from learner import Learner
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from model import Needs
 from model.decoding import Records
 from model.engines import HFEngine

@@ -8,7 +8,8 @@ from tools.sync_faults import CASES, FAULTS, FORMATS, IDS, Rig
 
 import quant
 import sync
-from learner import Comm, Learner
+from learner import Learner
+from machinery.ranks import Comm
 from model import lora, streamed
 from model.engines import HFEngine
 from model.streamed import StreamedModel

@@ -13,8 +13,8 @@ import pytest
 import torch
 from conftest import make_cfg
 
-from learner import Comm
 from machinery import checkpoint, warmstart
+from machinery.ranks import Comm
 from machinery.run import open_run
 from model.engines import HFEngine
 from rollout import Response, request_seed

@@ -24,9 +24,9 @@ import presets
 import quant
 import train
 from corrections import USES_Z
-from learner import Comm
 from machinery import checkpoint, plot, session, settings
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from machinery.run import open_run, read_metrics
 from machinery.run import rows as run_rows
 from model.engines import HFEngine

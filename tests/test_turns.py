@@ -14,9 +14,10 @@ import objectives
 import probe
 import train
 from config import SampleFlags
-from learner import Comm, Learner
+from learner import Learner
 from machinery import session, settings
 from machinery.flags import UserError
+from machinery.ranks import Comm
 from machinery.run import read_metrics
 from model.engines import HFEngine
 from probe import gaps

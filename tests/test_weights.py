@@ -10,8 +10,8 @@ from conftest import Held, Stream, tiny_model
 from test_wire import RUN
 
 import quant
-from learner import Comm
 from machinery.checkpoint.tensors import Layout, read_tensors
+from machinery.ranks import Comm
 from model.engines import HFEngine
 from quant import format_of
 from remote import wire

@@ -13,10 +13,11 @@ from torchrun import torchrun
 
 import objectives
 import worth
-from learner import Comm, Learner
+from learner import Learner
 from machinery import measure, run
 from machinery.flags import UserError
 from machinery.measure import FOLDS, Reference, RowSamples
+from machinery.ranks import Comm
 from objectives import REF
 from worth import Measurement, Weights
 

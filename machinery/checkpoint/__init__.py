@@ -27,9 +27,10 @@ import torch
 
 from config import Config
 from machinery.checkpoint.models import save_model
-from machinery.checkpoint.shards import from_all, read_shards, whole, write_shards
+from machinery.checkpoint.shards import read_shards, whole, write_shards
 from machinery.checkpoint.state import dealt, pack, unpack
 from machinery.flags import need
+from machinery.ranks import from_all
 from rollout import Rollout
 
 FORMAT = 4  # a checkpoint of a different format is rejected

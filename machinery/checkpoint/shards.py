@@ -20,15 +20,6 @@ warnings.filterwarnings(
 )
 
 
-def from_all(x) -> list:
-    """The values of x on all ranks, in rank order. Collective."""
-    if not dist.is_initialized():
-        return [x]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, x)
-    return values
-
-
 def whole(x: torch.Tensor) -> torch.Tensor:
     """The detached tensor, gathered from all ranks if it is sharded."""
     x = x.detach()
