@@ -177,10 +177,7 @@ MUTANTS = {
     ],
     "machinery/settings.py": [
         ('made.get("config_digest") == digest_of_flags(saved)', "True"),
-        (
-            "k for k in sorted(given - free) if getattr(now, k)",
-            "k for k in () if getattr(now, k)",
-        ),
+        ("sorted(given - free", "("),
         ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
     ],
     "tasks/builtin.py": [
@@ -188,19 +185,13 @@ MUTANTS = {
         ("equal(a, b, *digits) and not far_apart(a, b)", "equal(a, b, *digits)"),
         ("and repeated(gold) == repeated(parsed)", ""),
         (" for e in claims if not e.free_symbols)", " for e in ())"),
-        (
-            'starts = [match.end() for match in re.finditer(r"\\\\boxed\\s*\\{", text)]',
-            'starts = [match.end() for match in re.finditer(r"\\\\boxed\\s*\\{", text)][:1]',
-        ),
+        ('{", text)]', '{", text)][:1]'),
         ("sympy.core.random.seed(0)", "pass"),
     ],
     "source.py": [
         ("if not self.engine.any_rank(len(groups) < n_groups):", "if len(groups) == n_groups:"),
         ("n = i * self.n_ranks + self.rank", "n = i + self.rank"),
-        (
-            "return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]",
-            "return [request_seed(self.sampling.seed, uid, 0) for g in range(self.group_size)]",
-        ),
+        ("uid, g) for", "uid, 0) for"),
         ("return groups + aside[:missing]", "return groups + aside"),
         ("        source.give_back()\n        raise", "        raise"),
     ],
@@ -218,58 +209,31 @@ MUTANTS = {
         ("value = torch.where(in_band, g, band.detach()) * adv", "value = torch.minimum(g, band) * adv"),
         ("    return batch.logp_ref\n    if cfg.ratio_base", "    return batch.logp_inf\n    if cfg.ratio_base"),
         ("        return new.logp.detach()\n    mean_logp", "        return new.logp\n    mean_logp"),
-        (
-            "mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask)",
-            "mean_logp_inf = seq_mean(batch.logp_ref.double(), batch.mask)",
-        ),
+        (".logp_inf.", ".logp_ref."),
         ("as_actor, of_actor, actor_config(cfg)", "as_actor, stats, actor_config(cfg)"),
         ("        return unreduced.sum() / stats.tokens", "        return unreduced.sum() / mask.sum()"),
-        (
-            "tokens, sequences = comm.sum([batch.mask.sum(), (lengths > 0).sum()])",
-            "tokens, sequences = map(float, [batch.mask.sum(), (lengths > 0).sum()])",
-        ),
+        ("= comm.sum([batch", "= map(float, [batch"),
         ("stats.lam = obrs.solve_lambda(comm.cat(ratios), cfg", "stats.lam = obrs.solve_lambda(ratios, cfg"),
-        (
-            "kept_tokens, kept_sequences = comm.sum([kept.sum(), (kept > 0).sum()])",
-            "kept_tokens, kept_sequences = map(float, [kept.sum(), (kept > 0).sum()])",
-        ),
+        ("= comm.sum([kept", "= map(float, [kept"),
         ('    if not logged.get("stepped", True):', "    if False:"),
     ],
     "corrections.py": [
         ("        logp_inf=batch.logp_inf,\n        mask=", "        logp_inf=batch.logp_ref,\n        mask="),
-        (
-            "weight = prefix_ratio(log_r.clamp_max(0), mask, clamp)",
-            "weight = prefix_ratio(log_r, mask, clamp).clamp_max(1)",
-        ),
+        (".clamp_max(0), mask, clamp", ", mask, clamp).clamp_max(1"),
         ("return token_ratio((log_r * mask).cumsum(1), clamp)", "return token_ratio(log_r.cumsum(1), clamp)"),
+        (" - log_group_sum(log_q, group)", ""),
+        ("2).sum(1) / n", "2).sum(1) / (n - 1)"),
         (
-            "log_mean = log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)",
-            "log_mean = log_group_sum(2 * log_q, group)",
-        ),
-        (
-            "variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / n",
-            "variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / (n - 1)",
-        ),
-        (
-            "mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean",
-            "mixing.log() + log_group_mean, torch.log1p(-mixing) + mean_logp_new",
+            "mean_logp_new, torch.log1p(-mixing) + log_group_mean",
+            "log_group_mean, torch.log1p(-mixing) + mean_logp_new",
         ),
         ('d = logp_inf - logp_new if how == "official"', 'd = logp_inf - logp_new if how != "official"'),
         ("return token_ratio(seq_sum(log_r, mask), clamp)", "return seq_sum(token_ratio(log_r, clamp), mask)"),
-        (
-            "weight = token_ratio(log_r, clamp).clamp(is_floor, is_cap)",
-            "weight = token_ratio(log_r, clamp).clamp_max(is_cap)",
-        ),
+        ("log_r, clamp).clamp(is_floor, is_cap)", "log_r, clamp).clamp_max(is_cap)"),
         ("return log_r.clamp(-clamp, clamp) ** 2 / 2", "return log_r.clamp(-clamp, clamp) ** 2"),
-        (
-            "seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)",
-            "seq_log_r = seq_mean(log_r, mask).clamp(-clamp, clamp)",
-        ),
+        ("= seq_sum(", "= seq_mean("),
         ("return r, (r <= is_cap).to(r.dtype)", "return r.clamp_max(is_cap), torch.ones_like(r)"),
-        (
-            "weight = (z * token_ratio(log_r, clamp)).clamp_max(obrs_c1)",
-            "weight = z * token_ratio(log_r, clamp).clamp_max(obrs_c1)",
-        ),
+        ("(z * token_ratio(log_r, clamp)", "z * token_ratio(log_r, clamp"),
         (
             "_, keep = geo_rs(log_r, mask, rs_low, rs_high, clamp)\n    return weight, keep",
             "return weight, torch.ones_like(weight)",
@@ -286,78 +250,45 @@ MUTANTS = {
         ('return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new', "return z_new"),
     ],
     "obrs.py": [
-        (
-            "clamp(-clamp, clamp) - math.log(lam)).clamp_max(0.0).exp()",
-            "clamp(-clamp, clamp) + math.log(lam)).clamp_max(0.0).exp()",
-        ),
+        ("clamp) - math", "clamp) + math"),
         ("keep = a if expected else (u < a)", "keep = a if expected else (u[:, :1] < a)"),
         ("rho = rho * (logp_ref - logp_tgt).clamp", "rho = rho * (logp_tgt - logp_ref).clamp"),
-        (
-            "z_low = torch.minimum(p_inf, support_logp_tgt.exp() / lam).sum(-1)",
-            "z_low = torch.minimum(p_inf, support_logp_tgt.exp()).sum(-1) / lam",
-        ),
-        (
-            'return {"z": kappa * low, "z_approx": low}',
-            'return {"z": low, "z_approx": low}',
-        ),
+        (" / lam).sum(-1)", ").sum(-1) / lam"),
+        (" kappa * low", " low"),
         ("return (accepted / proposed) / (z_sum / proposed)", "return (z_sum / proposed) / (accepted / proposed)"),
-        (
-            "return batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref",
-            "return batch.logp_inf, batch.support_logp_ref, batch.tail_ref, batch.z_ref",
-        ),
+        (".logp_ref,", ".logp_inf,"),
         ("room = n * rate - n + k", "room = n * rate - n + k - 1"),
     ],
     "batching.py": [
         ("squared_norm = (1 - 2 * logp.exp() + sum_p2)", "squared_norm = (1 + 2 * logp.exp() + sum_p2)"),
         ("torch.where(mask, weight.square() * squared_norm, 0)", "torch.where(mask, weight * squared_norm, 0)"),
         (".cumsum(1) * mask\n", " * mask\n"),
-        (
-            'masked = cfg.mask_cut and response.finish_reason == "length"',
-            'masked = cfg.mask_cut and response.finish_reason == "stop"',
-        ),
+        (' response.finish_reason == "length"', ' response.finish_reason == "stop"'),
         ("(reward.std() + 1e-6)", "(reward.std(correction=0) + 1e-6)"),
-        (
-            "group=torch.tensor([index for index, group in enumerate(groups) for _ in group.responses])",
-            "group=torch.tensor([0 for group in groups for _ in group.responses])",
-        ),
-        (
-            "        return [sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p]",
-            "        return [1.0, sampling.top_p, sampling.top_k, sampling.min_p]",
-        ),
-        (
-            "for group in groups for column in group.ref[name]]",
-            "for group in groups for column in groups[0].ref[name]]",
-        ),
+        ("index for index, group in enumerate(groups)", "0 for group in groups"),
+        ("return [sampling.temperature, sampling", "return [1.0, sampling"),
+        ("in group.ref", "in groups[0].ref"),
         ("        first += len(group.responses)", "        first += 1"),
         ("if parts and cost([*parts[-1], row]) <= budget:", "if parts:"),
     ],
     "model/__init__.py": [
         (
-            "            self.casts[weight] = weight.detach().to(dtype)\n        return self.casts[weight]",
-            "            return weight.detach().to(dtype)",
+            "self.casts[weight] = weight.detach().to(dtype)\n        return self.casts[weight]",
+            "return weight.detach().to(dtype)",
         ),
         ("index_select(0, group * P + batch.prompt_len - 1)", "index_select(0, group * P + P - 1)"),
-        (
-            "return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t - 1",
-            "return row * (batch.ids.shape[1] - 1) + batch.prompt_len[row] + t",
-        ),
+        ("row] + t - 1", "row] + t"),
         ("dz = p.mul_(-g).scatter_add_(1, target, g)", "dz = p.mul_(g).scatter_add_(1, target, -g)"),
         ("dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])", "dz"),
         ("g = g * (p.gather(1, target) > 0)", "g = g * 1"),
         (".mul_(self.support_on[at])\n                .sum(-1)", ".sum(-1)"),
-        (
-            'out["z"] = torch.minimum(logq, logp - log_lam).exp().sum(-1)',
-            'out["z"] = torch.minimum(logq, logp).exp().sum(-1)',
-        ),
+        (" - log_lam", ""),
         ("(gap - torch.linalg.vecdot(logq.exp(), gap)[:, None])", "gap"),
         ("gone[row, ids[first:last]] = False", "gone[row, ids[: last - first]] = False"),
         ('return p / p.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else p', "return p"),
     ],
     "model/head.py": [
-        (
-            "accumulate(d_tensors[3 * m : 3 * m + 3], dz, hidden, weight, at)",
-            "accumulate(d_tensors[3 * m : 3 * m + 3], dz, models[0][0], weight, at)",
-        ),
+        ("], dz, hidden, weight, ", "], dz, models[0][0], weight, "),
         ("d_weight[read].addmm_(dz.t(), hidden[at])", "d_weight[read].copy_(dz.t() @ hidden[at])"),
         ("d_logits[m].mul_(slopes[m])", "d_logits[m]"),
         ("self.multiply(hidden, weight[: self.width])", "self.multiply(hidden, weight)"),
@@ -365,20 +296,14 @@ MUTANTS = {
     "machinery/optim.py": [
         ("wrong = (~largest.isfinite()).nonzero()", "wrong = largest.isfinite().nonzero()"),
         ("        return (step + 1) / warmup", "        return step / warmup"),
-        (
-            "matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]",
-            "matrices = [p for p in model.parameters() if p.ndim == 2]",
-        ),
+        ("base_model.layers.", ""),
     ],
     "learner.py": [
         ("not same_bytes(x, expected.pop(key))", "expected.pop(key) is None"),
         ("self.scaler.scale(loss * self.comm.size).backward()", "self.scaler.scale(loss).backward()"),
         ("rounding, self.models.autocast = self.models.autocast, None", "rounding = self.models.autocast"),
         ("                    loss = loss * 0.0", "                    pass"),
-        (
-            'self._optimize(name, lr, step=finite and not (all_rejected and name == "policy"))',
-            "self._optimize(name, lr, step=finite)",
-        ),
+        (' and not (all_rejected and name == "policy")', ""),
         ("self.skipped_in_a_row = 0 if finite else", "self.skipped_in_a_row = self.skipped_in_a_row if finite else"),
         ("        self._unscale()\n", ""),
         ("+ (not overflow)", "+ 1"),
@@ -394,10 +319,7 @@ MUTANTS = {
         ("    if not found.gap <= limit:", "    if found.gap > limit:"),
     ],
     "model/kernels.py": [
-        (
-            "    if past_key_values is None:\n        return compiled",
-            "    if past_key_values is not None:\n        return compiled",
-        ),
+        (" is None:\n", " is not None:\n"),
     ],
     "machinery/speed.py": [
         ("        self.sampled = self.trained = self.rows = 0\n        return out", "        return out"),
@@ -405,10 +327,7 @@ MUTANTS = {
         ("(batch.prompt_len + batch.length).sum()", "batch.length.sum()"),
     ],
     "model/memory.py": [
-        (
-            "past_key_values=filled_layer, **more),\n            filled_layer.keys",
-            "past_key_values=None, **more), filled_layer.keys",
-        ),
+        ("filled_layer, **more),\n           ", "None, **more),"),
         ("            layer.forward = functools.partial(forward_again, layer.forward, i)", "            pass"),
         ("return offset[0], x.detach().to_local()", "return 0, x.detach().to_local()"),
         ('{"gate_up_proj": ["gate", "up"]', '{"gate_up_proj": ["up", "gate"]'),
@@ -458,10 +377,7 @@ MUTANTS = {
         ("(y * top_k_weights[token, k, None])", "(y * top_k_weights[token, 0, None])"),
         ("dx = g @ dequantize(qw, sw, g.dtype)", "dx = g @ qw.to(g.dtype)"),
         ("if name not in self.cached or self.cached[name][0] != version:", "if name not in self.cached:"),
-        (
-            '            yield f"{name}_scale", s\n        else:',
-            '            yield f"{name}_scale", s * 1.01\n        else:',
-        ),
+        ('f"{name}_scale", s\n        else', 'f"{name}_scale", s * 1.01\n        else'),
         ("weight.copy_(dequantize(*fmt.quantize(weight)))", "weight.add_(0 * dequantize(*fmt.quantize(weight)))"),
     ],
     "model/attention.py": [
@@ -481,43 +397,22 @@ MUTANTS = {
         ('if cfg.keep_sampling_mask == "off" else law', 'if cfg.keep_sampling_mask == "replay" else law'),
         ("gone |= p.cumsum(-1) - p >= top_p", "gone |= p.cumsum(-1) >= top_p"),
         ("    p = p / p.sum(-1, keepdim=True)\n", ""),
-        (
-            "token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)",
-            "token = torch.searchsorted(cdf, u * cdf[:, -1:] * 0.9, right=True)",
-        ),
+        ("1:], right", "1:] * 0.9, right"),
     ],
     "model/engines.py": [
-        (
-            "truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)",
-            "truncate(logits, sampling)",
-        ),
-        (
-            "            if self.raw:\n                logp = logits.log_softmax(-1)",
-            "            if False:\n                logp = logits.log_softmax(-1)",
-        ),
-        (
-            'np.stack([uniforms(T, "sample", seed) for seed in all_seeds])',
-            'np.stack([uniforms(T, "sample", 0) for seed in all_seeds])',
-        ),
+        (" * (1.0 / torch.tensor(sampling.temperature))", ""),
+        (" self.raw:", " False:"),
+        ('", seed) for', '", 0) for'),
         ("mask=mask[prompt_of] if padded else None,", "mask=None,"),
     ],
     "rollout.py": [
         ("prompt_ids=prompt, responses=rows, **about", "prompt_ids=prompts[0], responses=rows, **about"),
-        (
-            "digest = hashlib.blake2b(repr(key).encode(), digest_size=16)",
-            "digest = hashlib.blake2b(repr(key[:1]).encode(), digest_size=16)",
-        ),
+        (" hashlib.blake2b(repr(key).encode(), ", " hashlib.blake2b(repr(key[:1]).encode(), "),
     ],
     "delay.py": [
         ("self.cfg.train_batch / self.cfg.rollout_batch)", "1.0)"),
-        (
-            "sampler.version = max(v for v, t in self.broadcast.items() if t <= loaded_at)",
-            "sampler.version = max(self.broadcast)",
-        ),
-        (
-            'u = float(uniforms(1, "delay", self.cfg.seed, sampler, draw)[0])',
-            'u = float(uniforms(1, "delay", self.cfg.seed, sampler)[0])',
-        ),
+        ("v for v, t in self.broadcast.items() if t <= loaded_at", "self.broadcast"),
+        ("sampler, draw", "sampler"),
         ("needed = self.needed().union(*self.pinned)", "needed = self.needed()"),
         ("span / (2 * NormalDist().inv_cdf(1 - a))", "span / NormalDist().inv_cdf(1 - a)"),
         ("            if version != self.version:\n", "            if self.version < 0:\n"),
@@ -526,10 +421,7 @@ MUTANTS = {
         ("        not wrong,", "        True,"),
         ("sorted(names - given)", "sorted(names)"),
         ("not of_the_run.issuperset(names_of(cfg.task))", "False"),
-        (
-            'answers.append(Answer(problem, text, r.finish_reason == "stop", len(r.tokens), count))',
-            "answers.append(Answer(problem, text, True, len(r.tokens), count))",
-        ),
+        ('r.finish_reason == "stop"', "True"),
         ("reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)", "pass"),
     ],
     "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
@@ -564,26 +456,17 @@ MUTANTS = {
         ("models.check_angles(path, context)", "pass"),
         ("engine.any_rank(\n        start < len(indices)\n    )", "start < len(indices)"),
         ("return 1.0 - math.comb(n - c, k) / math.comb(n, k)", "return 1.0 - (1 - c / n) ** k"),
-        (
-            '[request_seed("eval", seed, problem.id, s)',
-            '[request_seed("eval", seed, s)',
-        ),
+        ("problem.id, ", ""),
         ("indices = list(range(learner.comm.rank, n, learner.comm.size))", "indices = list(range(n))"),
     ],
     "machinery/measure.py": [
         ("x = x.double() * where", "x = x.double()"),
         ("value = x.double().masked_fill(~where, -math.inf).amax()", "value = x.double().amax()"),
-        (
-            "return self[first] ** 2 / self[second] if self[second] > 0 else 0.0",
-            "return self[second] / self[first] ** 2 if self[second] > 0 else 0.0",
-        ),
+        ("first] ** 2 / self[second]", "second] / self[first] ** 2"),
         ("self.n = batch.mask.sum(1).clamp_min(1)", "self.n = batch.length.clamp_min(1)"),
         ("return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))", "return gram.mean()"),
         ("    variance = groups * shares.var(0, ddof=1)", "    variance = shares.var(0, ddof=1)"),
-        (
-            "variance += (len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum()",
-            "variance += ((x - x.mean()) ** 2).mean() / len(x)",
-        ),
+        ("len(x) - 1) / len(x) * ((x - x.mean()) ** 2).sum(", "(x - x.mean()) ** 2).mean() / len(x"),
     ],
     "machinery/checkpoint/__init__.py": [
         ('    read_shards(learner, folder / "shards")\n', "    pass\n"),
@@ -593,10 +476,7 @@ MUTANTS = {
         ("    for folder in reversed(steps):", "    for folder in steps:"),
     ],
     "machinery/checkpoint/state.py": [
-        (
-            "groups = [group for turn in turns for group in turn]",
-            'groups = [g for part in parts for g in part["groups"]]',
-        ),
+        ("group for turn in turns for group in turn", 'g for part in parts for g in part["groups"]'),
     ],
     "machinery/checkpoint/tensors.py": [
         ('        text += b" " * (-len(text) % 8)\n', ""),
@@ -611,25 +491,16 @@ MUTANTS = {
     "machinery/run.py": [
         ("math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)", "math.ceil(cfg.epochs * task.size)"),
         ("        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "        pass"),
-        (
-            "for path in [path for pattern in WRITTEN for path in folder.glob(pattern)]:",
-            'for path in folder.glob("*"):',
-        ),
+        ("[path for pattern in WRITTEN for path in folder.glob(pattern)]", 'folder.glob("*")'),
         ("        checkpoint.set_aside(cfg.out, run.checkpoint)\n", ""),
     ],
     "train.py": [
         ("        self.values = {}\n        self.step += 1", "        self.step += 1"),
         ("        self.pending = self.pending[1:]", "        self.pending = self.pending[:-1]"),
-        (
-            "batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))",
-            "batch = batching.collate(groups, cfg, self.source.version, self.source.now(learner.version))",
-        ),
+        ("cfg, learner.version", "cfg, self.source.version"),
     ],
     "machinery/session.py": [
-        (
-            '            self.values = self.controllers.pop("values", {})',
-            '            self.controllers.pop("values", {})',
-        ),
+        ("values = self.", ""),
         ("        if self.step != self.saved_at:\n            self.save()", "        pass"),
     ],
     "probe/gaps.py": [
@@ -659,10 +530,7 @@ MUTANTS = {
         ('cut = "sets" if cfg.keep_sampling_mask == "replay" else "rule"', 'cut = "rule"'),
     ],
     "probe/faults.py": [
-        (
-            "    while n > 1 and sum(size(g, n) for g in groups) > tokens:",
-            "    while n > 1 and sum(size(g, n) for g in groups) >= tokens:",
-        ),
+        (") > tokens", ") >= tokens"),
         ('rows.sort(key=lambda row: -row["explained"])', 'rows.sort(key=lambda row: row["explained"])'),
         ("for name, x in kept.items():", "for name, x in ():"),
         ('case.logp(temperature=1.0, cut="none"), case.logp())', 'case.logp(temperature=1.0, cut="none"))'),
@@ -670,18 +538,12 @@ MUTANTS = {
     "worth.py": [
         ("    factor = (error / PRECISE) ** 2", "    factor = error / PRECISE"),
         ("sampling.Sampling.of_policy(cfg),", "sampling.Sampling.of(cfg),"),
-        (
-            "self.sampler = open_source(cfg, sampled_run, self.comm, sleeps=False)",
-            "self.sampler = open_source(cfg, sampled_run, self.comm)",
-        ),
+        ("self.comm, sleeps=False)", "self.comm)"),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("        self.shift(direction, 0.0)\n        return logp", "        return logp"),
         ("size = STEP / self.spread(batch, unshifted, v)", "size = STEP"),
         ("(1 << 20) // learner.comm.size", "0"),
-        (
-            "index_add_(\n                0, batch.group, shares\n            )",
-            "index_add_(0, batch.group * 0, shares)",
-        ),
+        ("\n                0, batch.group, shares\n            ", "0, batch.group * 0, shares"),
     ],
     "machinery/flags.py": [
         (" or not text.isascii()", ""),
@@ -742,14 +604,8 @@ MUTANTS = {
     ],
     "remote/groups.py": [
         ("need((logp[:, 1:] <= logp[:, :-1]).all(),", "need(True,"),
-        (
-            "inside = x.size == 0 or 0 <= x.min() <= x.max() < limits.vocab",
-            "inside = x.size == 0 or x.max() < limits.vocab",
-        ),
-        (
-            "response.allowed_offsets = offsets[start : end + 1] - offsets[start]",
-            "response.allowed_offsets = offsets[start : end + 1]",
-        ),
+        ("0 <= x.min() <= ", ""),
+        (" - offsets[start]", ""),
     ],
 }
 
