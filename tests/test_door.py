@@ -24,32 +24,24 @@ __all__ = ["opened"]  # a fixture
 # -- a learner's end of a folder ---------------------------------------------------------------------------------------
 
 
-def put_odd_files(folder, victim):
-    """Folders, links, pipes, empty and huge files under names of groups; names of no group."""
-    (folder / "1-0").mkdir()
-    (folder / "1-1").symlink_to("nowhere")
-    (folder / "1-2").symlink_to("/dev/zero")
-    (folder / "1-3").symlink_to(victim)
-    os.mkfifo(folder / "1-4")
-    for name in ("1-\u00b2", f"1-{10**18}", "01-5", "1-9"):
-        (folder / name).touch()
-    (folder / "1-6").write_bytes(b"damaged" * 20)
-    with open(folder / "1-7", "wb") as f:
-        f.truncate(1 << 40)
-    (folder / "1-8").write_bytes(account.with_digest(b"no group"))
-
-
 def test_odd_files_stop_no_stream(tmp_path):
-    """A stream with odd files of every kind, and a normal stream."""
+    """Folders, links, pipes, empty and huge files under names of groups; names of no group; and a normal stream."""
     folder, victim = tmp_path / "f", tmp_path / "victim"
     s = started(folder, give_up=60.0)
     victim.write_bytes(account.with_digest(b"of another program"))
-    for name in ("a-first", "a.b", "b c", "\u00b2", "x" * 65, "..."):
-        (folder / "rollouts" / name).mkdir()
-    put_odd_files(folder / "rollouts" / "a-first", victim)
-    (folder / "rollouts" / "linked").symlink_to(folder / "rollouts" / "a-first")
-    (folder / "rollouts" / "file").touch()
-    os.mkfifo(folder / "rollouts" / "pipe")
+    rollouts, odd = folder / "rollouts", folder / "rollouts" / "a-first"
+    for name in ("a-first", "a.b", "b c", "\u00b2", "x" * 65, "...", "a-first/1-0"):
+        (rollouts / name).mkdir()
+    for name, target in (("1-1", "nowhere"), ("1-2", "/dev/zero"), ("1-3", victim), ("../linked", odd)):
+        (odd / name).symlink_to(target)
+    for pipe in (odd / "1-4", rollouts / "pipe"):
+        os.mkfifo(pipe)
+    for name in ("1-\u00b2", f"1-{10**18}", "01-5", "1-9", "../file"):
+        (odd / name).touch()
+    (odd / "1-6").write_bytes(b"damaged" * 20)
+    with open(odd / "1-7", "wb") as f:
+        f.truncate(1 << 40)
+    (odd / "1-8").write_bytes(account.with_digest(b"no group"))
     for n in range(3):
         hand_over(folder, s, n)
     assert numbers(s.next(3, 0)) == [0, 1, 2] and s.hub.counts["faults"] == 0
@@ -132,11 +124,7 @@ def test_a_sampler_survives_odd_files_in_the_folder(opened, tmp_path):
     outside = tmp_path / "v000000.safetensors"
     outside.write_bytes((folder / "models" / offer.of.name).read_bytes())
     (folder / "models" / "v000009.safetensors").symlink_to(outside)
-    for changes in (
-        dict(name="../v000000.safetensors"),
-        dict(name="v000009.safetensors"),
-        dict(leaves=[b"x" * 32]),
-    ):
+    for changes in (dict(name="../v000000.safetensors"), dict(name="v000009.safetensors"), dict(leaves=[b"x" * 32])):
         of = msgspec.structs.replace(offer.of, **changes)
         newest.write_bytes(wire.encode(msgspec.structs.replace(offer, of=of)))
         assert not until(lambda: end.newest is not None or end.error, within=0.2) and end.is_alive()
@@ -184,31 +172,24 @@ def test_a_sampler_survives_odd_messages_of_its_learner(opened, tmp_path):
 
 
 def test_a_samplers_precision_is_the_learners_by_default(monkeypatch):
-    for learners, samplers, engines in (
-        ("bfloat16", None, "bfloat16"),
-        ("bfloat16", "float16", "float16"),
-        (None, None, "float32"),
-    ):
-        run = msgspec.structs.replace(RUN, config={**RUN.config, "rollout_dtype": learners})
-        flags = SamplerFlags(rollout="hf", rollout_dtype=samplers)
-        assert sampler.configure(run, flags).rollout_dtype == engines
+    def engines(learners, samplers, rollout="hf", quant="none"):
+        changes = {"rollout_dtype": learners, "rollout_quant": quant}
+        run = msgspec.structs.replace(RUN, config={**RUN.config, **changes})
+        return sampler.configure(run, SamplerFlags(rollout=rollout, rollout_dtype=samplers)).rollout_dtype
+
+    assert (engines("bfloat16", None), engines("bfloat16", "float16")) == ("bfloat16", "float16")
+    assert engines(None, None) == "float32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    run = msgspec.structs.replace(RUN, config={**RUN.config, "rollout_quant": "int8", "rollout_dtype": "float32"})
     with pytest.raises(UserError, match="in 16 bits with this format; add --rollout_dtype=bfloat16"):
-        sampler.configure(run, SamplerFlags(rollout="vllm"))
-    assert sampler.configure(run, SamplerFlags(rollout="vllm", rollout_dtype="bfloat16"))
+        engines("float32", None, "vllm", "int8")
+    assert engines("float32", "bfloat16", "vllm", "int8") == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(topk=-1),
-        dict(world=0),
-        dict(config={**RUN.config, "task": ["arith"]}),
-        dict(sampling={"top_p": "all"}),
-        dict(probe=[["x"]]),
-    ],
-)
+BAD_RUNS = [dict(topk=-1), dict(world=0), dict(sampling={"top_p": "all"}), dict(probe=[["x"]])]
+BAD_RUNS.append(dict(config={**RUN.config, "task": ["arith"]}))
+
+
+@pytest.mark.parametrize("changes", BAD_RUNS)
 def test_invalid_descriptions_of_a_run_are_refused(changes):
     welcome = msgspec.structs.replace(WELCOME, run=msgspec.structs.replace(RUN, **changes))
     with pytest.raises(wire.WireError, match="not a message of this revision"):

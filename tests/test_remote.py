@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -136,21 +135,6 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
     kill(learner)
     finishes(resumed(tmp_path), sampler)
     assert_account_is_complete(tmp_path / "run", [tmp_path / "shared" / "rollouts"])
-
-
-@pytest.mark.slow
-def test_a_waiting_learner_stops_at_a_signal_and_gives_up_with_an_error(solvers, tmp_path):
-    """No sampler is running. The run is saved both times, and a late sampler continues it."""
-    learner, address = learn(solvers, tmp_path, tcp(), give_up=600)
-    assert until((tmp_path / "run" / "versions" / "v000000.safetensors").exists, within=120)
-    time.sleep(1)
-    learner.send_signal(signal.SIGTERM)
-    code, text, err = finish(learner)
-    assert code == 143 and "stopped after update 0, saved: continue with --resume" in text, err[-3000:]
-    code, _, err = finish(resumed(tmp_path, "--give_up=2"))
-    assert code == 1 and "error: no group to train on for 2 s" in err and "Traceback" not in err
-    finishes(resumed(tmp_path, "--give_up=90"), box(address, tmp_path / "box"))
-    assert_account_is_complete(tmp_path / "run", [tmp_path / "box" / "spool"])
 
 
 def test_lost_damaged_and_doubled_messages(opened, tmp_path, monkeypatch):

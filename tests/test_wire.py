@@ -125,13 +125,8 @@ def test_messages_survive_and_damaged_messages_do_not():
     for m in (
         wire.Hello("box", 7, "", 3, ["box/7/1"], "v"),
         wire.Welcome("s", RUN, {"config.json": b"x"}),
-        wire.Refuse("no"),
         wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5, [wire.Step("0", wire.manifest("b", b"d"))]),
-        wire.Ask("a", 0, 2),
-        wire.Leaves("a", 0),
-        wire.Gone("a"),
-        wire.Got(["a"]),
-        wire.Held([]),
+        *(wire.Refuse("no"), wire.Ask("a", 0, 2), wire.Leaves("a", 0), wire.Gone("a"), wire.Got(["a"]), wire.Held([])),
     ):
         assert wire.decode(wire.encode(m)) == m
     whole = wire.encode(wire.Ask("box/1/2", 3, 4))
@@ -242,29 +237,25 @@ def test_invalid_values_in_heads_are_refused(changes, sentence):
         groups.decode_group(groups.encode_group(g), limits(group()))
 
 
-def with_head(change):
-    """A group with a changed head (JSON)."""
-    data = groups.encode_group(group())
-    size = int.from_bytes(data[:8], "little")
-    head = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["head"])
-    return save(load(data), metadata={"head": change(head)})
-
-
 @pytest.mark.parametrize(
-    "change",
+    "old, new",
     [
-        lambda head: json.dumps(head).replace('"temperature": 1.0', '"temperature": ' + "[" * 3000 + "]" * 3000),
-        lambda head: json.dumps(head).replace('"version": 4', '"version": ' + "9" * 5000),
-        lambda head: json.dumps({**head, "uid": ["box", 12]}),
-        lambda head: json.dumps({**head, "prompt_id": "\ud800"}),
-        lambda head: json.dumps({**head, "sampling": {**head["sampling"], "bias": 1}}),
-        lambda head: json.dumps(head).replace('"t_end": 0.0', '"t_end": 1e999'),
+        ('"temperature":1.0', '"temperature":' + "[" * 3000 + "]" * 3000),
+        ('"version":4', '"version":' + "9" * 5000),
+        ('["box",12,3]', '["box",12]'),
+        ('"prompt_id":"', '"prompt_id":"\\ud800'),
+        ('"sampling":{', '"sampling":{"bias":1,'),
+        ('"t_end":0.0', '"t_end":1e999'),
     ],
 )
-def test_malformed_heads_are_refused(change):
+def test_malformed_heads_are_refused(old, new):
+    """Text that the encoder does not write."""
+    data = groups.encode_group(group())
+    size = int.from_bytes(data[:8], "little")
+    head = json.loads(data[8 : 8 + size])["__metadata__"]["head"]
+    assert head.count(old) == 1 and groups.decode_group(save(load(data), metadata={"head": head}), limits(group()))
     with pytest.raises(wire.WireError):
-        groups.decode_group(with_head(change), limits(group()))
-    assert groups.decode_group(with_head(json.dumps), limits(group()))
+        groups.decode_group(save(load(data), metadata={"head": head.replace(old, new)}), limits(group()))
 
 
 def test_groups_beyond_the_limits_and_garbage_are_refused():

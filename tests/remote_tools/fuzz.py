@@ -101,8 +101,7 @@ def frame_of(body: bytes) -> bytes:
 
 def poison(r: random.Random, group: Rollout) -> bytes:
     """A group's bytes with a value that no engine can sample, changed bytes, or deep nesting."""
-    whole = encode_group(group)
-    one = group.responses[0]
+    whole, one = encode_group(group), group.responses[0]
     in_response = {
         "reward": [1e39, -1e300, float("nan"), float("inf")],
         "logp_inf": [one.logp_inf * x for x in (-1, np.nan, np.inf, 1e30)],
@@ -119,18 +118,24 @@ def poison(r: random.Random, group: Rollout) -> bytes:
     }
     name = r.choice([*in_response, *in_group, "bytes", "nested"])
     if name == "nested":
-        deep = b"[" * 5000 + b"]" * 5000
-        at = whole.index(b'temperature\\":') + len(b'temperature\\":')
+        deep, temperature = b"[" * 5000 + b"]" * 5000, b'temperature\\":'
         size = int.from_bytes(whole[:8], "little") + len(deep)
-        return size.to_bytes(8, "little") + whole[8:at] + deep + whole[at:]
+        return size.to_bytes(8, "little") + whole[8:].replace(temperature, temperature + deep, 1)
     if name in in_response:
         setattr(one, name, r.choice(in_response[name]))
     elif name in in_group:
         group = replace(group, **{name: r.choice(in_group[name])})
-    try:
-        return encode_group(group) if name != "bytes" else mutate(r, whole)
-    except (ValueError, OverflowError, msgspec.MsgspecError):  # a value that the encoder rejects
-        return mutate(r, whole)
+    with contextlib.suppress(ValueError, OverflowError, msgspec.MsgspecError):  # a value that the encoder rejects
+        if name != "bytes":
+            return encode_group(group)
+    return mutate(r, whole)
+
+
+GARBAGE = [
+    b"\x81\xa4type" + b"\x91" * 3000 + b"\xc0",  # nested
+    b"\x81\xa4type\xa5" + b"\xff\xfe\x80\x81\x82",  # invalid UTF-8
+    b"\xdf\xff\xff\xff\xff" + bytes(20),  # a map of four billion entries
+]
 
 
 def nonsense(r: random.Random, name: str) -> bytes:
@@ -145,16 +150,10 @@ def nonsense(r: random.Random, name: str) -> bytes:
         {"type": "offer", "of": of, "version": odd, "published": odd},
         {"type": "ask", "name": text, "first": odd, "count": odd},
         {"type": "leaves", "name": text, "first": odd},
-        {"type": "gone", "name": text},
-        {"type": "got", "names": names},
-        {"type": "held", "names": names},
         {"type": "welcome", "session": text, "run": {}, "setup": {text: b"x"}},
-        {"type": text},
+        *({"type": kind, "name": text, "names": names} for kind in ("gone", "got", "held", text)),
     ]
-    nested, invalid_utf8 = b"\x81\xa4type" + b"\x91" * 3000 + b"\xc0", b"\x81\xa4type\xa5" + b"\xff\xfe\x80\x81\x82"
-    large_map = b"\xdf\xff\xff\xff\xff" + r.randbytes(20)  # four billion entries
-    garbage = r.choice([nested, invalid_utf8, large_map])
-    return frame_of(garbage if r.random() < 0.25 else msgspec.msgpack.encode(r.choice(bodies)))
+    return frame_of(r.choice(GARBAGE) if r.random() < 0.25 else msgspec.msgpack.encode(r.choice(bodies)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,8 +167,7 @@ class Attacker(Raw):
     def __init__(self, r: random.Random, address: str, keys, name: str, in_the_clear: bool):
         super().__init__(address, keys, name)
         self.socket.setsockopt(zmq.SNDTIMEO, 100)  # an attacker does not wait for a hub
-        self.r = r
-        self.in_the_clear = in_the_clear
+        self.r, self.in_the_clear = r, in_the_clear
         self.offered: dict[str, bytes] = {}  # poisoned groups
         self.n = 0
         self.hello()
@@ -203,11 +201,8 @@ class Attacker(Raw):
         messages = [
             wire.Hello(self.r.choice([self.name, HONEST]), 1, "", self.r.randrange(5)),
             wire.Offer(wire.manifest(group, b"x"), deltas=[wire.Step("", wire.manifest(group, b"y"))]),
-            wire.Ask("v000000.safetensors", 0, 1),
-            wire.Leaves(group, 0),
-            wire.Gone(group),
-            wire.Got([group]),
-            wire.Held([group]),
+            *(wire.Ask("v000000.safetensors", 0, 1), wire.Leaves(group, 0)),
+            *(wire.Gone(group), wire.Got([group]), wire.Held([group])),
         ]
         frame = wire.encode(self.r.choice(messages))
         return frame_of(mutate(self.r, frame[8:])) if self.r.random() < 0.7 else mutate(self.r, frame)
@@ -258,8 +253,7 @@ def attack(root: Path, r: random.Random, frames: int, keys: bool) -> Report:
         def train() -> None:
             try:
                 while not stop and not source.error:
-                    for group in source.next(1, 0, stop):
-                        trained[group.uid] += 1
+                    trained.update(group.uid for group in source.next(1, 0, stop))
                     if sum(trained.values()) % 8 == 0:
                         source.state_dict()
                         source.saved()
@@ -291,22 +285,14 @@ def attack(root: Path, r: random.Random, frames: int, keys: bool) -> Report:
         return Report(crashes + hub.counts["faults"], handed, handed - len(times), doubled, growth)
 
 
-def fuzz(frames: int, seed: int) -> dict[str, Report]:
-    """A report without keys and a report with keys."""
-    r = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        return {
-            "in the clear": attack(Path(folder) / "clear", r, frames // 2, keys=False),
-            "with keys": attack(Path(folder) / "keys", r, frames - frames // 2, keys=True),
-        }
-
-
 def main(argv: list[str]) -> None:
     flags = parse_flags(FuzzFlags, argv, usage="python tests/remote_tools/fuzz.py [--frames=100000] [--seed=0]")
-    reports = fuzz(flags.frames, flags.seed)
-    for name, report in reports.items():
-        print(name, report)
-    broken = [name for name, report in reports.items() if report.broken]
+    r, broken = random.Random(flags.seed), []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, keys in (("in the clear", False), ("with keys", True)):
+            report = attack(Path(folder) / name, r, flags.frames // 2, keys)
+            print(name, report)
+            broken += [name] * report.broken
     need(not broken, f"broken: {', '.join(broken)}")
 
 
