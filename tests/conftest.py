@@ -1,8 +1,10 @@
 """Shared by the suite: tiny models with random weights, shared vLLM engines, hand-made groups."""
 
+import json
 import math
 import os
 import random
+import shutil
 import sys
 import weakref
 from dataclasses import dataclass
@@ -371,3 +373,17 @@ def logprobs(learner, name: str, ids) -> np.ndarray:
     """log p(ids[t] | ids[:t]) for t >= 1 of one model, in the precision of its weights: (R, L) -> (R, L - 1)."""
     stats = learner.score_in_full_precision(batching.of_rows(ids, learner.cfg), Needs())
     return (stats.logp if name == "policy" else stats.actor_logp).numpy()
+
+
+def write_rows(path: Path, rows) -> str:
+    """Write a JSONL file of dicts, and return its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def copied(folder: Path, to: Path, file="config.json", **changes) -> Path:
+    """A copy of a model folder with changes of its config.json, or of a different JSON file."""
+    shutil.copytree(folder, to)
+    known = json.loads((to / file).read_text()) if (to / file).exists() else {}
+    (to / file).write_text(json.dumps({**known, **changes}))
+    return to

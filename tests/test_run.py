@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_TASK, make_cfg
+from conftest import TINY_TASK, copied, make_cfg, write_rows
 from safetensors.torch import load_file, save_file
 
 from learner import Learner
@@ -40,13 +40,16 @@ def opened(folders, tmp_path, **changes):
     return open_run(make_cfg(**flags(folders, tmp_path, **changes)), Comm())
 
 
-def started(folders, tmp_path, **changes):
+def prepared(cfg):
     """Open a run and prepare its folder, like train.py."""
-    cfg = make_cfg(**flags(folders, tmp_path, **changes))
     with locked(cfg, Comm()):
         r = open_run(cfg, Comm())
         prepare_folder(r)
     return r
+
+
+def started(folders, tmp_path, **changes):
+    return prepared(make_cfg(**flags(folders, tmp_path, **changes)))
 
 
 def config_of_run(tmp_path) -> dict:
@@ -80,14 +83,15 @@ def no_models(monkeypatch):
     monkeypatch.setattr(run, "unread", None)
 
 
+EPOCHS = {"train_batch": 8, "rollout_batch": 8, "group_size": 2, "prompt_template": "plain"}
+SUM = {"problem": "1 + 1", "answer": "2"}
+
+
 def test_epochs_count_problems(folders, tmp_path):
     """The number of updates that train on every problem --epochs times, rounded up: 4 groups of 2 responses each."""
-    file = tmp_path / "task.jsonl"
-    rows = ['{"problem": "1 + 1", "answer": "2"}\n'] * 10 + ['{"problem": "1 + 1 + 1 + 1", "answer": "4"}\n']
-    file.write_text("".join(rows))
-    batch = {"train_batch": 8, "rollout_batch": 8, "group_size": 2, "prompt_template": "plain"}
+    file = write_rows(tmp_path / "task.jsonl", 10 * [SUM] + [{"problem": "1 + 1 + 1 + 1", "answer": "4"}])
     for epochs, longest, updates in ((2.0, 0, 6), (0.3, 0, 1), (1.5, 3, 4), (2.0, 3, 5)):
-        r = opened(folders, tmp_path, task=str(file), epochs=epochs, max_prompt_tokens=longest, **batch)
+        r = opened(folders, tmp_path, task=file, epochs=epochs, max_prompt_tokens=longest, **EPOCHS)
         assert r.cfg.steps == updates
         assert r.context == (3 if longest else 7) + 8
     with pytest.raises(ValueError, match="--epochs=1.0: arith is endless; give --steps"):
@@ -96,19 +100,13 @@ def test_epochs_count_problems(folders, tmp_path):
 
 def test_steps_and_epochs_on_the_command_line_take_precedence(folders, tmp_path):
     """--steps over a file's epochs, --epochs over a file's steps; in a resumed run too."""
-    task, file = tmp_path / "task.jsonl", tmp_path / "run.toml"
-    task.write_text('{"problem": "1 + 1", "answer": "2"}\n' * 10)
-    batch = {"train_batch": 8, "rollout_batch": 8, "group_size": 2, "prompt_template": "plain"}
-    all_flags = {**flags(folders, tmp_path, task=str(task)), **batch, "dtype": "float32", "lr": 1e-3, "actor": "none"}
+    file, task = tmp_path / "run.toml", write_rows(tmp_path / "task.jsonl", 10 * [SUM])
+    all_flags = {**flags(folders, tmp_path, task=task), **EPOCHS, "dtype": "float32", "lr": 1e-3, "actor": "none"}
     argv = [f"--config={file}", *(f"--{key}={value}" for key, value in all_flags.items())]
 
     def steps(text, *more):
         file.write_text(text)
-        cfg = settings.parse([*argv, *more])
-        with locked(cfg, Comm()):
-            r = open_run(cfg, Comm())
-            prepare_folder(r)
-        return r.cfg.steps
+        return prepared(settings.parse([*argv, *more])).cfg.steps
 
     assert steps("epochs = 2") == steps("epochs = 2\nsteps = 500") == 5
     assert steps("epochs = 2", "--steps=7", "--overwrite") == 7
@@ -182,42 +180,20 @@ def test_one_process_for_each_run_folder(folders, tmp_path):
     started(folders, tmp_path)
 
 
-def test_folders_that_cannot_be_a_runs_are_refused(tmp_path):
-    for file, words in (
-        ("config.json", "its config.json is not from a run"),
-        ("notes", "holds files but no run; name a different folder"),
-    ):
-        folder = tmp_path / file.partition(".")[0]
-        folder.mkdir()
-        (folder / file).write_text("{}")
-        with pytest.raises(UserError, match=words):
-            run.check_folder(make_cfg(out=str(folder), overwrite=True))
-
-
 def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_path, no_models):
-    file = tmp_path / "long.jsonl"
-    file.write_text(json.dumps({"problem": "1 + " * 100, "answer": "1"}) + "\n")
-    too_long = (
-        r"--max_tokens=8: the longest prompt has 2\d\d tokens, .* the model's context of 128; shorten the response"
-    )
+    """The longest prompt and --max_tokens must fit the smaller context of both models."""
+    file = write_rows(tmp_path / "long.jsonl", [{"problem": "1 + " * 100, "answer": "1"}])
+    too_long = r"--max_tokens=8: the longest prompt has 2\d\d tokens, .* the model's context of 128; shorten the"
     with pytest.raises(ValueError, match=too_long):
-        opened(folders, tmp_path, task=str(file))
-    other = tmp_path / "other"
-    shutil.copytree(folders / "actor", other)
+        opened(folders, tmp_path, task=file)
+    short = copied(folders / "actor", tmp_path / "short", max_position_embeddings=10)  # of 4 + 8 tokens
+    with pytest.raises(UserError, match="exceeds the model's context of 10"):
+        opened(folders, tmp_path, actor=str(short))
+    other = shutil.copytree(folders / "actor", tmp_path / "other")
     data = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(data.replace("<spare0>", "<changed>"))
     with pytest.raises(ValueError, match="its tokenizer differs from the policy's"):
         opened(folders, tmp_path, actor=str(other))
-
-
-def test_the_context_is_the_minimum_of_both_models(folders, tmp_path):
-    """Prompts of 4 tokens, responses of 8, an actor with a context of 10."""
-    short = tmp_path / "short"
-    shutil.copytree(folders / "actor", short)
-    data = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps({**data, "max_position_embeddings": 10}))
-    with pytest.raises(UserError, match="exceeds the model's context of 10"):
-        opened(folders, tmp_path, actor=str(short))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,7 +202,7 @@ def test_the_context_is_the_minimum_of_both_models(folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "samplers, rollout_quant, learner_quant, rollout_dtype",
+    "samplers, quant, learner_quant, dtype",
     [
         ("local", "none", "none", "bfloat16"),
         ("files", "none", "none", "float32"),
@@ -237,24 +213,20 @@ def test_the_context_is_the_minimum_of_both_models(folders, tmp_path):
         ("files", "w2a16", "aligned", "float32"),
     ],
 )
-def test_published_weights_are_verified_in_every_format(
-    samplers, rollout_quant, learner_quant, rollout_dtype, folders, tmp_path
-):
+def test_published_weights_are_verified_in_every_format(samplers, quant, learner_quant, dtype, folders, tmp_path):
     """Published weights are in the engine's format, or in full for remote samplers that round on their own. Matrices
     that no engine rounds further have the engine's dtype."""
     place = "local" if samplers == "local" else str(tmp_path / "shared")
-    changes = dict(samplers=place, rollout_dtype=rollout_dtype, quant_group=16)
-    changes |= dict(rollout_quant=rollout_quant, learner_quant=learner_quant, rollout="hf", actor="none")
-    r = opened(folders, tmp_path, **changes)
+    quants = dict(rollout_quant=quant, learner_quant=learner_quant, quant_group=16, rollout_dtype=dtype)
+    r = opened(folders, tmp_path, samplers=place, rollout="hf", actor="none", **quants)
     learner = Learner(*r.load_models(), r.cfg, Comm(), r.vocabulary)
-    packed = travels_packed(r.cfg) if samplers == "files" else rollout_quant == "int8"
+    packed = travels_packed(r.cfg) if samplers == "files" else quant == "int8"
 
     def published():
         return [(name, x.clone()) for name, x in learner.published("policy", packed)]
 
     old = published()
-    halved = rollout_dtype == "bfloat16" and rollout_quant == "none"
-    assert (torch.bfloat16 in {x.dtype for _, x in old}) == halved
+    assert (torch.bfloat16 in {x.dtype for _, x in old}) == (dtype == "bfloat16" and quant == "none")
     with torch.no_grad():
         for p in learner.models.policy.parameters():
             p.mul_(1 + 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
@@ -273,15 +245,11 @@ def test_published_weights_are_verified_in_every_format(
     ],
 )
 def test_files_with_unknown_tensor_names_are_refused(folders, tmp_path, change, rollout, message):
-    model = tmp_path / "model"
-    shutil.copytree(folders / "untied", model)
+    model = copied(folders / "untied", tmp_path / "model", tie_word_embeddings=change == "two heads")
     tensors = load_file(model / "model.safetensors")
     if change == "value":
         tensors["value_head.weight"] = torch.zeros(1, 32)
-    elif change == "two heads":
-        config = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    else:
+    elif change == "prefix":
         tensors = {f"module.{name}": x for name, x in tensors.items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=message) if message else nullcontext():
@@ -337,8 +305,6 @@ def test_log_writes_truncates_and_reads(tmp_path):
     rows = {step: {"x": step / 2, "nothing": math.inf} for step in (-1, 0, 1, 2)}
     logged(tmp_path, make_cfg(), 0, rows)
     assert read_metrics(tmp_path)[2] == {"step": 1, "x": 0.5, "nothing": None}
-    with open(tmp_path / "metrics.jsonl", "a") as f:
-        f.write('{"step": 3, "x"')  # killed in the middle of a line
     logged(tmp_path, make_cfg(), 2, {2: {"x": 9.0}})
     assert [(r["step"], r["x"]) for r in read_metrics(tmp_path)] == [(-1, -0.5), (0, 0.0), (1, 0.5), (2, 9.0)]
     logged(tmp_path, make_cfg(), 0, {-1: {"x": 3.0}})  # a new run deletes the lines of an earlier run
@@ -385,17 +351,14 @@ def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch)
 
 def test_an_edited_configuration_is_refused(tmp_path):
     """Flags edited in config.json would otherwise apply without notice."""
-    out = tmp_path / "run"
-    cfg = make_cfg(out=str(out), lr=1e-3)
-    out.mkdir()
-    config = run.provenance(cfg)
-    (out / "config.json").write_text(json.dumps(config))
-    assert settings.parse(["--resume", f"--out={out}"]).lr == 1e-3
+    config = run.provenance(make_cfg(out=str(tmp_path), lr=1e-3))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert settings.parse(["--resume", f"--out={tmp_path}"]).lr == 1e-3
     edited = {**config, "config": {**config["config"], "lr": 5e-3}}
     for written in (edited, {**edited, "config_digest": None}):
-        (out / "config.json").write_text(json.dumps(written))
+        (tmp_path / "config.json").write_text(json.dumps(written))
         with pytest.raises(UserError, match="config.json were edited after the run wrote them"):
-            settings.parse(["--resume", f"--out={out}"])
+            settings.parse(["--resume", f"--out={tmp_path}"])
 
 
 @pytest.mark.parametrize(
@@ -406,39 +369,27 @@ def test_an_edited_configuration_is_refused(tmp_path):
 def test_a_result_replaces_only_an_earlier_result(tmp_path, content, replaced):
     path = tmp_path / "scores.json"
     path.write_text(content)
-    if replaced:
+    refused = pytest.raises(UserError, match="this file exists and is not an earlier result; name a different file")
+    with nullcontext() if replaced else refused:
         check_result("out", str(path))
-    else:
-        with pytest.raises(UserError, match="this file exists and is not an earlier result; name a different file"):
-            check_result("out", str(path))
     assert path.read_text() == content
 
 
 def test_the_home_folder_in_a_flag(monkeypatch):
     """A shell does not expand --out=~/x."""
     monkeypatch.setenv("HOME", "/home/me")
-    for text, want in {
-        "~/x": "/home/me/x",
-        "a,~/b": "a,/home/me/b",
-        "~": "/home/me",
-        "a~/b": "a~/b",
-        "~root/x": "/root/x",
-    }.items():
-        assert settings.parse([f"--out={text}"]).out == want
+    wanted = {"~/x": "/home/me/x", "a,~/b": "a,/home/me/b", "~": "/home/me", "a~/b": "a~/b", "~root/x": "/root/x"}
+    assert {text: settings.parse([f"--out={text}"]).out for text in wanted} == wanted
 
 
 def test_paths_where_a_run_cannot_write_are_refused(tmp_path):
     """A file or a dangling link in place of a folder, a folder in place of a file, a name outside UTF-8."""
-    (tmp_path / "a").mkdir()
+    for name in ("a", "b", "c/samples.jsonl"):
+        (tmp_path / name).mkdir(parents=True)
     (tmp_path / "a" / "checkpoints").write_text("{}")
-    (tmp_path / "b").mkdir()
     (tmp_path / "b" / "checkpoints").symlink_to("nowhere")
-    (tmp_path / "c" / "samples.jsonl").mkdir(parents=True)
-    for out, words in {
-        str(tmp_path / "a"): "checkpoints: the run cannot write a folder there; move it",
-        str(tmp_path / "b"): "checkpoints: the run cannot write a folder there; move it",
-        str(tmp_path / "c"): "samples.jsonl: the run cannot write a file there; move it",
-        os.fsdecode(os.fsencode(tmp_path) + b"/\xff"): "the name is not UTF-8, or the locale is not",
-    }.items():
-        with pytest.raises(UserError, match=words):
-            run.check_folder(make_cfg(out=out))
+    words = {x: "checkpoints: the run cannot write a folder there; move it" for x in ("a", "b")}
+    words |= {"c": "samples.jsonl: the run cannot write a file there; move it", b"\xff": "the name is not UTF-8"}
+    for name, sentence in words.items():
+        with pytest.raises(UserError, match=sentence):
+            run.check_folder(make_cfg(out=str(tmp_path / os.fsdecode(name))))
