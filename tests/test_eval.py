@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, tiny_model
+from conftest import copied, make_cfg, tiny_model, write_rows
 from test_tasks import with_stop_tokens
 
 import config
@@ -31,12 +31,11 @@ from rollout import Response
 from sampling import Sampling
 from tasks import make_task, prompts
 from tasks.arith import Arithmetic, arithmetic_tokenizer
-from tasks.prompts import encode, stop_ids
+from tasks.prompts import encode
 
 
 def table(path, *answers, problem="1 + {} :"):
-    rows = [{"problem": problem.format(i), "answer": a} for i, a in enumerate(answers)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, [{"problem": problem.format(i), "answer": a} for i, a in enumerate(answers)])
     return path
 
 
@@ -134,21 +133,12 @@ def test_several_sets_with_different_settings(folders, evaluated, tmp_path, monk
 
 def test_angles_that_depend_on_the_batch_are_refused(folders, evaluated, tmp_path):
     """Refused before the model loads: the plain sampler would rotate a short row by the longest row of its batch."""
-    model = tmp_path / "model"
-    shutil.copytree(folders / "policy", model, ignore=shutil.ignore_patterns("*.safetensors"))
-    config_json = json.loads((model / "config.json").read_text())
-    config_json["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
-    (model / "config.json").write_text(json.dumps(config_json))
+    rope = json.loads((folders / "policy" / "config.json").read_text())["rope_parameters"]
+    rope |= {"rope_type": "dynamic", "factor": 2.0}
+    model = copied(folders / "policy", tmp_path / "model", rope_parameters=rope)
+    (model / "model.safetensors").unlink()
     with pytest.raises(UserError, match="rotary angles of the kind dynamic"):
         evaluated(model=model)
-
-
-def test_long_prompts_can_be_dropped(evaluated, tmp_path, capsys):
-    file = table(tmp_path / "x.jsonl", "1", "2", problem="1 + {} :" + " 1" * 60)
-    file.write_text(file.read_text() + '{"problem": "1", "answer": "1"}\n')
-    plain, dropped = "--prompt_template=plain", "--max_prompt_tokens=20"
-    assert [evaluated(f"--task={file}", plain, *more)["problems"] for more in ([], [dropped])] == [3, 1]
-    assert "x: 2 prompts of more than 20" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -167,6 +157,14 @@ def make_run(folders, tmp_path, monkeypatch):
     return make
 
 
+@pytest.fixture
+def solved(monkeypatch):
+    """The arguments of each call of `solve` after the engine."""
+    calls, solve = [], evaluation.solve
+    monkeypatch.setattr(evaluation, "solve", lambda engine, *more: calls.append(more) or solve(engine, *more))
+    return calls
+
+
 def test_a_run_is_evaluated_with_its_prompts(make_run, tmp_path, monkeypatch, capsys):
     """The run's template and length are the defaults. --show_prompt samples nothing."""
     file = table(tmp_path / "x.jsonl", "1")
@@ -179,14 +177,6 @@ def test_a_run_is_evaluated_with_its_prompts(make_run, tmp_path, monkeypatch, ca
         assert "--max_tokens=9 --prompt_template={problem} #\n" in printed and "1 + 0 : #" in printed
     evaluation.main([f"--model={run}", *flags, "--prompt_template=plain", "--max_tokens=8"])
     assert "#" not in capsys.readouterr().out
-
-
-@pytest.fixture
-def solved(monkeypatch):
-    """The arguments of each call of `solve` after the engine."""
-    calls, solve = [], evaluation.solve
-    monkeypatch.setattr(evaluation, "solve", lambda engine, *more: calls.append(more) or solve(engine, *more))
-    return calls
 
 
 def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
@@ -302,12 +292,8 @@ def test_every_response_has_a_different_seed():
 def test_held_out_sums_over_ranks(monkeypatch):
     """Two ranks with equal scores: the same mean, and the standard error of twice as many problems."""
     cfg, seen = make_cfg(objective="grpo", eval_problems=20, max_tokens=8), []
-
-    def three_of_ten(engine, task, tokenizer, indices, *more):
-        seen.append(indices)
-        return np.array([[1.0]] * 3 + [[0.0]] * 7), 4.0
-
-    monkeypatch.setattr(evaluation, "solve", three_of_ten)
+    scores = np.array([[1.0]] * 3 + [[0.0]] * 7)
+    monkeypatch.setattr(evaluation, "solve", lambda *args: seen.append(args[3]) or (scores, 4.0))
     comm = SimpleNamespace(on=False, rank=1, size=2, sum=lambda values: [2 * float(x) for x in values])
     learner = SimpleNamespace(comm=comm, device="cpu", models=SimpleNamespace(policy=tiny_model(0), vocabulary=None))
     run = SimpleNamespace(cfg=cfg, tokenizer=TOKENIZER, stop_ids=[1], eval_sets=held_out_sets(cfg, TASK))
@@ -334,30 +320,30 @@ def test_shards_are_evaluated_with_a_full_copy_in_float32():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_evaluation_samples_in_the_checkpoints_dtype(evaluated, folders, tmp_path, monkeypatch, dtype):
-    load_model(str(folders / "policy")).to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
-    TOKENIZER.save_pretrained(tmp_path / "model")
+    model = shutil.copytree(folders / "policy", tmp_path / "model")
+    load_model(str(model)).to(getattr(torch, dtype)).save_pretrained(model)
     used, make_engine = [], evaluation.make_engine
     monkeypatch.setattr(evaluation, "make_engine", lambda cfg, *more: used.append(cfg) or make_engine(cfg, *more))
-    evaluated("--max_tokens=2", "--problems=1", model=tmp_path / "model")
+    evaluated("--max_tokens=2", "--problems=1", model=model)
     assert [cfg.rollout_dtype for cfg in used] == [dtype]
 
 
 SPARE = TOKENIZER.convert_tokens_to_ids("<spare0>")
 
 
-def test_evaluation_in_training_has_the_runs_stop_tokens_and_reward(folders, evaluated, solved, tmp_path):
-    """Stop tokens of both models apply to both evaluations; --eval_task is graded by --reward."""
+def test_evaluation_in_training_has_the_runs_stop_tokens_and_reward(folders, evaluated, solved, tmp_path, hub):
+    """Stop tokens of both models, in a folder and on the hub, apply to both; --eval_task is graded by --reward."""
     policy = with_stop_tokens(folders / "policy", tmp_path / "policy", [1, 8])
-    actor = with_stop_tokens(folders / "actor", tmp_path / "actor", [1, 9])
+    with_stop_tokens(folders / "actor", hub("some/actor"), [1, 9])
     file = str(table(tmp_path / "x.jsonl", *"111"))
-    flags = {"task": file, "reward": "gsm8k", "eval_task": f"{file}:temperature=0.5:samples=2"}
-    cfg = make_cfg(model=str(policy), actor=str(actor), max_tokens=4, group_size=2, **flags)
+    flags = {"task": file, "reward": "gsm8k", "eval_task": f"{file}:temperature=0.5:samples=2", "stop": "<spare0>"}
+    cfg = make_cfg(
+        model=str(policy), actor="some/actor", max_tokens=4, group_size=2, out=str(tmp_path / "run"), **flags
+    )
     models = SimpleNamespace(policy=tiny_model(0), actor=tiny_model(1), vocabulary=256)
     learner = SimpleNamespace(models=models, comm=Comm(), device="cpu", version=0)
-    run = SimpleNamespace(cfg=cfg, tokenizer=TOKENIZER, stop_ids=stop_ids(TOKENIZER, [policy, actor]))
-    run.eval_sets = held_out_sets(cfg, TASK)
-    evaluation.held_out(learner, "actor", run)
-    assert evaluated.calls[0][4] == [1, 8, 9]
+    evaluation.held_out(learner, "actor", open_run(cfg, Comm()))
+    assert evaluated.calls[0][4] == [1, 8, 9, SPARE]
     [(task, _, _, n, sampling, *_)] = solved
     assert (task.reward.parts[0].name, n, sampling.temperature, sampling.max_tokens) == ("gsm8k", 2, 0.5, 4)
 
@@ -389,8 +375,8 @@ def test_a_run_keeps_its_stop_tokens_to_the_last_checkpoint(folders, solved, tmp
 def test_a_remote_sampler_has_the_learners_stop_tokens_and_reward(folders, tmp_path):
     """Through the welcome message, even if the sampler's host has none of the prompt files."""
     origin = with_stop_tokens(folders / "policy", tmp_path / "policy", [1, 8])
-    file = table(tmp_path / "x.jsonl", *"222", problem="1 + 1")
-    file.write_text(file.read_text() + '{"problem": "1 + 1 + 1 + 1", "answer": "4"}\n')
+    rows = 3 * [{"problem": "1 + 1", "answer": "2"}] + [{"problem": "1 + 1 + 1 + 1", "answer": "4"}]
+    file = write_rows(tmp_path / "x.jsonl", rows)
     texts = {"system_prompt": "3 + 4", "prompt_template": "{problem} =", "chat_template": "{{ messages[1].content }} #"}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -402,11 +388,10 @@ def test_a_remote_sampler_has_the_learners_stop_tokens_and_reward(folders, tmp_p
     description = describe_run(cfg, run, "policy", 0, 0, 1)
     names = {f.name for kind in (config.TaskFlags, config.PromptFlags) for f in fields(kind)} - texts.keys()
     assert {name: description.config.get(name, "-") for name in names} == {x: getattr(cfg, x) for x in names}
-    welcome = wire.Welcome("session", description, setup)
+    welcome = wire.decode(wire.encode(wire.Welcome("session", description, setup)))
     for name in texts:  # the sampler's host has no such files
         (tmp_path / name).unlink()
-    sampler_flags = SamplerFlags(rollout="hf", task=str(file))
-    source = open_source(wire.decode(wire.encode(welcome)), sampler_flags, tmp_path / "sampler")
+    source = open_source(welcome, SamplerFlags(rollout="hf", task=file), tmp_path / "sampler")
     assert source.stop_ids == [1, 8, SPARE] and source.task.reward == run.task.reward
     assert source.task.size == run.task.size == 3  # the long prompt is dropped on both sides
     asked = [one.tokenizer.decode(encode(one.tokenizer, one.task.problem("test", 0))) for one in (source, run)]
@@ -421,15 +406,13 @@ def test_the_setup_of_several_sets(folders, tmp_path):
     model = with_stop_tokens(folders / "actor", tmp_path / "model", [1, 8])
     sampler = with_stop_tokens(folders / "actor", tmp_path / "sampler", [9])
 
-    def setup(task, sampler=None):
+    def setup(task, sampler=""):
         flags = [f"--model={model}", f"--task={task}", "--rollout=hf", "--reward=boxed", "--stop=<spare0>"]
         cfg = evaluation.filled(parse_flags(evaluation.EvalFlags, [*flags, "--max_tokens=30"]), ("max_tokens",))
-        return evaluation.open_setup(cfg, 8, sampler)
+        return evaluation.open_setup(cfg, 8, str(sampler) or None)
 
     alone = [setup(word).context for word in sets.split(",")]
     assert alone[0] != alone[1] and setup(sets).context == max(alone)
-    assert setup(sets).stop_ids == [1, 8, SPARE] and setup(sets, str(sampler)).stop_ids == [1, 8, 9, SPARE]
-    config_json = json.loads((sampler / "config.json").read_text()) | {"max_position_embeddings": max(alone) - 1}
-    (sampler / "config.json").write_text(json.dumps(config_json))
+    assert setup(sets).stop_ids == [1, 8, SPARE] and setup(sets, sampler).stop_ids == [1, 8, 9, SPARE]
     with pytest.raises(UserError, match="exceeds the model's context"):
-        setup(sets, str(sampler))
+        setup(sets, copied(sampler, tmp_path / "short", max_position_embeddings=max(alone) - 1))

@@ -1,8 +1,6 @@
 """Tasks: generated arithmetic, files, prompts, and the tokens that end a response."""
 
 import hashlib
-import json
-import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -11,11 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg
+from conftest import copied, make_cfg
 
 from machinery import checkpoint, warmstart
-from machinery.ranks import Comm
-from machinery.run import open_run
 from model.engines import HFEngine
 from rollout import Response, request_seed
 from sampling import Sampling
@@ -49,16 +45,12 @@ def test_arithmetic_is_verifiable_deterministic_and_split(operand, total):
             assert 1 <= int(b) <= operand
             at += int(b) if sign == "+" else -int(b)
             assert 0 <= at <= total
-        assert str(at) == p.answer
-        assert task.find(p.id) == p
-        assert 3 <= len(words) // 2 <= 5
+        assert str(at) == p.answer and task.find(p.id) == p and 3 <= len(words) // 2 <= 5
         text = task.solution(p)
         assert (task.reward(p, text, True), task.reward(p, text, False)) == (1.0, 0.0)
         ids = tokenizer.encode(text)
-        assert len(ids) + 1 <= task.max_response()
-        assert len(tokenizer.encode(p.prompt)) <= task.max_prompt()
-        assert tokenizer.unk_token_id not in ids
-        assert tokenizer.decode(ids) == text
+        assert len(ids) + 1 <= task.max_response() and len(tokenizer.encode(p.prompt)) <= task.max_prompt()
+        assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
 
 
 def test_solutions_with_slips_continue_from_the_wrong_value():
@@ -103,21 +95,18 @@ def test_arithmetic_reward(text, short, long):
 
 
 def test_demonstrations_with_explanations():
-    task = Arithmetic(explain=224)
-    tokenizer = arithmetic_tokenizer()
+    task, tokenizer = Arithmetic(explain=224), arithmetic_tokenizer()
     behind = []
     for i in range(300):
         p = task.problem("train", i)
         text = task.solution(p)
         steps = text.split(" # ")[0].split(" ; ")
         answer, *restated = text.split(" # ")[1].split(" ; ")
-        assert answer == p.answer
-        assert set(restated) <= set(steps)
+        assert answer == p.answer and set(restated) <= set(steps)
         assert len(tokenizer.encode(text)) + 1 <= task.max_response()
         assert task.reward(p, text, True) == pytest.approx(1 + 6 * len(restated) / 224)
         behind.append(len(restated))
-    assert 4 < sum(behind) / 300 < 6
-    assert max(behind) == 16
+    assert 4 < sum(behind) / 300 < 6 and max(behind) == 16
     short = [Arithmetic(explain=7).solution(task.problem("train", i)).split(" # ")[1].count(";") for i in range(50)]
     assert max(short) == 1
 
@@ -131,17 +120,15 @@ def test_grade_gold(tmp_path):
 
 def with_stop_tokens(folder, to, ends):
     """A copy of a model folder with these stop tokens in its generation_config.json."""
-    shutil.copytree(folder, to)
-    (to / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, "temperature": 0.6}))
-    return to
+    return copied(folder, to, "generation_config.json", eos_token_id=ends, temperature=0.6)
 
 
 def test_stop_tokens_of_tokenizer_models_and_flag(folders, tmp_path):
     tokenizer = arithmetic_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["\n\n"]})
-    two = with_stop_tokens(folders / "actor", tmp_path / "two", [9, 1, 8])
-    one = with_stop_tokens(folders / "actor", tmp_path / "one", 12)
-    none = with_stop_tokens(folders / "actor", tmp_path / "none", None)
+    two, one, none = (
+        with_stop_tokens(folders / "actor", tmp_path / str(i), ends) for i, ends in enumerate(([9, 1, 8], 12, None))
+    )
     assert stop_ids(tokenizer, []) == [1]
     assert stop_ids(tokenizer, [two, one, none, "base:policy"]) == [1, 9, 8, 12]
     assert stop_ids(tokenizer, [one], "#, ;,") == [1, 12, tokenizer.encode("#")[0], tokenizer.encode(";")[0]]
@@ -157,34 +144,18 @@ def test_stop_tokens_of_tokenizer_models_and_flag(folders, tmp_path):
         stop_ids(tokenizer, [none])
 
 
-def test_a_run_has_the_stop_tokens_of_both_models(folders, tmp_path, hub):
-    """In folders and on the hub."""
-    actor = with_stop_tokens(folders / "actor", tmp_path / "actor", [1, 9])
-    policy = with_stop_tokens(folders / "policy", tmp_path / "policy", [1, 8])
-    with_stop_tokens(folders / "policy", hub("some/policy"), [1, 7])
-    with_stop_tokens(folders / "actor", hub("some/actor"), [1, 6])
-    ten = arithmetic_tokenizer().encode("10")[0]
-    for models, ends in {(str(policy), str(actor)): [1, 8, 9], ("some/policy", "some/actor"): [1, 7, 6]}.items():
-        cfg = make_cfg(model=models[0], actor=models[1], stop="10", max_tokens=8, out=str(tmp_path / "run"))
-        assert open_run(cfg, Comm()).stop_ids == [*ends, ten]
-
-
-@pytest.mark.parametrize("kind", ["hf", "vllm"])
-def test_both_engines_stop_at_several_tokens(kind, folders, tmp_path, request):
+def test_both_engines_stop_at_several_tokens(engine):
     """Responses end at the first stop token, include it, and have finish_reason "stop"."""
-    engine = request.getfixturevalue("vllm_engine") if kind == "vllm" else HFEngine(str(folders / "actor"))
-    tokenizer = arithmetic_tokenizer()
-    prompt = np.array(tokenizer.encode("3 + 4 :"), np.int32)
+    prompt = np.array(arithmetic_tokenizer().encode("3 + 4 :"), np.int32)
     seeds = [[request_seed("ends", i) for i in range(64)]]
     sampling = Sampling(max_tokens=24)
     free = engine.generate([prompt], seeds, sampling, 0, [1])[0]
     common = Counter(int(t) for r in free for t in r.tokens).most_common(3)
     second = next(t for t, _ in common if t != 1)
-    ends = stop_ids(tokenizer, [with_stop_tokens(folders / "actor", tmp_path / "two", [1, second])])
-    group = engine.generate([prompt], seeds, sampling, 0, ends)[0]
-    assert {second} <= {int(r.tokens[-1]) for r in group if r.finish_reason == "stop"} <= set(ends)
+    group = engine.generate([prompt], seeds, sampling, 0, [1, second])[0]
+    assert {second} <= {int(r.tokens[-1]) for r in group if r.finish_reason == "stop"} <= {1, second}
     assert all(len(r.tokens) == 24 for r in group if r.finish_reason == "length")
-    assert not any(set(r.tokens[:-1].tolist()) & set(ends) for r in group)
+    assert not any({1, second} & {*r.tokens[:-1].tolist()} for r in group)
     for short, long in zip(group, free, strict=True):  # otherwise the responses are equal
         assert short.tokens.tolist() == long.tokens[: len(short.tokens)].tolist()
 
@@ -228,27 +199,22 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
     assert warmstart.base_model("model", "base:policy", replace(cfg, arith="explain=8")) not in folders
 
 
-def test_the_first_of_two_processes_that_make_a_base_model_wins(tmp_path, monkeypatch):
+@pytest.mark.parametrize("file, is_complete", [("config.json", True), ("model.safetensors", False)])
+def test_the_first_of_two_processes_that_make_a_base_model_wins(file, is_complete, tmp_path, monkeypatch):
     """The second process uses a complete folder, and replaces an incomplete one of a killed process."""
     monkeypatch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path))
     cfg = make_cfg()
     final = tmp_path / f"policy-{warmstart.recipe_key('policy', make_task(cfg), 0.3)}"
 
-    def made_meanwhile(name):
-        def warm_start(_, task, target, folder):
-            for place, file in ((final, name), (folder, "config.json")):
-                place.mkdir(parents=True)
-                (place / file).write_text(str(place))
+    def made_meanwhile(_, task, target, folder):
+        for place, name in ((final, file), (folder, "config.json")):
+            place.mkdir(parents=True)
+            (place / name).write_text(str(place))
 
-        return warm_start
-
-    for name, winner in (("config.json", final), ("model.safetensors", None)):
-        monkeypatch.setattr(warmstart, "warm_start", made_meanwhile(name))
-        assert warmstart.base_model("model", "base:policy", cfg) == str(final)
-        assert [path.name for path in tmp_path.iterdir()] == [final.name]
-        assert [path.name for path in final.iterdir()] == ["config.json"]
-        assert ((final / "config.json").read_text() == str(final)) == (winner == final)
-        shutil.rmtree(final)
+    monkeypatch.setattr(warmstart, "warm_start", made_meanwhile)
+    assert warmstart.base_model("model", "base:policy", cfg) == str(final)
+    assert [*tmp_path.iterdir()] == [final] and [path.name for path in final.iterdir()] == ["config.json"]
+    assert ((final / "config.json").read_text() == str(final)) == is_complete
 
 
 def test_the_keys_of_the_default_recipes():
