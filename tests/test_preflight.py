@@ -1,11 +1,10 @@
 """Prompts, gold answers and rewards that contradict each other are reported before a model loads."""
 
 import gzip
-import json
 from dataclasses import replace
 
 import pytest
-from conftest import make_cfg
+from conftest import make_cfg, write_rows
 
 from machinery.flags import UserError
 from machinery.settings import unlike_paper
@@ -20,9 +19,8 @@ THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
 
 def table(tmp_path, rows, name="rows.jsonl", **flags):
     """The task of a file with (problem, answer) rows, fitted to a tokenizer."""
-    path = tmp_path / name
-    path.write_text("".join(json.dumps({"problem": p, "answer": a}) + "\n" for p, a in rows), encoding="utf-8")
-    task = make_task(replace(make_cfg(), task=str(path), max_tokens=16, **flags))
+    path = write_rows(tmp_path / name, [{"problem": p, "answer": a} for p, a in rows])
+    task = make_task(replace(make_cfg(), task=path, max_tokens=16, **flags))
     task.fit(arithmetic_tokenizer())
     return task
 
@@ -45,7 +43,7 @@ HASHES, BOX = "2 + 3? End with ####.", "2 + 3 in \\boxed{}"
     ],
 )
 def test_prompt_and_reward_that_contradict(tmp_path, problem, template, reward, sentence):
-    rows = [("in \\boxed", "5") if problem == "mixed" else (problem, "5"), (problem, "5")]
+    rows = [(BOX if problem == "mixed" else problem, "5"), (problem, "5")]
     task = table(tmp_path, rows, prompt_template=template, reward=reward)
     warnings = warnings_of(task, arithmetic_tokenizer())
     assert len(warnings) == bool(sentence)
@@ -77,14 +75,11 @@ def test_think_continues_the_prompt(tmp_path, template, opened):
     "answer, why",
     [
         ("\frac{1}{2}", "holds a control character"),  # LaTeX with a single backslash in JSON
-        ("3 \rho", "holds a control character"),
         ("x \notin S", "holds a control character"),
         ("\\frac{1}{2", "has an unclosed brace"),
         ("a}{b", "has an unclosed brace"),
         ("1, 2]", "has an unclosed brace or bracket"),
-        ("\\{1, 2\\}", ""),
-        ("a) 5", ""),
-        ("[0, 1)", ""),
+        *((fine, "") for fine in ("\\{1, 2\\}", "a) 5", "[0, 1)")),
     ],
 )
 def test_damaged_answers_are_refused(tmp_path, answer, why):
@@ -102,19 +97,15 @@ def test_damaged_answers_are_refused(tmp_path, answer, why):
 def test_a_mix_of_files_and_packed_ones(tmp_path):
     """The rows of the first file, then of the second; the digest is over both contents."""
     a, b = tmp_path / "a.JSONL", tmp_path / "b.jsonl.gz"
-    a.write_text('{"problem": "p0", "answer": "0"}\n{"problem": "p1", "answer": "1"}\n')
+    write_rows(a, [{"problem": f"p{i}", "answer": str(i)} for i in range(2)])
     b.write_bytes(gzip.compress(b'{"problem": "p2", "answer": "2"}\n'))
-    cfg = replace(make_cfg(), task=f"{a},{b}", max_tokens=16, prompt_template="plain")
-    task = make_task(cfg)
+    task = make_task(replace(make_cfg(), task=f"{a},{b}", max_tokens=16, prompt_template="plain"))
     problems = [task.problem("test", i) for i in range(3)]
     assert [(p.id, p.prompt, p.answer) for p in problems] == [(f"a+b/{i}", f"p{i}", str(i)) for i in range(3)]
-    before = digest_of(cfg.task)
+    before = digest_of(f"{a},{b}")
     assert before != digest_of(str(a)) and digest_of(f"{b},{a}") != before
     b.write_bytes(gzip.compress(b'{"problem": "p2", "answer": "3"}\n'))
-    assert digest_of(cfg.task) != before
-    (tmp_path / "d.jsonl.zst").write_bytes(b"x")
-    with pytest.raises(UserError, match="[.]jsonl.zst is not read, only .jsonl.gz and"):
-        make_task(replace(cfg, task=str(tmp_path / "d.jsonl.zst")))
+    assert digest_of(f"{a},{b}") != before
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,9 @@ def estimate(seen, reference) -> dict[str, float]:
 
 def true_numbers(scale, bias, noise, noise_on) -> dict[str, float]:
     worth_ = scale**2 * noise_on / (bias**2 + noise)
-    batch_cosine = scale / math.sqrt(scale**2 + bias**2 + noise)
-    cosine = scale / math.sqrt(scale**2 + bias**2)
-    cosines = dict(batch_cosine=batch_cosine, cosine=cosine)
+    cosines = dict(
+        batch_cosine=scale / math.hypot(scale, bias, math.sqrt(noise)), cosine=scale / math.hypot(scale, bias)
+    )
     return dict(worth=worth_, scale=scale, bias=bias**2, noise=noise, noise_on=noise_on, **cosines)
 
 
@@ -255,19 +255,20 @@ def test_the_cost_of_a_response_by_hand(monkeypatch):
     without low bits and actor."""
     clock, opened = [0.0], []
 
-    def source(first, later):
-        spent = iter([first, later, later, later])
-        return SimpleNamespace(next=lambda *_: clock.append(clock[-1] + next(spent)), close=lambda: None)
+    def source(*spent):
+        left = iter(spent)
+        return SimpleNamespace(next=lambda *_: clock.append(clock[-1] + next(left)), close=lambda: None)
 
     def open_source(cfg, run, comm, sleeps):
         opened.append((cfg.actor, cfg.rollout_quant, run.actor, sleeps))
-        return source(60.0, 6.0)
+        return source(60.0, 6.0, 6.0, 6.0)
 
     monkeypatch.setattr(worth, "open_source", open_source)
     monkeypatch.setattr(worth.time, "perf_counter", lambda: clock[-1])
     cfg = make_cfg(rollout_quant="int8", rollout="hf", train_batch=32, rollout_batch=32, group_size=4)
     run = make_dataclass("Run", ["actor"])("x")
-    m = SimpleNamespace(cfg=cfg, run=run, comm=Comm(), sampler=source(30.0, 3.0), groups=8, quiet=True)
+    sampler = source(30.0, 3.0, 3.0, 3.0)
+    m = SimpleNamespace(cfg=cfg, run=run, comm=Comm(), sampler=sampler, groups=8, quiet=True)
     assert worth.cost(m) == {"sampler/seconds": 3 / 32, "on_policy/seconds": 6 / 32, "price": 0.5}
     assert opened == [("none", "none", "", False)]
 
@@ -339,15 +340,14 @@ def test_flags_of_rows_and_of_g(folders):
 def test_the_engine_has_the_precision_of_the_run(solvers, tmp_path):
     """g is in float32 unless a flag says otherwise; the engine has the precision of the run, also from a file."""
     (tmp_path / "run.toml").write_text('dtype = "bfloat16"\nmax_tokens = 8\ntask = "arith"\n')
-    engine, custom = ["--actor=none", "--rollout=hf", "--rows=tis"], f"--model={solvers / 'policy'}"
-    task = ["--task=arith", "--max_tokens=8"]
+    custom = [f"--model={solvers / 'policy'}", f"--config={tmp_path / 'run.toml'}"]
     for flags, wanted in (
-        ([custom, f"--config={tmp_path / 'run.toml'}"], ("bfloat16", "float32")),
-        ([custom, *task, "--rollout_dtype=float16"], ("float16", "float32")),
-        ([custom, *task, "--dtype=bfloat16"], ("bfloat16", "bfloat16")),
+        (custom, ("bfloat16", "float32")),
+        ([*custom, "--rollout_dtype=float16"], ("float16", "float32")),
+        ([*custom, "--dtype=bfloat16"], ("bfloat16", "bfloat16")),
         ([], ("float32", "float32")),
     ):
-        _, rows, plain = worth.parse([*engine, *flags])
+        _, rows, plain = worth.parse(["--actor=none", "--rollout=hf", "--rows=tis", *flags])
         assert [(cfg.rollout_dtype, cfg.dtype) for cfg in (rows["tis"], plain)] == 2 * [wanted]
 
 
