@@ -47,10 +47,10 @@ def keys_of(owner: str, change=None):
     """The folder of keys of `owner`: "learner" or "sampler0". change: a function applied to the folder."""
 
     def make(path: Path) -> None:
-        make_keys(str(path / "all"), 1)
-        for part in (path / "all" / owner).iterdir():
-            part.rename(path / part.name)
-        shutil.rmtree(path / "all")
+        all_keys = path.with_name("all keys")
+        make_keys(str(all_keys), 1)
+        (all_keys / owner).rename(path)
+        shutil.rmtree(all_keys)
         if change:
             change(path)
 
@@ -62,8 +62,7 @@ def only_public(folder: Path) -> None:
 
 
 def unreadable(path: Path) -> None:
-    path.write_text("lr = 1")
-    path.chmod(0)
+    path.touch(0)
 
 
 def read_only(path: Path) -> None:
@@ -100,13 +99,11 @@ FILES = {
     "own.py": "x = 1\n",
     "surrogate.jsonl": '{"problem": "\\ud800", "answer": "1"}\n',
     "brackets.jsonl": "[" * 100_000,
-    "long.jsonl": GOOD + '{"problem": "' + "1 + " * 500 + '", "answer": "1"}\n',
     "latin1.jsonl": GOOD.encode() + b'{"problem": "caf\xe9", "answer": "1"}\n',
     "fine.parquet.gz": b"\x1f\x8b",
     "packed.jsonl.gz": b"\x1f\x8b\x08\x00\x00",
     # configurations
     "cut.toml": "steps = ",
-    "true_steps.toml": "steps = true",
     "unreadable.toml": unreadable,
     # model folders
     "no_config": {"model.safetensors": "x"},

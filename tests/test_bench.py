@@ -32,12 +32,9 @@ def test_pairs_alternate():
     assert "".join(calls) == "ab" + "ab" + "ba" + "ab"
 
 
-TRIAL = gpu_parts.Setting("cpu", tiny=True)
-
-
 @pytest.mark.parametrize("name", ["linears", "head", "obrs", "memory", "trl"])
 def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
-    rows = list(gpu.PARTS[name][0](TRIAL))
+    rows = list(gpu.PARTS[name][0](gpu_parts.Setting("cpu", tiny=True)))
     assert rows and not [r for r in rows if r["why"] not in ("", "not installed")]
     assert all(math.isfinite(r["value"]) for r in rows if r["unit"] not in ("GiB", "%") and not r["why"])
 
@@ -74,10 +71,8 @@ def test_a_part_that_ends_badly_keeps_its_measurements(why):
 
 def test_processes_started_by_a_part_end_with_it(tmp_path):
     started = tmp_path / "pid"
-    program = "import os, pathlib, subprocess, time; child = subprocess.Popen(['sleep', '600']); "
-    program += f"pathlib.Path({str(started)!r}).write_text(str(child.pid)); time.sleep(600)"
     for limit in (1, 5, 60):  # a busy machine may need longer to start
-        gpu.said_by([sys.executable, "-c", program], limit)
+        gpu.said_by(["sh", "-c", f"sleep 600 & echo $! > {started}; wait"], limit)
         if started.exists():
             break
     assert until(lambda: not alive(int(started.read_text())))
@@ -87,9 +82,8 @@ WITHOUT_TORCH = """
 import os, runpy, sys
 sys.modules["torch"] = None  # its import raises an error
 sys.path.insert(0, ".")
-run = runpy.run_path if sys.argv[1].endswith(".py") else runpy.run_module
 try:
-    run(sys.argv[1], run_name="__main__")
+    (runpy.run_path if sys.argv[1].endswith(".py") else runpy.run_module)(sys.argv[1], run_name="__main__")
 except ImportError:
     print(os.environ.get("GOMP_SPINCOUNT"))
 """

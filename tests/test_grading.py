@@ -48,20 +48,15 @@ def test_a_table_of_graded_responses():
     assert len(pairs) == 246 and not wrong
 
 
-BOXES = [
-    ("\\boxed{1} and then \\boxed{2}, done", "2"),
-    ("\\boxed{\\left\\{x\\right.}", "\\left\\{x\\right."),
-    ("\\boxed{a\\\\}b}", "a\\\\"),
-    ("\\boxed {7}", "7"),
-    ("\\boxed 5", None),
-    ("\\boxed{1} so \\boxed{\\frac{1}{2", None),
-    ("\\boxed{" * 100_000, None),
-]
-
-
-@pytest.mark.parametrize("text, inside", BOXES)
-def test_only_the_last_box_counts(text, inside):
-    assert last_box(text) == (None if inside is None else f"\\boxed{{{inside}}}")
+def test_only_the_last_box_counts():
+    boxes = {
+        "\\boxed{1} and then \\boxed{2}, done": "\\boxed{2}",
+        "\\boxed{\\left\\{x\\right.}": "\\boxed{\\left\\{x\\right.}",
+        "\\boxed{a\\\\}b}": "\\boxed{a\\\\}",
+        "\\boxed {7}": "\\boxed{7}",
+        **dict.fromkeys(("\\boxed 5", "\\boxed{1} so \\boxed{\\frac{1}{2", "\\boxed{" * 100_000)),
+    }
+    assert {text: last_box(text) for text in boxes} == boxes
 
 
 TOWER = "\\boxed{9^{9^{9^9}}}"
@@ -81,11 +76,6 @@ def math_task(*answers, **settings) -> Table:
     return Table("math.jsonl", rows, Style(), Reward(**settings))
 
 
-def answers_of(task, *texts) -> list[Answer]:
-    """Answers to the task's first problem with these texts."""
-    return [Answer(task.problem("test", 0), text, True) for text in texts]
-
-
 def alive(pid: int) -> bool:
     """Whether the process exists and is not a zombie."""
     try:
@@ -97,14 +87,11 @@ def alive(pid: int) -> bool:
 def test_an_endless_answer_fails_alone():
     """Answers in the same chunk are graded, and an equal endless answer is not tried again."""
     task = math_task("5", seconds=0.5)
-    answers = answers_of(
-        task, "\\boxed{5}", TOWER, "\\boxed{5.0}", "\\boxed{6}", TOWER, "5", *(f"\\boxed{{{i}}}" for i in range(40))
-    )
+    texts = ["\\boxed{5}", TOWER, "\\boxed{5.0}", "\\boxed{6}", TOWER, "5", *(f"\\boxed{{{i}}}" for i in range(40))]
     start = time.monotonic()
-    rewards, counts = task.rewards(answers)
+    rewards, counts = task.rewards([Answer(task.problem("test", 0), text, True) for text in texts])
     assert time.monotonic() - start < 60
-    assert rewards[:6] == [1, 0, 1, 0, 0, 0]
-    assert rewards[6:] == [float(i == 5) for i in range(40)]
+    assert rewards == [1, 0, 1, 0, 0, 0, *(float(i == 5) for i in range(40))]
     assert counts == Counter({"answers": 46, "timeouts": 2, "unboxed": 1, "reward/math": 3, "plain": 46, "exact": 4})
 
 
@@ -137,18 +124,17 @@ def test_verdicts_do_not_depend_on_earlier_answers(pool):
 def test_grading_processes_are_kept_light_and_replaced(pool):
     pool.size = 2
     pairs = [(f"\\boxed{{{i}}}", "7") for i in range(30)]
-    wanted = [i == 7 for i in range(30)]
-    assert graded(pool, pairs, 5.0) == wanted
-    first = [p.process.pid for p in pool.processes]
-    assert len(first) == 2
-    assert not any(name in Path(f"/proc/{pid}/maps").read_text() for pid in first for name in ("libtorch", "numpy"))
-    assert graded(pool, pairs, 5.0) == wanted
-    assert [p.process.pid for p in pool.processes] == first
-    os.kill(first[0], signal.SIGKILL)
-    assert until(lambda: not alive(first[0]), within=10)
-    assert graded(pool, pairs, 5.0) == wanted  # a dead idle process costs no answer
+    pids = []
+    for _ in range(3):
+        assert graded(pool, pairs, 5.0) == [i == 7 for i in range(30)]
+        pids.append([p.process.pid for p in pool.processes])
+        if len(pids) == 2:  # a dead idle process costs no answer
+            os.kill(pids[0][0], signal.SIGKILL)
+            assert until(lambda: not alive(pids[0][0]), within=10)
+    assert pids[0] == pids[1] and len(pids[0]) == len(pids[2]) == 2 and pids[0][0] not in pids[2]
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids[2]]
+    assert not any(name in text for text in maps for name in ("libtorch", "numpy"))
     assert pool.grade("math", [], 5.0) == []
-    assert first[0] not in [p.process.pid for p in pool.processes] and len(pool.processes) == 2
 
 
 def test_memory_is_bounded(pool):
@@ -180,18 +166,15 @@ def test_processes_that_cannot_start_are_an_error(pool, tmp_path, monkeypatch):
 def test_an_exception_during_grading_leaves_no_stale_answer(pool):
     """The next call does not get an answer of the interrupted call."""
 
-    class StopError(Exception):
-        pass
-
     def stop(number, frame):
-        raise StopError
+        raise InterruptedError
 
     before = signal.signal(signal.SIGUSR1, stop)
     try:
         assert graded(pool, [("\\boxed{1}", "1")], 5.0) == [True]
         pid = pool.processes[0].process.pid
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        with pytest.raises(StopError):
+        with pytest.raises(InterruptedError):
             graded(pool, [(TOWER, "1"), ("\\boxed{1}", "1")], 100.0)
         assert not alive(pid)
         assert graded(pool, [("\\boxed{1}", "2"), ("\\boxed{1}", "1")], 5.0) == [False, True]
@@ -258,8 +241,6 @@ def test_a_forked_process_starts_new_grading_processes():
 CASES = {
     "letter": [
         ("B", "\\boxed{\\text{(B)}}", 1),
-        ("B", "\\boxed{B. Paris}", 1),
-        ("B", "\\boxed{Berlin}", 0),
         ("B", "The answer is Because", 0),
         ("B", "The answer is B. To get this answer I used a table", 1),
         ("B", "Final ANSWER: $B$", 1),
@@ -267,17 +248,10 @@ CASES = {
         ("B", "The answer is option B", 1),
         ("A", "The answer is not A", 0),
         ("B", "\\boxed{\\text{Option B}}", 1),
-        ("B", "\\boxed{B, C}", 0),
         ("B", "The answer is (B) or (C)", 0),
-        ("A", "\\boxed{A triangle}", 0),
         ("A", "The answer is A because of x", 1),
-        ("I", "The answer is I think B", 0),
     ],
-    "boxed": [
-        ("9", "so \\boxed{1}", 1),
-        ("9", "\\boxed{1} \\boxed{1}", 0),
-        ("9", "\\boxed{1", 0),
-    ],
+    "boxed": [("9", "so \\boxed{1}", 1), ("9", "\\boxed{1} \\boxed{1}", 0), ("9", "\\boxed{1", 0)],
     "think": [
         ("9", "<think>a\nb</think> <answer>1</answer>\n", 1),
         ("9", "<think><think>a</think><answer>1</answer>", 0),
@@ -347,14 +321,9 @@ def forks(row, text, finish_reason):
         os.waitpid(child, 0)
     return 1.0
 
-def ends(row, text, finish_reason):
-    return os._exit(4) if text == "end" else 1.0
-
-def killed(row, text, finish_reason):
-    return os.kill(os.getpid(), 9) if text == "end" else 1.0
-
-def leaves(row, text, finish_reason):
-    return sys.exit(3) if text == "end" else 1.0
+ends = lambda row, text, finish_reason: os._exit(4) if text == "end" else 1.0
+killed = lambda row, text, finish_reason: os.kill(os.getpid(), 9) if text == "end" else 1.0
+leaves = lambda row, text, finish_reason: sys.exit(3) if text == "end" else 1.0
 
 def of_numpy(row, text, finish_reason):
     return {"half": np.float32(0.5), "yes": np.bool_(True), "two": np.int64(2)}

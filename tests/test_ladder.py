@@ -37,9 +37,8 @@ def groups_and_batch(lengths, group_size: int):
     for g in range(0, len(lengths), group_size):
         responses = []
         for n in lengths[g : g + group_size]:
-            topk = {"topk_ids": np.zeros((n, 0), np.int32), "topk_logp": np.zeros((n, 0), np.float32)}
-            ids = np.full(n, 5, np.int32)
-            responses.append(Response(ids, np.ones(n, bool), np.zeros(n, np.float32), finish_reason="stop", **topk))
+            none = np.zeros((n, 0), np.int32)
+            responses.append(Response(np.full(n, 5, np.int32), np.ones(n, bool), np.zeros(n), none, none * 1.0, "stop"))
         groups.append(Rollout(("", 0, g), "", np.array([3], np.int32), Sampling(), "", "", 0, "", 0.0, 0.0, responses))
     return groups, batching.collate(groups, make_cfg(group_size=group_size))
 
@@ -47,11 +46,9 @@ def groups_and_batch(lengths, group_size: int):
 def test_shares_by_hand():
     """Loops over tokens, on ragged responses, with values in the padding that must not count."""
     lengths = [3, 1, 2, 4]
-    rng = np.random.default_rng(0)
-    logp = -1 - 0.3 * rng.random((4, 4, 4))
+    logp = -1 - 0.3 * np.random.default_rng(0).random((4, 4, 4))
     logp[0, 3, :] -= 9  # the last response is beyond the clamp of 2, except on the first rung
-    batch = groups_and_batch(lengths, 2)[1]
-    result = ladder.shares(["zero", "a", "b", "c"], logp, batch, FLOOR, clamp=2.0)
+    result = ladder.shares(["zero", "a", "b", "c"], logp, groups_and_batch(lengths, 2)[1], FLOOR, clamp=2.0)
     rungs = []
     for rung in logp:
         kl = dp = 0.0

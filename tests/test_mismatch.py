@@ -83,12 +83,12 @@ def test_the_floor_of_an_engine(folders):
     decode, again = {}, {}
     setup = SimpleNamespace(stop_ids=[1], vocabulary=256)
     prompts = [np.array(ids, np.int32) for ids in ([5, 7, 4, 11], [9, 6, 3], [12, 3], [7, 7, 8, 3, 5])]
+    sampling = Sampling(max_tokens=12, temperature=0.5, seed=2)
     for kind in ("float32", "bfloat16", "noisy"):
         engine = HFEngine(str(folders / "policy"), dtype="float32" if kind == "noisy" else kind)
         if kind == "noisy":
             engine.model.model.layers[0].self_attn.attention_dropout = 0.2
             engine.model.train()
-        sampling = Sampling(max_tokens=12, temperature=0.5, seed=2)
         decode[kind], again[kind] = floor.engine_rows(engine, prompts, sampling, setup, 20.0)
     assert 0 < decode["float32"]["max"] < 1e-5 < decode["bfloat16"]["max"] < 0.1
     assert again["float32"]["max"] < 1e-5 and decode["noisy"]["rms"] > 1e-3
@@ -208,24 +208,18 @@ def test_bad_calls(probe_with):
 
 def test_precisions_of_the_probe_and_its_engine(folders, tmp_path, monkeypatch):
     """A custom model has its checkpoint's, a run's models the run's; --rollout_dtype takes precedence."""
-    seen = []
-
-    def watched(cfg, *more):
-        seen.append((cfg.dtype, cfg.rollout_dtype))
-        return {}
-
-    monkeypatch.setattr(probe_command, "probe", watched)
-    monkeypatch.setattr(warmstart, "base_model", lambda *flag: str(folders / "policy"))
-    common, custom = ["--rollout=hf", "--max_tokens=8"], f"--model={folders / 'policy'}"
+    seen, policy = [], str(folders / "policy")
+    monkeypatch.setattr(probe_command, "probe", lambda cfg, *_: seen.append((cfg.dtype, cfg.rollout_dtype)) or {})
+    monkeypatch.setattr(warmstart, "base_model", lambda *flag: policy)
+    shutil.copytree(policy, tmp_path / "policy")
     saved = {"dtype": "bfloat16", "rollout_dtype": "float16", "max_tokens": 8}
-    shutil.copytree(folders / "policy", tmp_path / "run" / "policy")
-    (tmp_path / "run" / "config.json").write_text(json.dumps({"config": saved}))
+    (tmp_path / "config.json").write_text(json.dumps({"config": saved}))
     cases = {
-        (custom, "--dtype=bfloat16"): ("bfloat16", "bfloat16"),
-        (custom, "--dtype=bfloat16", "--rollout_dtype=float16"): ("bfloat16", "float16"),
-        ("--model=base:policy", "--dtype=bfloat16"): ("bfloat16", "float32"),
-        (f"--model={tmp_path / 'run'}",): ("bfloat16", "float16"),
+        (policy, "--dtype=bfloat16"): ("bfloat16", "bfloat16"),
+        (policy, "--dtype=bfloat16", "--rollout_dtype=float16"): ("bfloat16", "float16"),
+        ("base:policy", "--dtype=bfloat16"): ("bfloat16", "float32"),
+        (str(tmp_path),): ("bfloat16", "float16"),
     }
-    for flags in cases:
-        probe_command.main([*common, *flags])
+    for model, *flags in cases:
+        probe_command.main(["--rollout=hf", "--max_tokens=8", f"--model={model}", *flags])
     assert seen == list(cases.values())

@@ -21,6 +21,7 @@ from machinery.ranks import Comm
 from machinery.run import read_metrics
 from model.engines import HFEngine
 from probe import gaps
+from probe.__main__ import main as run_probe
 from rollout import Response, as_groups
 from sampling import Sampling
 from tasks import games, grade_all, grading, make_task, rewards, turns
@@ -28,8 +29,6 @@ from tasks.arith import arithmetic_tokenizer
 from tasks.prompts import Problem, encode
 
 ENVIRONMENT = """
-import time
-
 class Echo:
     size = None
 
@@ -44,8 +43,7 @@ class Echo:
         return f"{len(text) % 10} +" if len(messages) < 4 else None  # three turns
 
 class Turns(Echo):
-    def reward(self, row, text, finish_reason):
-        return float("\\n" in text)  # more than one turn
+    reward = lambda self, row, text, finish_reason: float("\\n" in text)  # more than one turn
 
 class Ends(Echo):
     reply = lambda self, *_: None
@@ -116,29 +114,22 @@ def test_a_conversation_is_one_sequence_of_tokens(engine, environment):
 
 def test_a_conversation_beyond_the_limit_is_cut(environment):
     """With a limit of 8 tokens, equal draws give the beginnings of the conversations with a limit of 40."""
-    engine = HFEngine(tiny_model(1))
+    engine, cut = HFEngine(tiny_model(1)), 0
     _, long = talked(engine, environment("Echo"))
     _, short = talked(engine, environment("Echo"), max_tokens=8)
-    cut = 0
     for a, b in zip(sum(long, []), sum(short, []), strict=True):
         n = len(b.tokens)
         assert n <= 8 and (a.tokens[:n] == b.tokens).all() and (a.loss_mask[:n] == b.loss_mask).all()
         assert b.loss_mask[-1]  # no reply at the end
-        if len(a.tokens) > n:
-            assert b.finish_reason == "length"
-            cut += 1
+        assert len(a.tokens) == n or b.finish_reason == "length"
+        cut += len(a.tokens) > n
     assert cut >= 3
 
 
 def test_draws_differ_between_turns_and_not_between_batches(environment, monkeypatch):
     engine, seen = HFEngine(tiny_model(1)), []
     generate = engine.generate
-
-    def watched(prompts, seeds, *args):
-        seen.extend(seed for row in seeds for seed in row)
-        return generate(prompts, seeds, *args)
-
-    monkeypatch.setattr(engine, "generate", watched)
+    monkeypatch.setattr(engine, "generate", lambda *args: seen.extend(sum(args[1], [])) or generate(*args))
     _, together = talked(engine, environment("Echo"))
     assert len(set(seen)) == len(seen) > 12
     _, alone = talked(engine, environment("Echo"), n=2, samples=1)
@@ -158,16 +149,16 @@ def test_allowed_sets_cover_replies(engine, environment):
     assert seen > 10
 
 
-@pytest.mark.parametrize(
-    "name, why",
-    [
-        ("Ends", ""),
-        ("Raises", "mine.py:Raises.reply: ZeroDivisionError: division by zero (mine.py, line"),
-        ("Wrong", "mine.py:Wrong.reply: it returned 7.0, which is neither a text nor None"),
-        ("Waits", ""),
-    ],
-)
-def test_an_environment_that_ends_or_fails_ends_the_conversation(environment, capsys, monkeypatch, name, why):
+FAILS = {
+    "Ends": "",
+    "Raises": "mine.py:Raises.reply: ZeroDivisionError: division by zero (mine.py, line",
+    "Wrong": "mine.py:Wrong.reply: it returned 7.0, which is neither a text nor None",
+    "Waits": "",
+}
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_an_environment_that_ends_or_fails_ends_the_conversation(environment, capsys, monkeypatch, name):
     """The responses are those of a task without an environment."""
     monkeypatch.setattr(rewards, "TOLD", set())
     monkeypatch.setattr(turns, "GRADE_SECONDS", 0.2)
@@ -179,7 +170,7 @@ def test_an_environment_that_ends_or_fails_ends_the_conversation(environment, ca
     for a, b in zip(sum(groups, []), sum(single, []), strict=True):
         assert (a.tokens == b.tokens).all() and a.loss_mask.all() and a.finish_reason == b.finish_reason
     printed = capsys.readouterr().err
-    assert why in printed and printed.count("warning: ") == bool(why)
+    assert FAILS[name] in printed and printed.count("warning: ") == bool(FAILS[name])
 
 
 def test_the_reward_reads_only_sampled_text(environment):
@@ -218,18 +209,15 @@ def test_the_learner_ignores_replies(environment):
 
     def gradient():
         batch = batching.collate(groups, cfg)
-        assert (batch.mask.sum(1).tolist()) == [int(r.loss_mask.sum()) for g in rows for r in g]
-        stats = objectives.prepare(batch, learner.comm, cfg, {})
+        assert batch.mask.sum(1).tolist() == [int(r.loss_mask.sum()) for r in sum(rows, [])]
         learner.models.policy.zero_grad()
-        learner.backward(batch, stats)
-        return {name: p.grad.clone() for name, p in learner.models.policy.named_parameters()}
+        learner.backward(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+        return [p.grad.clone() for p in learner.models.policy.parameters()]
 
     before = gradient()
     for r in sum(rows, []):
         r.logp_inf = np.where(r.loss_mask, r.logp_inf, -3.0).astype(np.float32)
-    after = gradient()
-    assert any(g.abs().max() > 0 for g in before.values())
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(g.abs().max() > 0 for g in before) and all(map(torch.equal, before, gradient()))
 
 
 def test_the_examples():
@@ -261,23 +249,22 @@ def test_a_cut_turn_keeps_the_experts_of_its_tokens():
 
 
 def test_turns_and_tables_by_hand():
-    mask = torch.tensor([[True, True, False, True, False, False, True], [True, False, True, True, True, False, False]])
+    mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1], [1, 0, 1, 1, 1, 0, 0]], dtype=torch.bool)
     assert turns.turns_of(mask).tolist() == [[0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 2, 2]]
-    x = torch.arange(1.0, 8.0).repeat(2, 1)
-    packed = probe.without_replies(x, mask)
+    packed = probe.without_replies(torch.arange(1.0, 8.0).repeat(2, 1), mask)
     assert packed.tolist() == [[1, 2, 4, 7, 0, 0, 0], [1, 3, 4, 5, 0, 0, 0]]
     turn = probe.without_replies(torch.from_numpy(turns.turns_of(mask)), mask).numpy()
     rows = gaps.by_turn(packed.numpy() / 10, np.log1p(packed.numpy()), turn, np.array([4, 4]))
     assert [row["tokens"] for row in rows] == [3, 4, 1]
-    assert [round(row["largest_mismatch"], 6) for row in rows] == [0.2, 0.5, 0.7]
-    assert [round(row["mean_mismatch"], 6) for row in rows] == [round(0.4 / 3, 6), 0.4, 0.7]
+    assert [row["largest_mismatch"] for row in rows] == pytest.approx([0.2, 0.5, 0.7])
+    assert [row["mean_mismatch"] for row in rows] == pytest.approx([0.4 / 3, 0.4, 0.7])
     assert rows[2]["kl"] == pytest.approx(7 - np.log(8))
     assert gaps.by_turn(packed.numpy(), packed.numpy(), np.zeros((2, 7), int), np.array([4, 4])) == []
 
 
-RUN = """--rollout=hf --objective=jackpot --steps=2 --group_size=2 --train_batch=8 --rollout_batch=8 --max_tokens=24
---max_prompt_tokens=20 --lr=1e-3 --actor_lr=1e-3 --dtype=float32 --eval_every=-1 --delay=constant --delay_min=1
---delay_max=30 --stop=0,1,2,3,4,5,6,7,8,9"""
+RUN = """--objective=jackpot --steps=2 --group_size=2 --train_batch=8 --rollout_batch=8 --lr=1e-3 --actor_lr=1e-3
+--eval_every=-1 --delay=constant --delay_min=1 --delay_max=30"""
+COMMON = "--rollout=hf --max_tokens=24 --max_prompt_tokens=20 --dtype=float32 --stop=0,1,2,3,4,5,6,7,8,9"
 
 
 def test_a_run_with_two_models_and_delays(folders, tmp_path, monkeypatch):
@@ -285,8 +272,8 @@ def test_a_run_with_two_models_and_delays(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "catch_signals", lambda: [])
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     task = f"--task={tmp_path / 'mine.py'}:Turns"
-    models = [f"--model={folders / 'policy'}", f"--actor={folders / 'actor'}"]
-    train.train(settings.parse([*RUN.split(), *models, task, f"--out={tmp_path / 'run'}"]))
+    models = [f"--model={folders / 'policy'}", f"--actor={folders / 'actor'}", f"--out={tmp_path / 'run'}"]
+    train.train(settings.parse([*COMMON.split(), *RUN.split(), *models, task]))
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 3 and all(np.isfinite(row["loss"]) for row in rows[1:])
     assert all(row["response_length"] < 24 and row["reward"] > 0 for row in rows[1:])
@@ -295,14 +282,10 @@ def test_a_run_with_two_models_and_delays(folders, tmp_path, monkeypatch):
 
 
 def test_the_probe_reports_turns(folders, tmp_path):
-    from probe.__main__ import main
-
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
-    flags = "--rollout=hf --max_tokens=24 --max_prompt_tokens=20 --problems=4 --samples=2 --dtype=float32"
-    flags = [*flags.split(), "--stop=0,1,2,3,4,5,6,7,8,9", f"--model={folders / 'policy'}"]
-    flags.append(f"--task={tmp_path / 'mine.py'}:Echo")
+    flags = [*COMMON.split(), f"--model={folders / 'policy'}", f"--task={tmp_path / 'mine.py'}:Echo", "--problems=4"]
     with pytest.raises(UserError, match="--explain: .* several turns"):
-        main([*flags, "--explain"])
-    result = main([*flags, f"--out={tmp_path / 'm.json'}"])
+        run_probe([*flags, "--explain"])
+    result = run_probe([*flags, "--samples=2", f"--out={tmp_path / 'm.json'}"])
     assert len(result["by_turn"]) >= 2 and 0 <= result["retokenized"] <= 1
     assert result["tokens"] == sum(row["tokens"] for row in result["by_turn"])

@@ -23,32 +23,23 @@ from tasks.arith import arithmetic_tokenizer
 def odd_tensors():
     """Tensors of many dtypes and shapes; two names of one tensor, and a view of it."""
     x = torch.randn(7, 3)
-    return {
-        "b": torch.arange(5, dtype=torch.int8),
-        "a": x,
-        "a.t": x.t(),
-        "tied": x,
-        "like it": x.clone(),
-        "low": torch.randn(3, 2).to(torch.float8_e4m3fn),
-        "one": torch.tensor(2.5),
-        "none": torch.zeros(0, 4),
-        "half": torch.randn(3).bfloat16(),
-        "long": torch.tensor([2**40, -1]),
-    }
+    odd = {"b": torch.arange(5, dtype=torch.int8), "a": x, "a.t": x.t(), "tied": x, "like it": x.clone()}
+    odd |= {"low": torch.randn(3, 2).to(torch.float8_e4m3fn), "one": torch.tensor(2.5), "none": torch.zeros(0, 4)}
+    return odd | {"half": torch.randn(3).bfloat16(), "long": torch.tensor([2**40, -1])}
 
 
 def test_tensors_are_read_in_order(tmp_path):
     tensors = odd_tensors()
     layout = Layout(tensors.items())
-    layout.write(tmp_path / "x", tensors.items())
+    for name in "xy":
+        layout.write(tmp_path / name, tensors.items())
     back = dict(read_tensors(tmp_path / "x"))
     assert list(back) == list(tensors) and layout.alias == {"tied": "a"}
     for name, x in tensors.items():
         assert back[name].dtype == x.dtype and back[name].shape == x.shape
         assert torch.equal(back[name].view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8))
-    layout.write(tmp_path / "y", tensors.items())
-    assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
-    assert (tmp_path / "x").read_bytes()[0] % 8 == 0  # the offset of the tensors is a multiple of 8
+    data = (tmp_path / "x").read_bytes()
+    assert data == (tmp_path / "y").read_bytes() and data[0] % 8 == 0  # tensors begin at a multiple of 8
 
 
 def test_reused_memory_is_not_a_tied_tensor(tmp_path):
@@ -64,8 +55,7 @@ class Rank(Comm):
 
     def __init__(self, rank, meet, values):
         super().__init__()
-        self.rank, self.size = rank, 2
-        self.meet, self.all = meet, values
+        self.rank, self.size, self.meet, self.all = rank, 2, meet, values
 
     def max(self, values):
         self.all[self.rank] = values
