@@ -57,9 +57,7 @@ def rows_of(path, **keys) -> list[tuple]:
     return [(row["prompt"], row["answer"]) for row in read_rows(str(path), **keys)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Rows --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_number_is_written_in_digits(tmp_path):
@@ -191,9 +189,7 @@ def test_invalid_rows_are_refused(tmp_path, row, sentence):
         read_rows(write(tmp_path / "x.jsonl", row))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prompts
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Prompts -----------------------------------------------------------------------------------------------------------
 
 
 def prompt_of(tokenizer, prompt, **flags) -> str:
@@ -258,9 +254,7 @@ def test_a_prompt_that_the_chat_template_rejects(tokenizer):
         prompt_of(tokenizer, "p", chat_template="{{ raise_exception('no') }}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Tables ------------------------------------------------------------------------------------------------------------
 
 
 def test_answers_that_a_reward_cannot_grade_are_refused(tmp_path):
@@ -327,10 +321,9 @@ class Double:
     def reward(self, row, text, finish_reason):
         return {"right": helper.right(row, text), "ended": 0.25 * (finish_reason == "stop")}
 
-class Few(Double):
+class Long(Double):
     size = 3
 
-class Long(Few):
     def problem(self, split, index):
         return {"prompt": "p" * (10 * index + 5 * (split == "test") or 1), "answer": index, "n": 0}
 
@@ -338,8 +331,7 @@ class Endless(Long):
     size = None
 
 class Broken(Double):
-    def problem(self, split, index):
-        return {"prompt": "p", "answer": 1 / index}
+    problem = lambda self, split, index: {"prompt": "p", "answer": 1 / index}
 """
 
 
@@ -360,8 +352,8 @@ def test_a_custom_class(tokenizer, own):
     rewards, counts = task.rewards([Answer(p, "14", True), Answer(p, "14", False), Answer(p, "15", True)])
     assert rewards == [1.25, 1.0, 0.25]
     assert counts == Counter({"answers": 3, "reward/Double.reward/right": 2, "reward/Double.reward/ended": 0.5})
-    few = make_task(cfg_of(task=f"{own}:Few"))
-    assert [few.problem("test", i).id for i in (0, 4)] == ["Few/test/0", "Few/test/1"]
+    few = make_task(cfg_of(task=f"{own}:Long"))
+    assert [few.problem("test", i).id for i in (0, 4)] == ["Long/test/0", "Long/test/1"]
     with pytest.raises(ValueError, match="--max_prompt_tokens: .*:Double is endless"):
         task.fit(tokenizer)
     with pytest.raises(ValueError, match="raised ZeroDivisionError: division by zero .own.py, line [0-9]+."):

@@ -155,8 +155,7 @@ def test_a_sampler_survives_odd_messages_of_its_learner(opened, tmp_path):
     spool.hand_over("box", "box/1/0", b"a group")
     (tmp_path / "1-0").write_bytes(b"of another program")
     learner = opened.learner(spool)
-    line = learner.end.lines["box"]
-    bad = ["box/1/0&", "box/0", "box/../../1/0", "other/1/0"]
+    line, bad = learner.end.lines["box"], ["box/1/0&", "box/0", "box/../../1/0", "other/1/0"]
     learner.say(WELCOME, *(wire.Ask(name, 0, 1) for name in bad))
     assert [learner.hear(wire.Gone).name for _ in bad] == bad
     for names in (bad, [f"box/1/{n}" for n in range(1, 50_000)]):

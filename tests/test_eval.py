@@ -18,7 +18,7 @@ import eval as evaluation
 import tasks
 import train
 from eval import mean_se, pass_at_k
-from machinery import session, settings, warmstart
+from machinery import session, settings
 from machinery.checkpoint.models import load_model
 from machinery.flags import UserError, parse_flags
 from machinery.ranks import Comm
@@ -29,7 +29,7 @@ from remote.sampler import SamplerFlags, open_source
 from remote.source import describe_run
 from rollout import Response
 from sampling import Sampling
-from tasks import make_task, prompts
+from tasks import prompts
 from tasks.arith import Arithmetic, arithmetic_tokenizer
 from tasks.prompts import encode
 
@@ -58,24 +58,21 @@ def evaluated(folders, tmp_path, monkeypatch):
     return run
 
 
-def test_pass_at_k_is_the_mean_over_subsets():
+def test_pass_at_k_is_the_mean_over_subsets_and_sets():
     for n, c in ((5, 2), (4, 0), (4, 4), (6, 1)):
         right = [True] * c + [False] * (n - c)
         for k in range(1, n + 1):
             subsets = list(itertools.combinations(right, k))
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
     assert mean_se([1, 0, 0, 1]) == pytest.approx((0.5, math.sqrt(1 / 3) / 2))
-
-
-def test_the_mean_of_several_sets_by_hand():
-    got = evaluation.over_sets([("a", 2), ("b", 4)], [(0.2, 0.03), (0.6, 0.04)])
     each = {"a_mean@2": 0.2, "a_se": 0.03, "b_mean@4": 0.6, "b_se": 0.04}
+    got = evaluation.over_sets([("a", 2), ("b", 4)], [(0.2, 0.03), (0.6, 0.04)])
     assert got == pytest.approx({"pass@1": 0.4, "se": 0.025, **each})
 
 
 def test_several_sets_with_different_settings(folders, evaluated, tmp_path, monkeypatch):
-    """One line for each problem; results are computed from the lines, and the mean over sets. The same command resumes
-    after a kill. The file is refused for another evaluation, other problems, or overwritten weights."""
+    """Results are computed from a file with a line for each problem. The same command resumes after a kill; the file is
+    refused for another evaluation, other problems, or overwritten weights."""
     monkeypatch.setattr(tasks, "at_once", lambda samples: 2)  # problems
     file = tmp_path / "r.responses.jsonl"
     shutil.copytree(folders / "actor", tmp_path / "run" / "actor")
@@ -169,14 +166,16 @@ def test_a_run_is_evaluated_with_its_prompts(make_run, tmp_path, monkeypatch, ca
     """The run's template and length are the defaults. --show_prompt samples nothing."""
     file = table(tmp_path / "x.jsonl", "1")
     run = make_run(task=str(file), prompt_template="{problem} #")
-    flags = ["--rollout=hf", f"--task={file}", "--show_prompt"]
     monkeypatch.setattr(HFEngine, "generate", None)
+
+    def shown(model, *flags) -> str:
+        evaluation.main([f"--model={model}", "--rollout=hf", f"--task={file}", "--show_prompt", *flags])
+        return capsys.readouterr().out
+
     for model in (run, run / "checkpoints" / "step_000001" / "policy"):
-        evaluation.main([f"--model={model}", *flags])
-        printed = capsys.readouterr().out
+        printed = shown(model)
         assert "--max_tokens=9 --prompt_template={problem} #\n" in printed and "1 + 0 : #" in printed
-    evaluation.main([f"--model={run}", *flags, "--prompt_template=plain", "--max_tokens=8"])
-    assert "#" not in capsys.readouterr().out
+    assert "#" not in shown(run, "--prompt_template=plain", "--max_tokens=8")
 
 
 def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
@@ -207,20 +206,6 @@ def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
     assert graded(run, f"--task={sums}")  # a file is a different task
 
 
-@pytest.mark.parametrize("name", ["policy", "actor"])
-def test_eval_and_training_share_embedded_models(name, monkeypatch):
-    """Training and eval.py use the same folder."""
-    calls = []
-    monkeypatch.setattr(warmstart, "base_model", lambda *given: calls.append(given) or "folder")
-    sums = ["--arith=min_ops=2,operand=7"]
-    flags = parse_flags(evaluation.EvalFlags, [f"--model=base:{name}", *sums])
-    assert evaluation.find_model(flags, "model", name) == "folder"
-    [(flag, value, cfg)] = calls
-    trained = settings.parse(["--actor=base:actor", *sums])
-    keys = {warmstart.recipe_key(name, make_task(one), 0.3) for one in (cfg, trained)}
-    assert (flag, value, len(keys)) == ("model", f"base:{name}", 1)
-
-
 class GoldEngine:
     """An engine that writes the gold answer to every second problem, and a wrong answer to the rest."""
 
@@ -230,16 +215,14 @@ class GoldEngine:
 
     def generate(self, prompts, seeds, *more):
         self.sizes.append(len(prompts))
+        self.seeds += seeds
         groups = []
         for of_group in seeds:
             i = self.todo.pop(0)
-            gold = TASK.problem("test", i).answer
-            answer = gold if i % 2 == 0 else str((int(gold) + 1) % 200)
-            ids = np.array(TOKENIZER.encode("# " + answer) + [1], np.int32)
-            numbers = 0.0 * ids
-            parts = (ids, np.ones(len(ids), bool), numbers, None, numbers[:, None], "stop")
-            groups.append([Response(*parts) for _ in of_group])
-        self.seeds += seeds
+            answer = int(TASK.problem("test", i).answer) + i % 2
+            ids = np.array(TOKENIZER.encode(f"# {answer % 200}") + [1], np.int32)
+            response = Response(ids, ids > 0, 0.0 * ids, None, 0.0 * ids[:, None], "stop")
+            groups.append([replace(response) for _ in of_group])
         return groups
 
     def solve(self, indices, samples: int, seed=0):
@@ -254,17 +237,14 @@ def test_right_is_above_a_half(monkeypatch):
     """The gold answer to every second problem: 1/2. A reward for the format alone is no right answer."""
     right, length = GoldEngine().solve(list(range(40)), 2)
     assert right.shape == (40, 2) and right.mean() == 0.5 and length == 3
-
-    def grade(task, tokenizer, problems, groups):
-        for group in groups:
-            for response, reward in zip(group, (0.1, 0.5, 0.51, 1.5), strict=True):
-                response.reward = reward
-
-    monkeypatch.setattr(evaluation, "grade_all", grade)
+    rewards = (0.1, 0.5, 0.51, 1.5)
+    graded = [SimpleNamespace(reward=x, tokens=[1]) for x in rewards]
+    monkeypatch.setattr(GoldEngine, "generate", lambda self, prompts, *more: [graded for _ in prompts])
+    monkeypatch.setattr(evaluation, "grade_all", lambda *args: None)
     assert GoldEngine().solve([0, 1], 4)[0].tolist() == 2 * [[0, 0, 1, 1]]
-    written = SimpleNamespace(known={"x": {TASK.problem("test", 0).id: {"rewards": [0.1, 0.5, 0.51], "tokens": [1]}}})
+    written = SimpleNamespace(known={"x": {TASK.problem("test", 0).id: {"rewards": rewards, "tokens": [1]}}})
     one, setup = SimpleNamespace(label="x", task=TASK), SimpleNamespace(most=1)
-    assert evaluation.evaluate_set(None, one, setup, None, written)[0].tolist() == [[0, 0, 1]]
+    assert evaluation.evaluate_set(None, one, setup, None, written)[0].tolist() == [[0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("indices", [[0, 1, 2], []])
@@ -399,8 +379,7 @@ def test_a_remote_sampler_has_the_learners_stop_tokens_and_reward(folders, tmp_p
 
 
 def test_the_setup_of_several_sets(folders, tmp_path):
-    """The context is the maximum over sets of prompt and response together, and must fit the sampler's too. Stop tokens
-    come from the model folder and --stop; the probe joins those of learner and sampler."""
+    """The largest context of all sets, which must fit the sampler too; stop tokens of learner, sampler and --stop."""
     a, b = table(tmp_path / "a.jsonl", "1", problem="7 + " * 20 + "7"), table(tmp_path / "b.jsonl", "1", problem="7")
     sets = f"{a}:max_tokens=2,{b}:max_tokens=30"
     model = with_stop_tokens(folders / "actor", tmp_path / "model", [1, 8])

@@ -183,7 +183,7 @@ def test_an_exception_during_grading_leaves_no_stale_answer(pool):
 
 
 GRADES = """
-import signal, sys, threading, time
+import signal, sys
 from tasks.grading import Graders
 
 for number in (signal.SIGTERM, signal.SIGINT):
@@ -192,15 +192,13 @@ pool = Graders(2)
 pool.grade("math", [({"answer": i}, "\\\\boxed{%s}" % i, "stop") for i in "12"], 5.0)
 print(*[p.process.pid for p in pool.processes], flush=True)
 for _ in range(2):
-    print(pool.grade("math", [({"answer": "1"}, r"TOWER", "stop")], float(sys.argv[1])), flush=True)
+    print(pool.grade("math", [({"answer": "1"}, sys.argv[1], "stop")], 1.5), flush=True)
 """
 
 
 def test_signals_are_handled_while_an_answer_hangs():
-    """A scheduler or a keyboard sends signals to all processes of a job. The graders end only with their parent: the
-    idle grader immediately, the busy grader at its answer's time limit."""
-    code = GRADES.replace("TOWER", TOWER)
-    process = subprocess.Popen([sys.executable, "-c", code, "1.5"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    """Signals to all processes of a job: graders end only with their parent, a busy one at its answer's time limit."""
+    process = subprocess.Popen([sys.executable, "-c", GRADES, TOWER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 2
     time.sleep(0.5)  # until the grader has the answer
@@ -223,8 +221,7 @@ def test_a_forked_process_starts_new_grading_processes():
     right, wrong = ("\\boxed{1}", "1"), ("\\boxed{2}", "1")
     assert graded(graders(), [right, wrong], 5) == [1.0, 0.0]
     started = [p.process.pid for p in graders().processes]
-    pid = os.fork()
-    if pid == 0:
+    if (pid := os.fork()) == 0:
         status = 1
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -281,8 +278,7 @@ def test_praxis_is_a_gate_and_a_bonus():
 
 
 def test_a_sum_with_weights_and_a_penalty_of_length():
-    """DAPO's Eq. 13: no penalty up to 100 - 20 tokens, then one twentieth a token, 1 at the limit. Parts with reward 0
-    are logged."""
+    """DAPO's Eq. 13: no penalty up to 100 - 20 tokens, then one twentieth a token. Parts with reward 0 are logged."""
     answers = [Answer(problem("7"), "\\boxed{7}", True, tokens) for tokens in (80, 85, 100)]
     answers.append(Answer(problem("7"), "\\boxed{8}", False, 60))
     reward = Reward(parts_of("math, boxed*0.5"), max_tokens=100, overlong=20)
@@ -382,8 +378,7 @@ def test_the_readmes_examples(tmp_path):
 @pytest.mark.timeout(40)
 @pytest.mark.parametrize("name", ["sleeps", "forks"])
 def test_a_waiting_function_is_ended_with_its_child_processes(custom, tmp_path, monkeypatch, pool, name):
-    """The function uses no processor time, so the clock ends it and its child; its neighbours are graded. A fork in a
-    new session stays: it keeps the connection open, which does not block."""
+    """The clock ends it and its child. A fork in a new session stays; its open connection blocks nothing."""
     monkeypatch.setattr(grading, "PATIENCE", 4)
     answers = [Answer(problem("", pids=str(tmp_path / "pids")), text, True) for text in ("a", "hang", "b")]
     counts = Counter({"answers": 3, "timeouts": 1, f"reward/{name}": 2})

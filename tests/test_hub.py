@@ -141,11 +141,9 @@ def opened(tmp_path):
 def until(condition, within=20.0):
     """Whether the condition becomes true within this many seconds."""
     end = time.monotonic() + within
-    while not condition():  # evaluated once a turn: the condition may become false again
-        if time.monotonic() > end:
-            return False
+    while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.01)
-    return True
+    return bool(met)  # evaluated once a turn: the condition may become false again
 
 
 def give(peer, data, name):
@@ -240,8 +238,7 @@ def test_messages_that_a_hub_refuses(opened):
     for of in (wire.Manifest("box/1/1", most + 1, leaves[1]), wire.Manifest("box/1/2", 10, [])):
         peer.say(wire.Offer(of))
         assert peer.hear(wire.Got).names == [of.name]  # not fetched, but recorded
-    for name in ("other/1/0", "box/1/-4", "box"):
-        peer.say(wire.Offer(wire.manifest(name, b"x")))
+    peer.say(*(wire.Offer(wire.manifest(name, b"x")) for name in ("other/1/0", "box/1/-4", "box")))
     assert until(lambda: h.counts["malformed"] == 3)  # groups of a different sampler
     assert fates(h) == [("box/1/1", "refused"), ("box/1/2", "refused")] and h.size == 0
     peer.say(wire.Offer(wire.Manifest("box/1/3", most, leaves[0])))  # the maximum size is accepted

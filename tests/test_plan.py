@@ -75,19 +75,15 @@ def test_states_by_hand():
     assert states.gathered == 4 * (P - 34 * layer)  # the root and two layers; DDP: no communication in 16 bits
 
 
-def test_states_of_shards_and_muon(unmeasured):
+def test_states_of_shards_muon_and_adapters(unmeasured):
     ranks, config = 3, small(dtype=torch.bfloat16)
     cfg = make_cfg(parallel="fsdp", objective="grpo", dtype="bfloat16", optimizer="muon")
-    states = plan.States.of(cfg, "policy", config)
     embedding, vectors = V * H, 6 * (2 * D + 2 * H) + H
-    assert states.optimizer == 8 * (embedding + vectors) + 4 * (P - embedding - vectors)
+    optimizer = 8 * (embedding + vectors) + 4 * (P - embedding - vectors)
     made = plan.plan_of(cfg, {"policy": config}, 8, ranks)
     assert config.dtype == torch.bfloat16  # a checkpoint writes its folder in this dtype
-    sizes = {"weights, policy": 4 * P, "gradients, policy": 4 * P, "optimizer, policy": states.optimizer}
+    sizes = {"weights, policy": 4 * P, "gradients, policy": 4 * P, "optimizer, policy": optimizer}
     assert {name: made.categories[name] for name in sizes} == {name: size // ranks for name, size in sizes.items()}
-
-
-def test_states_of_adapters(unmeasured):
     cfg, q, kv = make_cfg(objective="grpo", lora_rank=4), HEADS * D, KV * D
     sides = [(H, q), (H, kv), (H, kv), (q, H), (H, INNER), (H, INNER), (INNER, H)]
     adapters = 4 * 6 * 4 * sum(a + b for a, b in sides)
@@ -194,8 +190,7 @@ def test_stages_sum_their_categories():
 
 
 def test_the_weight_check_by_hand():
-    """With a large vocabulary: a chunk of the logits, and the head if it is not the learner's tensor (an engine in 16
-    bits, or gathered shards)."""
+    """A chunk of a large vocabulary's logits, and the head if it is not the learner's (16 bits, or gathered shards)."""
     V = 151_936
     config, embedding, piece = small(vocab_size=V), 4 * V * H, 4 * V * (2**25 // V)
     cfg = make_cfg(objective="grpo", max_tokens=200)
@@ -247,8 +242,7 @@ TWO = {"policy": small(), "actor": small(3)}
 
 
 def test_an_evaluation_by_hand(unmeasured):
-    """The sampling engine needs no more memory. The second model needs a second engine, or a cache in plain torch, and
-    under FSDP a copy."""
+    """A second model needs a second engine, or a cache in plain torch, and under FSDP a copy."""
 
     def peaks(configs, ranks=2, **changes):
         actor = "none" if len(configs) == 1 else "base:actor"

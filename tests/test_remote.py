@@ -100,9 +100,8 @@ def resumed(tmp_path, *more):
 
 
 def test_over_zmq_with_keys_and_two_samplers_killed_and_started_again(solvers, tmp_path):
-    """A small actor samples on two hosts, one in int8; all messages are encrypted; one sampler joins late. The learner
-    and the first sampler are killed. Its spool is minimal: the learner still gets more groups between two checkpoints,
-    orphans included."""
+    """A small actor samples on two hosts, one in int8, encrypted; one joins late, the other and the learner are killed.
+    With a minimal spool the learner still gets more groups between two checkpoints, orphans included."""
     make_keys(str(tmp_path / "keys"), 2)
     more = dict(objective="jackpot", actor=solvers / "actor", keys=tmp_path / "keys" / "learner", max_staleness=3)
     learner, address = learn(solvers, tmp_path, tcp("*"), save_every=3, **more)
@@ -123,8 +122,7 @@ def test_over_zmq_with_keys_and_two_samplers_killed_and_started_again(solvers, t
 
 
 def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
-    """For a while files cannot exceed 600 bytes: every group fails to be written, waits, and is trained on later. The
-    learner is killed and started again."""
+    """Groups that a full disk (600 bytes a file) holds back are trained on later. The learner is killed too."""
     (tmp_path / "shared").mkdir()
     learner, shared = learn(solvers, tmp_path, str(tmp_path / "shared"), max_staleness=1)
     sampler = box(shared, tmp_path / "box")
@@ -138,8 +136,7 @@ def test_over_a_folder_and_a_full_disk(solvers, tmp_path):
 
 
 def test_lost_damaged_and_doubled_messages(opened, tmp_path, monkeypatch):
-    """Both ends of a connection lose, damage and double a tenth of all messages each: every group arrives once, and
-    weights arrive whole."""
+    """Three tenths of all messages: every group arrives once, and weights arrive whole."""
     r, whole, did = random.Random(0), zmq.Socket.send_multipart, Counter()
 
     def send_multipart(socket, frames, *args, **options):

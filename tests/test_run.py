@@ -24,9 +24,7 @@ from machinery.run import Log, locked, open_run, prepare_folder, read_metrics, t
 from remote.source import travels_packed
 from sync import SyncError
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Opening
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Opening -----------------------------------------------------------------------------------------------------------
 
 
 def flags(folders, tmp_path, **changes) -> dict:
@@ -144,7 +142,7 @@ def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypa
 
 
 def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
-    """A killed deletion can be repeated."""
+    """A killed deletion can be repeated. Never the starting model, and not while another process uses the folder."""
     started(folders, tmp_path)
     out = tmp_path / "run"
     for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "remote.log", "remote1.log.1", "notes.txt"):
@@ -153,6 +151,12 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
         (out / name).mkdir(parents=True)
     (out / "versions").symlink_to(out / "mine")  # not followed
     before = config_of_run(tmp_path)
+    inside = shutil.copytree(folders / "policy", out / "checkpoints" / "step_000003" / "policy")
+    for flag in ("model", "actor"):
+        with pytest.raises(UserError, match=f"--overwrite: --out=.*run holds --{flag}=.*policy; name the folder"):
+            started(folders, tmp_path, overwrite=True, **{flag: str(inside)})
+    with locked(make_cfg(out=str(out)), Comm()), pytest.raises(UserError, match="another process uses this folder"):
+        started(folders, tmp_path, overwrite=True)
     assert opened(folders, tmp_path, overwrite=True).checkpoint is None
     assert (out / "metrics.jsonl").exists()  # deleted only after all checks
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
@@ -160,24 +164,7 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
         started(folders, tmp_path, overwrite=True)
     started(folders, tmp_path, overwrite=True)
     assert {path.name for path in out.iterdir()} == {"config.json", "lock", "mine", "notes.txt"}
-    assert (out / "mine" / "checkpoints").is_dir()
-    assert config_of_run(tmp_path)["id"] != before["id"]
-
-
-def test_overwrite_never_deletes_the_starting_model(folders, tmp_path):
-    started(folders, tmp_path)
-    inside = tmp_path / "run" / "checkpoints" / "step_000003" / "policy"
-    shutil.copytree(folders / "policy", inside)
-    for flag in ("model", "actor"):
-        with pytest.raises(UserError, match=f"--overwrite: --out=.*run holds --{flag}=.*policy; name the folder"):
-            started(folders, tmp_path, overwrite=True, **{flag: str(inside)})
-
-
-def test_one_process_for_each_run_folder(folders, tmp_path):
-    cfg = make_cfg(**flags(folders, tmp_path))
-    with locked(cfg, Comm()), pytest.raises(UserError, match="another process uses this folder"):
-        started(folders, tmp_path, resume=True)
-    started(folders, tmp_path)
+    assert (out / "mine" / "checkpoints").is_dir() and config_of_run(tmp_path)["id"] != before["id"]
 
 
 def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_path, no_models):
@@ -196,9 +183,7 @@ def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_pa
         opened(folders, tmp_path, actor=str(other))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Models
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Models ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -214,8 +199,7 @@ def test_prompts_and_vocabularies_are_checked_before_models_load(folders, tmp_pa
     ],
 )
 def test_published_weights_are_verified_in_every_format(samplers, quant, learner_quant, dtype, folders, tmp_path):
-    """Published weights are in the engine's format, or in full for remote samplers that round on their own. Matrices
-    that no engine rounds further have the engine's dtype."""
+    """Weights are in the engine's format and dtype, or in full for remote samplers that round on their own."""
     place = "local" if samplers == "local" else str(tmp_path / "shared")
     quants = dict(rollout_quant=quant, learner_quant=learner_quant, quant_group=16, rollout_dtype=dtype)
     r = opened(folders, tmp_path, samplers=place, rollout="hf", actor="none", **quants)
@@ -268,11 +252,10 @@ def test_models_are_loaded_from_the_starting_folders_or_the_checkpoint(folders, 
     assert [layers(model) for model in models] == [2, 1] and models[0].dtype == torch.float32
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000003"
     shared_file(checkpoint)
-    shutil.copytree(folders / "actor", checkpoint / "policy")
-    shutil.copytree(folders / "policy", checkpoint / "actor")
+    for name, other in (("policy", "actor"), ("actor", "policy")):
+        shutil.copytree(folders / other, checkpoint / name)
     monkeypatch.setattr(run.checkpoint, "damage", lambda folder, part: "")  # its remaining files are missing
-    models = opened(folders, tmp_path, actor=actor, resume=True).load_models()
-    assert [layers(model) for model in models] == [1, 2]
+    assert [layers(model) for model in opened(folders, tmp_path, actor=actor, resume=True).load_models()] == [1, 2]
 
 
 def test_the_weight_check_uses_the_same_sequences_in_every_run(folders, tmp_path):
@@ -281,16 +264,13 @@ def test_the_weight_check_uses_the_same_sequences_in_every_run(folders, tmp_path
     context = 2 * 1 + 2 + 32
     assert check.ids.shape == (512 // (context - 1), context - 1)
     assert 0 <= check.ids.min() <= check.ids.max() < 256
-    assert layers(check.model.model) == 1
     alone = opened(folders, tmp_path, overwrite=True, max_tokens=32, seed=7).weight_check()
     assert np.array_equal(alone.ids, check.ids)
-    assert layers(alone.model.model) == 2
+    assert [layers(one.model.model) for one in (check, alone)] == [1, 2]
     assert opened(folders, tmp_path, overwrite=True, check_sync=False).weight_check() is None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# metrics.jsonl
-# ---------------------------------------------------------------------------------------------------------------------
+# -- metrics.jsonl -----------------------------------------------------------------------------------------------------
 
 
 def logged(tmp_path, cfg, first: int, rows: dict) -> None:

@@ -12,6 +12,7 @@ import torch
 from conftest import copied, make_cfg
 
 from machinery import checkpoint, warmstart
+from machinery.checkpoint.models import load_model
 from model.engines import HFEngine
 from rollout import Response, request_seed
 from sampling import Sampling
@@ -160,25 +161,23 @@ def test_both_engines_stop_at_several_tokens(engine):
         assert short.tokens.tolist() == long.tokens[: len(short.tokens)].tolist()
 
 
-def test_a_source_ends_responses_and_reports_its_grading(folders, tmp_path):
+def test_a_source_ends_responses_and_reports_its_grading(folders):
     """A random model never writes a box; metrics are reported once."""
-    rows = [{"prompt": "p", "answer": answer, "row": {}} for answer in "56"]
-    task = Table("math.jsonl", rows, Style(), Reward(max_tokens=12, overlong=6))
-    engine, tokenizer = HFEngine(str(folders / "actor")), arithmetic_tokenizer()
-    settings = {"group_size": 8, "topk": 0, "model": "actor", "check": None}
-    source = LocalSource(engine, task, tokenizer, Sampling(max_tokens=12), stop_ids=list(range(100)), **settings)
+    task = Table("x", [{"prompt": "p", "answer": "5", "row": {}}], Style(), Reward(max_tokens=12, overlong=6))
+    settings = {"group_size": 8, "topk": 0, "model": "actor", "check": None, "stop_ids": list(range(100))}
+    engine = HFEngine(str(folders / "actor"))
+    source = LocalSource(engine, task, arithmetic_tokenizer(), Sampling(max_tokens=12), **settings)
     responses = [r for step in range(2) for g in source.next(2, step) for r in g.responses]
     assert all(r.tokens[-1] < 100 for r in responses if r.finish_reason == "stop")
     assert all((r.tokens[:-1] >= 100).all() for r in responses)
-    logged = source.metrics()
-    assert [logged[f"grade/{x}"] for x in ("timeouts", "unboxed")] == [0.0, 1.0]
     penalty = np.mean([max(0, len(r.tokens) - 6) / 6 for r in responses])
-    assert logged["reward/math"] == 0 and logged["reward/overlong"] == pytest.approx(-penalty) and penalty > 0
-    assert source.metrics() == {}
+    logged = source.metrics()
+    assert (logged["grade/timeouts"], logged["grade/unboxed"], logged["reward/math"]) == (0, 1, 0)
+    assert logged["reward/overlong"] == pytest.approx(-penalty) and penalty > 0 and source.metrics() == {}
 
 
 def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
-    """Policy and actor can have different target accuracies: each accuracy has a folder."""
+    """Policy and actor can have different target accuracies, each in a folder. Other keys would hide existing ones."""
     calls = []
 
     def warm_start(name, task, target, folder):
@@ -189,14 +188,13 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
     monkeypatch.setattr(warmstart, "warm_start", warm_start)
     monkeypatch.setattr(warmstart, "check_weights", lambda folder: None)
     monkeypatch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path))
-    cfg = make_cfg()
-    folders = {
-        warmstart.base_model("actor", name, cfg)
-        for name in ("base:policy", "base:policy@0.3", "base:actor@0.1", "base:actor@0.1", "base:actor")
-    }
+    cfg, names = make_cfg(), ("policy", "policy@0.3", "actor@0.1", "actor@0.1", "actor")
+    folders = {warmstart.base_model("actor", f"base:{name}", cfg) for name in names}
     assert calls == [("policy", 0.3), ("actor", 0.1), ("actor", 0.3)]
     assert len(folders) == len(list(tmp_path.iterdir())) == 3
     assert warmstart.base_model("model", "base:policy", replace(cfg, arith="explain=8")) not in folders
+    assert warmstart.recipe_key("policy", Arithmetic(), 0.3) == "7f2e071048"
+    assert warmstart.recipe_key("actor", Arithmetic(), 0.3) == "ec17287593"
 
 
 @pytest.mark.parametrize("file, is_complete", [("config.json", True), ("model.safetensors", False)])
@@ -217,22 +215,15 @@ def test_the_first_of_two_processes_that_make_a_base_model_wins(file, is_complet
     assert ((final / "config.json").read_text() == str(final)) == is_complete
 
 
-def test_the_keys_of_the_default_recipes():
-    """Changed keys would hide existing base models."""
-    assert warmstart.recipe_key("policy", Arithmetic(), 0.3) == "7f2e071048"
-    assert warmstart.recipe_key("actor", Arithmetic(), 0.3) == "ec17287593"
-
-
 def test_accuracy_of_a_base_model_ignores_bonuses(folders, monkeypatch):
     """The warm start stops at a share of right answers, independent of the bonus for explanations."""
-    from transformers import AutoModelForCausalLM
 
     def grade_half(task, tokenizer, problems, groups):
         for i, group in enumerate(groups):
             group[0].reward = 1.7 if i % 2 else 0.0
 
     monkeypatch.setattr(warmstart, "grade_all", grade_half)
-    model = AutoModelForCausalLM.from_pretrained(folders / "actor")
+    model = load_model(str(folders / "actor"))
     assert warmstart.accuracy(model, arithmetic_tokenizer(), Arithmetic(1, 1, 3, 9), 0, 8) == 0.5
 
 

@@ -88,8 +88,7 @@ def pieces(r):
 
 
 def test_a_conversation_is_one_sequence_of_tokens(engine, environment):
-    """Turns end with a stop token, replies are encoded exactly, and log-probabilities equal those of one forward pass
-    over the whole sequence."""
+    """Turns end with a stop token, replies are encoded exactly, log-probabilities equal those of one forward pass."""
     prompts, groups = talked(engine, environment("Echo"))
     model = tiny_model(1)
     responses = [(p, r) for p, group in zip(prompts, groups, strict=True) for r in group]

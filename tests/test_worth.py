@@ -88,13 +88,22 @@ def test_rows_measured_together_have_their_own_batches():
     assert not torch.allclose(together["0.8"].z_ref, together["1.3"].z_ref)
 
 
-def test_steps_are_small_and_weights_are_restored_to_the_bit():
+def test_steps_are_small_move_the_drawn_share_and_are_undone_to_the_bit():
     cfg, learner, batch = learner_and_batch(objective="none")
     weights, before = Weights(learner, share=1.0), [p.clone() for p in learner.models.policy.parameters()]
     v = weights.random(0)
     moved = weights.slopes(batch, [v])[0][batch.mask] * worth.STEP / weights.spreads[id(v)]
     assert 0.5 * worth.STEP < float(moved.square().mean().sqrt()) < 2 * worth.STEP
     assert all(map(torch.equal, before, learner.models.policy.parameters()))
+    part = Weights(learner, share=0.3)
+    chosen = sum(len(x) for x in part.start)
+    assert abs(chosen / sum(x.numel() for x in before) - 0.3) < 0.02
+    part.shift(part.random(0), 0.125)
+    assert sum((old != p).sum() for old, p in zip(before, learner.models.policy.parameters(), strict=True)) == chosen
+    part.shift(part.random(0), 0.0)
+    size = sum(float(x.square().sum()) for x in exact_gradient(learner, cfg, batch))
+    drawn = part.gradient()
+    assert part.learner.dot(drawn, drawn) / size == pytest.approx(0.3, abs=0.1)
 
 
 def test_directions_are_independent_signs():
@@ -107,19 +116,6 @@ def test_directions_are_independent_signs():
     large = [x.double() for x in a if len(x) > 500]
     pairs = [(x, y) for i, x in enumerate(large) for y in large[:i] if x.shape == y.shape]
     assert pairs and all(abs((x * y).mean()) < 0.3 for x, y in pairs)  # signs differ between parameters
-
-
-def test_only_the_drawn_share_of_entries_moves():
-    cfg, learner, batch = learner_and_batch(objective="none")
-    part, before = Weights(learner, share=0.3), [p.clone() for p in learner.models.policy.parameters()]
-    chosen = sum(len(x) for x in part.start)
-    assert abs(chosen / sum(x.numel() for x in before) - 0.3) < 0.02
-    part.shift(part.random(0), 0.125)
-    assert sum((old != p).sum() for old, p in zip(before, learner.models.policy.parameters(), strict=True)) == chosen
-    part.shift(part.random(0), 0.0)
-    size = sum(float(x.square().sum()) for x in exact_gradient(learner, cfg, batch))
-    drawn = part.gradient()
-    assert part.learner.dot(drawn, drawn) / size == pytest.approx(0.3, abs=0.1)
 
 
 DIM, GROUPS, DIRECTIONS = 60, 8, 32
@@ -160,8 +156,7 @@ def test_noise_along_the_gradient_is_not_worth():
 
 @pytest.mark.parametrize("truth", [dict(scale=0.7, bias=0.4, noise=1.5), dict(scale=1.0, bias=0.0, noise=0.8)])
 def test_estimates_are_right_on_average_and_within_their_errors(truth):
-    """40 measurements of a known distribution: each mean is right within its scatter, the errors estimate the scatter,
-    and the truth is within two errors in most measurements."""
+    """Of a known distribution, 40 times: means are right, errors estimate the scatter and mostly hold the truth."""
     estimates = [measure.with_errors(*synthetic(seed, **truth), GROUPS) for seed in range(40)]
     for name, want in true_numbers(**truth, noise_on=0.8).items():
         values, errors = (np.array([x[key] for x in estimates]) for key in (name, f"{name}_se"))
@@ -176,8 +171,7 @@ def test_estimates_are_right_on_average_and_within_their_errors(truth):
 
 
 def test_cosine_and_worth_in_known_cases():
-    """An on-policy batch of (worth B) responses has the row's cosine: cosine^2 = 1 / (1 + noise_on / worth). A row that
-    rejects everything, or goes against the gradient, is worth 0."""
+    """cosine^2 = 1 / (1 + noise_on / worth). A row that rejects everything, or goes against g, is worth 0."""
     seen, reference = synthetic(3)
     x = estimate(seen, reference)
     assert x["batch_cosine"] ** 2 == pytest.approx(1 / (1 + x["noise_on"] / x["worth"]))
@@ -251,8 +245,7 @@ def test_the_samples_of_a_row_by_hand(measured, monkeypatch):
 
 
 def test_the_cost_of_a_response_by_hand(monkeypatch):
-    """Batches of 32: 3 seconds each by the sampler, 6 by the policy; the first of each does not count. The policy is
-    without low bits and actor."""
+    """Batches of 32: 3 s by the sampler, 6 s by the policy without low bits and actor; each first one is left out."""
     clock, opened = [0.0], []
 
     def source(*spent):
@@ -279,8 +272,7 @@ def test_the_engine_records_the_largest_top_k_of_all_rows(measured):
 
 
 def test_samplers_of_different_models(tmp_path, solvers):
-    """The models are far apart: without a correction the step is not the policy's. --stale samples with a different
-    folder's weights."""
+    """Without a correction the step is not the policy's. --stale samples with a different folder's weights."""
     of_actor = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis", actor="actor")
     assert of_actor["rows"]["none"]["worth"] < 0.5 * of_actor["rows"]["prefix_tis"]["worth"]
     stale = weigh(tmp_path, solvers, *BRIEF, "--rows=none", f"--stale={solvers / 'actor'}")
@@ -288,8 +280,7 @@ def test_samplers_of_different_models(tmp_path, solvers):
 
 
 def test_truncated_sampling_is_mismatch_unless_the_learner_truncates(tmp_path, solvers):
-    """With truncated distributions on both sides all weights are 1; without them each r is the kept mass, and on-policy
-    responses are not truncated."""
+    """All weights are 1 if both sides truncate, else the kept mass; on-policy responses are not truncated."""
     rewards = {}
     for kind in ("off", "replay"):
         cut = weigh(tmp_path, solvers, *LEAST, "--rows=none; is", "--top_p=0.5", f"--keep_sampling_mask={kind}")
@@ -318,8 +309,7 @@ def test_two_ranks_give_the_result_of_one(parallel, tmp_path, solvers):
 
 
 def test_flags_of_rows_and_of_g(folders):
-    """worth.py's defaults apply only to missing flags; g has the given advantages, and no correction, low bits or
-    regularisation."""
+    """Defaults apply to missing flags; g has the given advantages, and no correction, low bits or regularisation."""
     flags = [f"--model={folders / 'policy'}", "--actor=none", *SMALL, "--lr=1e-6", "--kl_coef=0.1"]
     flags += ["--entropy_coef=0.1", "--is_floor=0.1", "--advantage=rloo", "--rollout_quant=int8"]
     names = ["tis is_cap=3", "jackpot is_floor=0 obrs_mask=expected advantage=grpo"]
