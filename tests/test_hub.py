@@ -436,11 +436,6 @@ def test_every_group_has_one_fate(tmp_path):
     assert again.metrics()["remote/handed"] == 10 and again.counts == s.counts
 
 
-def test_stamps_lie_between_publication_and_arrival():
-    stamps = [remote.made_at(stamp, published=10.0, arrived=90.0) for stamp in (50.0, 1e9, 0.0)]
-    assert stamps == [50.0, 90.0, 10.0]
-
-
 def test_groups_given_back_are_returned_again(tmp_path):
     """Groups given back are not trained on and not in the account; the next call returns them again."""
     s = started(tmp_path, 2)

@@ -102,20 +102,6 @@ def test_an_engine_without_valid_values_ends_the_run(solvers, tmp_path, train_he
     assert (checkpoint.newest(tmp_path / "run") is not None) == (rollout == 2)
 
 
-def test_a_weight_that_is_not_finite_is_named(solvers, tmp_path, train_here):
-    model = load_model(str(solvers / "policy"))
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 5] = NAN
-    model.save_pretrained(tmp_path / "nan")
-    read_tokenizer(solvers / "policy").save_pretrained(tmp_path / "nan")
-    argv = flags(solvers, tmp_path / "run", objective="tis", model=tmp_path / "nan", actor="none")
-    with pytest.raises(UserError, match=r"weight policy\.model\.layers\.1\.mlp\.up_proj\.weight is not finite: copy"):
-        train_here(argv)
-    argv = ["--task=arith", "--rollout=hf", "--max_tokens=4", "--problems=2"]
-    with pytest.raises(UserError, match="of 8 responses 8 have log-probabilities from the engine that are non-finite"):
-        evaluation.main([*argv, f"--model={tmp_path / 'nan'}"])
-
-
 # -- Cut responses -----------------------------------------------------------------------------------------------------
 
 

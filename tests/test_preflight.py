@@ -52,8 +52,7 @@ def test_prompt_and_reward_that_contradict(tmp_path, problem, template, reward, 
 
 def test_gold_answers_and_control_tokens(tmp_path):
     """Gold answers that no response can give, and problems with control tokens, are counted."""
-    rows = [("p <eos> 5", "5"), ("q", "1 = 2"), ("<eos>", "7")]
-    task = table(tmp_path, rows, reward="math")
+    task = table(tmp_path, [("p <eos> 5", "5"), ("q", "1 = 2"), ("<eos>", "7")], reward="math")
     gold, control = warnings_of(task, arithmetic_tokenizer())
     assert "1 of 3 gold answers are graded wrong by --reward=math" in gold and "1 = 2" in gold
     assert "2 problem(s) hold control tokens" in control
