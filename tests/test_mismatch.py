@@ -201,7 +201,10 @@ def test_the_command(kind, folders, probe_with, tmp_path, capsys):
 
 
 def test_bad_calls(probe_with):
-    for flag, sentence in (("--task=arith:temperature=0.6", "covers one set"), ("--temperature=0", "at least 0.01")):
+    for flag, sentence in (
+        ("--task=arith:temperature=0.6", "covers one set"),
+        ("--temperature=0", "between 0.01 and 10"),
+    ):
         with pytest.raises(UserError, match=sentence):
             probe_with(flag)
 
