@@ -475,7 +475,7 @@ def test_the_problems_of_the_task_are_not_held_out(tmp_path, monkeypatch, capsys
         ("hf:a/b/train", "hf:a/b/test", False),
     ):
         tasks.check(cfg_of(task=task, eval_task=held_out))
-        assert ("no held-out accuracy" in capsys.readouterr().err) == warns
+        assert ("not a held-out accuracy" in capsys.readouterr().err) == warns
 
 
 def test_files_of_one_name(tmp_path):
