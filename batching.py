@@ -145,15 +145,15 @@ ADVANTAGES |= {"otb": grpo_no_std}  # until `objectives.prepare` has the probabi
 
 
 def optimal_token_baseline(reward, group, logp, sum_p2, mask, weight):
-    """R - B_t, (B, T), with the baseline B_t of each token that minimises the gradient's variance.
-    OTB, arXiv 2602.07078; verl.
+    """reward - B_t, (B, T), with the baseline B_t of a token that minimises the gradient's
+    variance. OTB, arXiv 2602.07078; verl.
 
         B_t = sum_i R_i W_it / sum_i W_it   over the responses i of the group that have a token t
         W_it = sum_{j<=t} w_ij^2 (1 - 2 p_ij + sum_v p_ij(v)^2)
 
-    The bracket is the squared norm of d log p_ij / d logits. reward, group: (B,); logp, sum_p2, mask
-    and weight (the importance weight w): (B, T). The only response with a token t has advantage 0
-    there; verl sets its baseline to 0 instead."""
+    The bracket is the squared norm of d log p_ij / d logits. reward, group: (B,); logp, sum_p2,
+    mask and weight (the importance weight w): (B, T). The only response with a token t has
+    advantage 0 there; verl sets its baseline to 0 instead."""
     squared_norm = (1 - 2 * logp.exp() + sum_p2).clamp_min(0)
     energy = torch.where(mask, weight.square() * squared_norm, 0).cumsum(1) * mask
     totals = energy.new_zeros(2, int(group.max()) + 1, energy.shape[1])

@@ -3,9 +3,9 @@
 python train.py --config=configs/x.toml --key=value
 
 The type of a parameter `cfg` is the smallest group with all flags that the function reads: `def
-needs_of_exact_kappa(cfg: ObrsFlags)`. A flag with the default None is filled from `--objective` (presets.py), then
-by machinery/settings.py. machinery/settings.py also reads command lines and TOML files and checks
-combinations of flags across files. Each file checks its own flags."""
+needs_of_exact_kappa(cfg: ObrsFlags)`. A flag with the default None is filled from `--objective`
+(presets.py), then by machinery/settings.py. machinery/settings.py also reads command lines and TOML
+files and checks combinations of flags across files. Each file checks its own flags."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class SizeFlags:
 
 @dataclass(frozen=True)
 class ObjectiveFlags:
-    """The objective: one correction times one surrogate (flags without a value are filled from --objective)"""
+    """The objective: one correction times one surrogate (flags without a value are filled from
+    --objective)"""
 
     correction: str | None = None
     """Weight and keep-mask per token (corrections.CORRECTIONS)."""
@@ -100,7 +101,8 @@ class ObjectiveFlags:
     """Also drop tokens or responses by a statistic of r (corrections.REJECTIONS; default none);
     several statistics with their bounds: token:0.5:5,seq_max_k2:0:0.1."""
     reject_of: Literal["all", "negative"] | None = None
-    """What --reject may drop: all (default), or only tokens with a negative advantage."""
+    """Tokens that --reject may drop: all (default), or those with a negative advantage
+    (negative)."""
     rs_low: float | None = None
     """Lower bound of the statistic of --reject and of rejecting corrections."""
     rs_high: float | None = None
@@ -123,8 +125,8 @@ class ObjectiveFlags:
     cppo_beta: float | None = None
     """Weight of a KL between new and inf (CPPO: 0.005 in HeteroRL with delay); 0 (default): off."""
     cppo_kl: Literal["official", "k2", "k3"] | None = None
-    """Estimator of the KL of --cppo_beta. official (default): CPPO's released code, whose mean under
-    inf is chi2 - KL; k2: prime-rl's; k3: KL(inf || new)."""
+    """Estimator of the KL of --cppo_beta. official (default): CPPO's released code, whose mean
+    under inf is chi2 - KL; k2: prime-rl's; k3: KL(inf || new)."""
     kl_coef: float = 0.0
     """Weight of KL(policy || start), start: the frozen model that the run started from; 0: off."""
     kl_estimator: Literal["k2", "k3"] = "k2"
@@ -158,8 +160,8 @@ class ObrsFlags:
     """Z: exact (two models, target ref); bracket: bounds from the top-K; approx: the paper's kappa
     Z_approx; auto: exact if possible, else bracket."""
     kappa: Literal["auto", "exact"] = "auto"
-    """Scale of Z_low for --obrs_target=new: of the last update (auto), or of this update, from an
-    extra forward pass (exact)."""
+    """Source of kappa, the scale of Z_low or Z_approx, for --obrs_target=new. auto: the previous
+    update; exact: this update, by an extra forward pass."""
 
 
 @dataclass(frozen=True)
@@ -227,13 +229,13 @@ class EngineFlags:
     rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Engine's precision; default: the learner's --dtype; in eval.py the checkpoint's dtype."""
     rollout_memory: float = 0.0
-    """Engine's memory. CPU: GiB of KV cache, 0: enough for a rollout batch; CUDA: share of the GPU's
-    memory, 0: 0.25."""
+    """Engine's memory. CPU: GiB of KV cache, 0: enough for a rollout batch; CUDA: share of the
+    GPU's memory, 0: 0.25."""
     rollout_tp: int = 1
     """vLLM's tensor-parallel size: the number of consecutive ranks that form one engine."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """Format of vLLM's KV cache: --rollout_dtype's (auto), or fp8, which causes a mismatch (Jackpot,
-    Table 2b)."""
+    """Format of vLLM's KV cache: --rollout_dtype's (auto), or fp8, which causes a mismatch
+    (Jackpot, Table 2b)."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,8 @@ class PrecisionFlags:
     """On a CPU: sampler (--rollout=hf) and learner compute each sum in the same order: log p_inf =
     log p_ref bit for bit; the run stops if they differ (model/exact.py)."""
     router_replay: bool = False
-    """Mixtures of experts: the learner sends each token to the engine's experts (vLLM: GPU only)."""
+    """Mixtures of experts: the learner sends each token to the engine's experts (vLLM: GPU
+    only)."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +285,7 @@ class StalenessFlags:
     sampler_rate: float = 1.0
     """--delay: groups that the samplers make per group that the learner trains on."""
     step_seconds: float = 28.125
-    """--delay: virtual seconds per update (1800 / 64)."""
+    """--delay: virtual seconds per update (default: 1800 s of delay are 64 updates)."""
     max_staleness: int | None = None
     """Maximum age of weights in updates: caps delays, and the learner drops older groups; 0:
     synchronous; default: no bound."""
@@ -368,10 +371,11 @@ class TaskFlags:
     default: problem, question or prompt; answer, solution, reward_model.ground_truth, ..."""
     reward: str = ""
     """Sum of parts, NAME*WEIGHT separated by commas: math (the last \\boxed{}), gsm8k, praxis,
-    letter, boxed, think, FILE.py:FUNCTION (tasks/rewards.py); default: math, letter if rows have
-    choices, or the reward of --task=FILE.py:CLASS."""
+    letter, boxed, think, FILE.py:FUNCTION (tasks/rewards.py); default: the
+    reward of --task=FILE.py:CLASS; letter, if all rows have choices; else math."""
     overlong: int = 0
-    """DAPO's length penalty: up to 1 over this many tokens before --max_tokens; 0: off."""
+    """N: DAPO's length penalty rises from 0 to 1 over the last N tokens before --max_tokens; 0:
+    off."""
     arith: str = ""
     """--task=arith: NAME=VALUE separated by commas. min_ops=3,max_ops=5: number of operations;
     operand=9,total=29: largest operand and running total; explain=0: reward this many tokens of

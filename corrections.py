@@ -455,8 +455,8 @@ def of_response(estimate, aggregate):
 
 
 def seq_max_kl(mask, support_logp, support_logp_ref):
-    """The largest KL(inf || ref) of a response's tokens, (B, 1). TRM, arXiv 2512.23075, which bounds
-    the KL over the whole vocabulary."""
+    """The largest KL(inf || ref) of a response's tokens, (B, 1). TRM, arXiv 2512.23075, which
+    bounds the KL over the whole vocabulary."""
     return seq_max(token_kl(support_logp, support_logp_ref), mask)
 
 
@@ -562,7 +562,8 @@ def batch_rejection(cfg: ObjectiveFlags) -> tuple[Rejection, float] | None:
 
 
 def rejects_by_support(cfg: ObjectiveFlags) -> bool:
-    """Whether a rejection needs the engine's top-K and the policy's probabilities of these tokens."""
+    """Whether a rejection needs the engine's top-K and the policy's probabilities of these
+    tokens."""
     return any(row.needs_support for row, _, _ in rejections(cfg))
 
 
@@ -716,12 +717,12 @@ def check_caps(cfg: ObjectiveFlags) -> None:
         f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; leave it out (OBRS has --obrs_c1, "
         "rejections have --rs_low and --rs_high)",
     )
-    has_floor = "is_cap" in bounds and cfg.correction != "areal_drop"
-    has = "has a lower bound" if has_floor else "has no lower bound"
+    has_floor = "is_floor" in inspect.signature(CORRECTIONS[cfg.correction].function).parameters
+    below = f"must be 0, or below --is_cap={cfg.is_cap}"
+    never = f"must be 0, because --correction={cfg.correction} has no lower bound"
     need(
         cfg.is_floor == 0 or (has_floor and cfg.is_floor < cfg.is_cap),
-        f"--is_floor={cfg.is_floor}: must be 0, or below --is_cap={cfg.is_cap}; "
-        f"--correction={cfg.correction} {has}",
+        f"--is_floor={cfg.is_floor}: {below if has_floor else never}",
     )
     need(
         cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
@@ -743,8 +744,8 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
     )
     need(
         (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject in REJECTIONS,
-        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: no statistic uses these bounds; name a statistic with "
-        f"--reject={', '.join(REJECTIONS)} (in a list each statistic has separate bounds, token:0.5:5)",
+        f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: no statistic uses these bounds; add --reject=NAME, one of "
+        f"{', '.join(REJECTIONS)}; or give each statistic its bounds: --reject=token:0.5:5,geo:0.9:1.1",
     )
     need(
         batch_rejection(cfg) is None or cfg.correction_target == "ref",
@@ -752,7 +753,8 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
     )
     need(
         cfg.reject_of == "all" or cfg.reject != "none",
-        f"--reject_of={cfg.reject_of}: nothing is rejected; add --reject={', '.join(REJECTIONS)}, or leave it out",
+        f"--reject_of={cfg.reject_of}: nothing is rejected; add --reject=NAME, one of "
+        f"{', '.join(REJECTIONS)}; or leave --reject_of out",
     )
 
 

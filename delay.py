@@ -233,7 +233,7 @@ class DelaySource(LocalSource):
         self.make(n_groups, learner_version)
         while len(self.tickets) < n_groups:
             self.waited += self.cfg.step_seconds
-            # one update's time
+            # the share of a rollout batch that is made while one update runs
             self.make(n_groups, learner_version, self.cfg.train_batch / self.cfg.rollout_batch)
         taken, self.tickets = self.tickets[:n_groups], self.tickets[n_groups:]
         return taken

@@ -204,7 +204,7 @@ class ModelFlags(SampleFlags):
     """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id,
     or base:policy."""
     role: Literal["policy", "actor"] = "policy"
-    """Model of a run or checkpoint."""
+    """Model to evaluate if --model names a run or a checkpoint."""
     problems: int | None = None
     """Maximum number of problems; default 512 (python -m probe: 64)."""
     samples: int = 4

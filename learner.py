@@ -53,7 +53,7 @@ from model import (
 
 
 MAX_SKIPS = 5  # consecutive non-finite updates after which a run stops
-GOLDEN = (5**0.5 - 1) / 2  # the step from one version to the next of the tensors compared
+GOLDEN = (5**0.5 - 1) / 2  # share of the list by which `verified` moves per version
 
 
 class Learner:
@@ -418,7 +418,8 @@ class Learner:
         return stats
 
     def state_dict(self) -> dict:
-        """Counters and the state of the loss scaler; `trained` returns weights and optimizer states."""
+        """Counters and the state of the loss scaler; `trained` returns weights and optimizer
+        states."""
         counters = ("version", "skipped", "skipped_in_a_row", "rejected")
         return {
             **{name: getattr(self, name) for name in counters},

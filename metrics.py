@@ -130,7 +130,7 @@ MISMATCH = [
     Max("rollout_corr/largest_gap", tokens, lambda v: v.log_r.abs(), "largest |log r| of the step"),
 ]
 
-OF_R = "for a sequence weight of R = p_ref / p_inf before caps, with any --correction_target"
+OF_R = "for level sequence the value is R = exp(sum log r), without a cap, of ref even if the target is new"
 WEIGHTS = [
     Mean("_w", tokens, lambda v: v.weight),
     Mean("_w2", tokens, lambda v: v.weight**2),
@@ -140,8 +140,9 @@ WEIGHTS = [
     Derived(
         "rollout_corr/rollout_is_mean",
         lambda m: m["_w"],
-        "weight of each token after caps; 1 without correction; includes OBRS's expected mask, not a drawn mask; for "
-        "--ratio_base=inf or group it includes the unclipped ratio",
+        "mean weight of a token after caps; 1 without correction; drops count as 0 for icepop, kpop, areal_drop and "
+        "seq_mis; includes OBRS's expected mask, not a drawn mask; for --ratio_base=inf or group it includes the "
+        "unclipped ratio",
     ),
     Derived(
         "rollout_corr/rollout_is_min", lambda m: -m["_neg_min"], f"minimum of this weight; {OF_R}"
@@ -169,8 +170,8 @@ WEIGHTS = [
         "rollout_corr/rollout_is_ratio_fraction_high",
         weighted,
         lambda v: v.ratio > v.edges[1],
-        "share of tokens with r > C, or of responses with R > C for a sequence weight; C = --is_cap or --rs_high if "
-        "the correction has them, else 2 (r) and 4 (R)",
+        "share of tokens with r > C, or of responses with R > C for level sequence; C: --is_cap, or --rs_high if there "
+        "is no cap, of a correction with a level (corrections.Correction), else 2 (r) or 4 (R)",
     ),
     Mean(
         "rollout_corr/rollout_is_ratio_fraction_low",
@@ -193,7 +194,8 @@ WEIGHTS = [
     Derived(
         "rollout_corr/seq_false_ess",
         lambda m: float(m["rollout_corr/seq_clamped_fraction"] > 0.5),
-        "1 if more than half of the responses are at the clamp, which makes this ESS meaningless; reported once",
+        "1 if more than half of the responses are at the clamp, which makes "
+        "seq_eff_sample_size meaningless; the run warns once",
     ),
     Derived(
         "rollout_corr/t_max",
@@ -460,8 +462,8 @@ ELSEWHERE = {
     "grad_norm": "of the policy, before clipping; actor/grad_norm",
     "lr": "as applied; actor/lr",
     "stepped": "0 if a non-finite loss or gradient skipped the update",
-    "loss_scale": "of float16's backward (--dtype=float16), after the update",
-    "skipped_steps": "updates skipped for that reason so far",
+    "loss_scale": "loss scale of --dtype=float16 after the update",
+    "skipped_steps": "updates skipped so far because of a non-finite loss or gradient",
     "rejected_steps": "updates so far in which every token was rejected; reported once",
     "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
     "sync/changed": "share of the engine's tensors that changed since the previous sync (sync.py)",
@@ -528,7 +530,7 @@ def derive(m: Means) -> dict[str, float]:
 
 
 def page() -> str:
-    """Names and meanings of all metrics; a family such as log_r/1, /50, ... has one line."""
+    """Names and meanings of all metrics; a family (error/ratio_out/0.1, ...) has one line."""
     lines = []
     for title, rows in SECTIONS.items():
         named = {re.sub(r"/[0-9.]+$", "/N", row.name): row.meaning for row in rows if row.meaning}

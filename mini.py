@@ -10,7 +10,8 @@ reweights the kept ones. PPO updates both models. Distillation keeps the actor c
 
 Without --model, two small models learn to add, after a warm start. --data: JSONL with `problem`
 (or `question`) and `answer`; a response is correct if its last number is the answer's. train.py
-adds vLLM, torchrun and more; both log the same metrics up to rounding (tests/test_mini.py).
+adds vLLM, torchrun and more. With the same models, task and settings both log the same metrics up
+to rounding (tests/test_mini.py).
 
 Distributions: inf sampled the responses, ref is the policy before the updates on a batch, new is
 the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocabulary, G group size.
@@ -33,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-# Settings, named like the flags of train.py. The command line can set each setting: --steps=100.
+# Settings; those that train.py has too have its names. The command line sets them: --steps=100.
 MODEL = ""  # policy: a folder or an id of the Hugging Face hub; "": the toy models
 ACTOR = ""  # the model that samples, with the same tokenizer
 DATA = ""  # JSONL file of problems and answers
@@ -290,7 +291,8 @@ def last_number(text):
 
 
 class Addition:
-    """The toy: "12 + 7 - 3 :" -> "12 + 7 = 19 ; 19 - 3 = 16 # 16"; only "# 16" at the end is graded."""
+    """The toy: "12 + 7 - 3 :" -> "12 + 7 = 19 ; 19 - 3 = 16 # 16"; only "# 16" at the end is
+    graded."""
 
     words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [str(n) for n in range(200)]
     ends = [1]

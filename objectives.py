@@ -6,8 +6,9 @@
     surrogate    objective that is maximised, with a trust region
     reduction    denominator of the sum, the same for all ranks and micro-batches
 
-Policies: `inf` sampled (engine, actor, precision, staleness, sampling settings); `ref` is the
-learner before the first update on this rollout batch; `new` is the learner now.
+Policies: `inf` is the policy that sampled; it differs from the learner by engine, actor, precision,
+staleness or sampling settings. `ref` is the learner before the first update on this rollout batch.
+`new` is the learner now.
 
 Surrogates and regularisers are pure functions of tensors and numbers. Presets are in presets.py,
 advantages in batching.py. `python objectives.py` prints every name with its formula and source.
@@ -54,7 +55,8 @@ from sampling import Sampling
 # Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
 #
 # log_ratio: log p_new - log p_base, (B, T), with gradient; adv (B, 1) or (B, T); low, high: the
-# trust region is [1 - low, 1 + high]; infinite: no bound.
+# trust region of the ratio is [1 - low, 1 + high] (gmpo bounds log s, dppo a divergence, drpo
+# p_new - p_base); infinite: no bound.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +117,7 @@ def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
 
 
 def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
-    """s A, but 0 if |p_new - p_base| (or the KL) exceeds the bound and A would increase it further.
+    """s A, but 0 if |p_new - p_base| (or the KL) exceeds the bound and A increases the gap.
 
     Nonzero terms: p_new <= p_base or gap <= high if A >= 0; p_new >= p_base or gap <= low if A < 0.
     gap: tv, |p_new - p_base|; kl, p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p =

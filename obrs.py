@@ -22,11 +22,11 @@ with TIS, OBRS has the factor Z, the choice of target, and mask noise. `--obrs_m
 (weight a w instead of a random mask) has the same mean and lower variance.
 
 Z is a sum over the vocabulary, but an engine returns only its top-K. Let the support S be
-top-K(p_inf) and the sampled token (with --obrs_z=approx, or an actor that is the sampler and target
-new, also the policy's top-K), and p_K the engine's K-th probability. The sum over S is a lower
+top-K(p_inf) and the sampled token, and p_K the engine's K-th probability. If an actor is the
+sampler and the target is new, S also has the policy's top-K. With --obrs_z=approx, S is the union
+of both top-K: the sampled token is in S only if a top-K contains it. The sum over S is a lower
 bound of Z. Adding a bound on the sum outside S gives an upper bound (`z_bracket`). One scalar kappa
-per update scales the lower bound to the observed acceptance rate (section 4.4.2).
-"""
+per update scales the lower bound to the observed acceptance rate (section 4.4.2)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def z_bracket(support_logp_inf, support_logp_tgt, lam, tail=None):
         Z_low  = sum_S min(p_inf, p_tgt / lambda)
         Z_high = Z_low + min( 1 - sum_S p_inf,  tail ),    tail = sum_{x not in S} min(p_K, p_tgt(x) / lambda)
 
-    The first term of the min bounds the mass of p_inf outside S. The second term is computed by the
+    The first term of the min is the mass of p_inf outside S. The second term is computed by the
     learner's head over the whole vocabulary; it is a bound because p_inf <= p_K outside S. Without
     `tail` only the first term is used."""
     p_inf = support_logp_inf.exp()
@@ -135,8 +135,8 @@ def kappa_from(accepted: float, proposed: float, z_sum: float) -> float:
 
 
 def target_of(new, batch, which: str) -> tuple:
-    """log p_tgt of the sampled tokens, the same on the support S, `tail` and the exact Z: `ref` from
-    the batch's ref columns, `new` from this forward pass, detached."""
+    """(log p_tgt of the sampled tokens, log p_tgt on the support S, `tail`, exact Z). Target `ref`:
+    from the batch's ref columns. Target `new`: from this forward pass, without gradient."""
     if which == "ref":
         return batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref
     return new.logp.detach(), new.support_logp, new.tail, new.z

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from config import RolloutFlags, SamplingFlags
+from config import Config, RolloutFlags, SamplingFlags
 from machinery.flags import need
 
 KEPT_MAX = 256  # largest recorded set of allowed tokens if only top_p or min_p truncate
@@ -148,9 +148,13 @@ def check(cfg: SamplingFlags) -> None:
         "--logprobs_mode=raw: raw log-probabilities do not show which tokens were removed, so no allowed sets exist "
         "to replay; use processed, or --keep_sampling_mask=off",
     )
-    has_actor = getattr(cfg, "actor", "none") != "none"
+
+
+def check_with_actor(cfg: Config) -> None:
+    """Raise UserError if policy and actor would be truncated separately while training."""
+    recomputes = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(
-        not (has_actor and Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"),
+        cfg.actor == "none" or not recomputes,
         "--keep_sampling_mask=recompute with an --actor: the KL between two truncated distributions is "
         "infinite; use replay",
     )

@@ -37,8 +37,9 @@ def has_spread(group: Rollout) -> bool:
 
 
 def set_aside_if_poisoned(r: Response) -> bool:
-    """Mask a response if a log-probability from the engine is non-finite, below LEAST_LOGP, or
-    positive beyond rounding (1e-3). Returns True if the response was masked.
+    """Mask a response if the log-probability of a sampled token is non-finite or below LEAST_LOGP,
+    or if any log-probability from the engine is NaN or above 1e-3. Returns True if the response was
+    masked.
 
     One such token would make the loss of the whole batch NaN."""
     listed = r.topk_logp  # -inf: a token that truncation excludes

@@ -2,7 +2,7 @@
 
 OUT/config.json      flags, command, versions, git revision
 OUT/metrics.jsonl    one line an update (`Log`); metrics.py explains the names
-OUT/checkpoints/     checkpoint/
+OUT/checkpoints/     checkpoints (machinery/checkpoint/)
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Run:
         return model
 
     def load_start(self):
-        """The frozen reference model of --kl_coef: the starting policy of the run, also after a
+        """The frozen start model of --kl_coef: the starting policy of the run, also after a
         resume.
 
         None without --kl_coef, and with LoRA, because the policy without adapters is this model."""
@@ -121,8 +121,8 @@ class Run:
 
 
 def open_run(cfg: config.Config, comm) -> Run:
-    """Check task and models, and make the embedded base models that flags name. Writes nothing in
-    the run folder.
+    """Check task and models, and make the toy models base:policy and base:actor if flags name them.
+    Writes nothing in the run folder.
 
     Raises UserError."""
     task = make_task(cfg)
@@ -276,7 +276,7 @@ def locked(cfg: RunFlags, comm):
 
 @contextmanager
 def claim_folder(cfg: RunFlags):
-    """The same on one rank."""
+    """Check, create and lock the run folder, on one rank, while the context lasts."""
     check_folder(cfg)
     folder = Path(cfg.out)
     before = {path.name for path in folder.glob("*")}
@@ -498,7 +498,8 @@ ABOVE = {"grade/inexact": 0.2}  # thresholds of WARNINGS that are not 0
 # printed once per run, when the metric exceeds its threshold
 WARNINGS = {
     "grade/inexact": (
-        "a fifth of the responses are graded right though their last number is not the gold answer: the policy may "
+        "more than a fifth of the responses to problems with a number as gold answer are graded right, but end with a "
+        "different number: the policy may "
         "exploit the grader instead of learning the task; read responses (python -m machinery.plot --samples=RUN), "
         "or compare only numbers (--reward=gsm8k)"
     ),

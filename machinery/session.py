@@ -197,7 +197,7 @@ class Session:
 
     def save(self) -> None:
         """Write a checkpoint of the current state, and tell the source, so that remote samplers can
-        drop the groups that it contains.
+        drop the groups that the checkpoint contains.
 
         Raises UserError if the checkpoint could not be written."""
         self.saved_at = self.step  # first: `rescue` does not repeat a failed save

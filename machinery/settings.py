@@ -211,6 +211,7 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     flags.check_ranges(cfg)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)
+    sampling.check_with_actor(cfg)
     quant.check(cfg)
     delay.check(cfg)
     delay.check_remote(cfg)

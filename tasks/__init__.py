@@ -137,7 +137,8 @@ def names_of(value: str) -> list[str]:
 
 
 def places_of(names: list[str]) -> dict[str, str]:
-    """Digest of each file -> file, and name -> name of data sets and classes, of several tasks."""
+    """Key -> part (a file, data set or class) of several tasks; the key is a file's digest, or else
+    the name."""
     parts = [part for name in names for part in data.mixed(name)]
     is_data = {part: data.file_of(part) == part and Path(part).is_file() for part in parts}
     return {data.digest_of(part) if is_data[part] else part: part for part in parts}
@@ -220,8 +221,8 @@ def check(cfg: Config) -> None:
     shared = held_out.keys() & places_of([cfg.task])
     if shared and from_environment("RANK", 0) == 0:
         print(
-            f"warning: --eval_task={held_out[min(shared)]}: these are problems of --task, so this is no held-out "
-            "accuracy",
+            f"warning: --eval_task={held_out[min(shared)]}: some of its problems are in --task, so its score is not a "
+            "held-out accuracy",
             file=sys.stderr,
         )
     held_out = getattr(cfg, "eval_every", 0) <= 0 or cfg.eval_task
@@ -253,8 +254,8 @@ def as_trained(cfg: Config, given: set[str]):
     of_the_run = {saved.get("task"), *names_of(saved.get("eval_task", ""))}
     if of_run.get("reward") and not of_the_run.issuperset(names_of(cfg.task)):
         print(
-            f"not as in {cfg.model}: --reward={saved['reward']} and --prompt_template, since the run has a "
-            "different --task and --eval_task; name these flags to keep them"
+            f"--reward={saved['reward']} and --prompt_template of {cfg.model} are not used, because the run has a "
+            "different --task and --eval_task; set both flags to use the run's values"
         )
         for name in ("reward", "prompt_template"):
             of_run.pop(name, None)

@@ -2,11 +2,11 @@
 
     --task=FILE.jsonl | FILE.json | FILE.parquet | hf:NAME/SPLIT | hf:NAME@CONFIG/SPLIT | FILE.py:CLASS
 
-A row needs a prompt and an answer. Their columns are named by --columns=prompt=NAME,answer=NAME (a.b
-looks into nested ones), or found: problem, question, prompt (a text, or messages {role, content});
-answer, solution with a box, reward_model.ground_truth, answerKey, Correct Answer. Where a row has
-choices (`choices`, `options`, or GPQA's wrong answers) they are written below the question, and the
-answer becomes a letter. All columns reach the reward."""
+A row needs a prompt and an answer. --columns=prompt=NAME,answer=NAME names the columns (a.b names a
+nested column). Without --columns the first of these is used: problem, question, prompt (a text, or
+messages {role, content}); answer, solution with a box, reward_model.ground_truth, answerKey,
+Correct Answer. Where a row has choices (`choices`, `options`, or GPQA's wrong answers) they are
+written below the question, and the answer becomes a letter. All columns reach the reward."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ANSWERS = (
 NEEDS = "a row needs `problem` (or `question`, `prompt`) and `answer`, or --columns=prompt=NAME,answer=NAME"
 # never meant in a problem: \f, \b and the like, and \r except at the end of a line
 CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n|$)"
-# nor in an answer: also \t, and \n in front of the rest of a LaTeX command
+# never meant in an answer: the same, \t, and a line feed that was the \n of \nu, \neq, \nabla, ...
 IN_ANSWER = CONTROL + r"|\t|\n(?=(?:u|eq?|eg|abla|ot(?:in)?|leq|geq|mid)\b)"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -501,7 +501,8 @@ def written(value: str | float) -> str:
 
 def final_answer(answer: str) -> str:
     """The text after #### (GSM8K), or in the last box of a worked solution (also \\boxed 2), or ""
-    if the box is empty; else the whole answer. A control character before a letter stays."""
+    if the box is empty; else the whole answer. White space directly before a lower-case letter
+    stays, because it can be a damaged LaTeX command (`refuse_control`)."""
     box = last_box(answer)
     bare = re.findall(r"\\boxed\s+([^\s{]+?)(?=\.?(?:[$\s]|$))", answer)
     if "####" in answer:

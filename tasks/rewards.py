@@ -54,13 +54,13 @@ class Reward:
 
     parts: tuple[Part, ...] = (Part("math", 1.0),)
     seconds: float = GRADE_SECONDS
-    max_tokens: int = 0  # longest response; praxis: this many tokens after the answer earn 1 more
+    max_tokens: int = 0  # longest response; praxis: tokens after the answer earn up to 1 more
     overlong: int = 0  # DAPO's length penalty begins this many tokens below max_tokens (--overlong)
     opened: bool = False  # the prompt ends with <think>, so the response lacks the tag
 
     def can_grade(self, answer: str) -> bool:
-        """Whether the first part can grade a response as right for this gold answer: with #### the
-        answer must be a number, with `letter` a letter."""
+        """Whether the first part can grade a response as right for this gold answer: `gsm8k` and
+        `praxis` need a number, `letter` needs a letter."""
         form = {"gsm8k": NUMBER, "praxis": NUMBER, "letter": "[A-Za-z]"}.get(
             self.parts[0].name, ".*"
         )

@@ -54,7 +54,7 @@ ROWS = [
 --correction=jackpot | --correction=jackpot: a value of --objective, not of --correction; ... --objective=jackpot
 --kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: only vLLM has this cache; use --rollout=vllm, or auto
 --objective=is --reject=token,gee:0:1 | --reject=gee: not one of token, sequence, geo, ... did you mean geo?
---objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: ... each statistic has separate bounds
+--objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: ... or give each statistic its bounds
 --objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf replace ... not ref
 --objective=opsm --loss_denominator=kept | --loss_denominator=kept: ... --correction_target=new is computed
 --kernels=liger | --kernels=liger: its kernels run on a GPU; use --kernels=plain
@@ -78,8 +78,8 @@ ROWS = [
 --keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor: the KL ... use replay
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or name the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... --reject=geo:LOW:HIGH, or use --reject=none
---objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: no statistic ... name a statistic with --reject=token,
---objective=tis --is_floor=2 | --is_floor=2.0: must be 0, or below ... --correction=tis has a lower bound
+--objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: no statistic ... add --reject=NAME, one of token,
+--objective=tis --is_floor=2 | --is_floor=2.0: must be 0, or below --is_cap=2.0
 --objective=grpo --reject=token --reject_of=positive | --reject_of=positive: ... all, negative
 --obrs_z=exact --actor=none | --obrs_z=exact: p_inf over the whole vocabulary is known only with an ... use bracket
 --loss_denominator=kept --obrs_target=new | --loss_denominator=kept with ... the update: add --kappa=exact

@@ -433,7 +433,7 @@ def test_the_problems_of_the_task_are_not_held_out(tmp_path, monkeypatch, capsys
         ("hf:a/b/train", "hf:a/b/test"),
     ):
         tasks.check(cfg_of(task=task, eval_task=held_out))
-        assert ("no held-out accuracy" in capsys.readouterr().err) == ("hf:a/b/test" not in held_out)
+        assert ("not a held-out accuracy" in capsys.readouterr().err) == ("hf:a/b/test" not in held_out)
 
 
 def test_files_of_one_name(tmp_path):
