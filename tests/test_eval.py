@@ -238,9 +238,12 @@ def test_right_is_above_a_half(monkeypatch):
     right, length = GoldEngine().solve(list(range(40)), 2)
     assert right.shape == (40, 2) and right.mean() == 0.5 and length == 3
     rewards = (0.1, 0.5, 0.51, 1.5)
-    graded = [SimpleNamespace(reward=x, tokens=[1]) for x in rewards]
-    monkeypatch.setattr(GoldEngine, "generate", lambda self, prompts, *more: [graded for _ in prompts])
-    monkeypatch.setattr(evaluation, "grade_all", lambda *args: None)
+
+    def grade(task, tokenizer, problems, groups):
+        for response, reward in zip(sum(groups, []), rewards * len(groups), strict=True):
+            response.reward = reward
+
+    monkeypatch.setattr(evaluation, "grade_all", grade)
     assert GoldEngine().solve([0, 1], 4)[0].tolist() == 2 * [[0, 0, 1, 1]]
     written = SimpleNamespace(known={"x": {TASK.problem("test", 0).id: {"rewards": rewards, "tokens": [1]}}})
     one, setup = SimpleNamespace(label="x", task=TASK), SimpleNamespace(most=1)
