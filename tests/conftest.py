@@ -45,23 +45,10 @@ def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, t
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=hidden,
-            intermediate_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=128,
-            tie_word_embeddings=tie,
-            initializer_range=std,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    ).to(dtype)
+    sizes = dict(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=64, num_hidden_layers=layers)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=32, tie_word_embeddings=tie)
+    ends = dict(max_position_embeddings=128, bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    model = Qwen3ForCausalLM(Qwen3Config(initializer_range=std, **sizes, **heads, **ends)).to(dtype)
     if dtype == torch.float64:
         for parent in list(model.modules()):
             for name, norm in list(parent.named_children()):
@@ -287,35 +274,15 @@ def tiny(log_r, mask=None, adv=(1.0, -1.0), new=None, ref=None) -> tuple[TokenSt
     return TokenStats(new.clone().requires_grad_()), batch
 
 
-def make_groups(
-    n_groups: int = 2,
-    G: int = 4,
-    K: int = 3,
-    seed: int = 0,
-    vocab: int = VOCAB,
-    longest: int = 9,
-    prompt: tuple = (2, 7),
-) -> list[Rollout]:
+def make_groups(n_groups=2, G=4, K=3, seed=0, vocab=VOCAB, longest=9, prompt=(2, 7)) -> list[Rollout]:
     """Ragged groups with random distributions; the top-K may or may not hold the sampled token."""
     rng = np.random.default_rng(seed)
     groups = []
     for i in range(n_groups):
         responses = [make_response(rng, K, vocab, longest, hole=g == 1) for g in range(G)]
-        groups.append(
-            Rollout(
-                uid=("test", 0, i),
-                prompt_id=f"p{i}",
-                prompt_ids=rng.integers(0, vocab, int(rng.integers(*prompt))).astype(np.int32),
-                sampling=Sampling(),
-                model="policy",
-                precision="float32",
-                version=0,
-                digest="",
-                t_start=0.0,
-                t_end=0.0,
-                responses=responses,
-            )
-        )
+        ids = rng.integers(0, vocab, int(rng.integers(*prompt))).astype(np.int32)
+        about = dict(sampling=Sampling(), model="policy", precision="float32", version=0, digest="")
+        groups.append(Rollout(("test", 0, i), f"p{i}", ids, t_start=0.0, t_end=0.0, responses=responses, **about))
     return groups
 
 
@@ -329,32 +296,13 @@ def make_response(rng, K: int, vocab: int, longest: int, hole: bool) -> Response
     mask = np.ones(L, bool)
     if L > 2 and hole:
         mask[1] = False
-    return Response(
-        tokens=tokens.astype(np.int32),
-        loss_mask=mask,
-        logp_inf=logp[np.arange(L), tokens].astype(np.float32),
-        topk_ids=order.astype(np.int32),
-        topk_logp=np.take_along_axis(logp, order, 1).astype(np.float32),
-        finish_reason="stop",
-        reward=float(rng.integers(0, 2)),
-    )
+    of_tokens = (tokens.astype(np.int32), mask, logp[np.arange(L), tokens].astype(np.float32))
+    of_top = (order.astype(np.int32), np.take_along_axis(logp, order, 1).astype(np.float32))
+    return Response(*of_tokens, *of_top, "stop", reward=float(rng.integers(0, 2)))
 
 
-LONGEST = [
-    "train",
-    "remote",
-    "learner",
-    "oracle",
-    "worth",
-    "mini",
-    "delay",
-    "bench",
-    "exact",
-    "placement",
-    "moe",
-    "memory",
-]
-LONGEST += ["mismatch", "plan", "quant", "sampling", "grading"]
+LONGEST = ["train", "remote", "learner", "oracle", "worth", "mini", "delay", "bench", "exact", "placement"]
+LONGEST += ["moe", "memory", "mismatch", "plan", "quant", "sampling", "grading"]
 
 
 def pytest_collection_modifyitems(items):
