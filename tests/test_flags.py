@@ -72,7 +72,6 @@ Rules:
         Clip or not.
   --kind=drawn    (one of drawn, expected)
         Which mask.
-
   --cap=2.0
         Cap of the weight.
 

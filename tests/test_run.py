@@ -155,7 +155,8 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
     for flag in ("model", "actor"):
         with pytest.raises(UserError, match=f"--overwrite: --out=.*run holds --{flag}=.*policy; name the folder"):
             started(folders, tmp_path, overwrite=True, **{flag: str(inside)})
-    with locked(make_cfg(out=str(out)), Comm()), pytest.raises(UserError, match="another process uses this folder"):
+    cfg = make_cfg(out=str(out), overwrite=True)
+    with locked(cfg, Comm()), pytest.raises(UserError, match="another process uses this folder"):
         started(folders, tmp_path, overwrite=True)
     assert opened(folders, tmp_path, overwrite=True).checkpoint is None
     assert (out / "metrics.jsonl").exists()  # deleted only after all checks
