@@ -342,21 +342,8 @@ def make_response(rng, K: int, vocab: int, longest: int, hole: bool) -> Response
     )
 
 
-LONGEST = [
-    "train",
-    "remote",
-    "learner",
-    "oracle",
-    "worth",
-    "mini",
-    "delay",
-    "bench",
-    "exact",
-    "placement",
-    "moe",
-    "memory",
-]
-LONGEST += ["mismatch", "plan", "quant", "sampling", "grading"]
+LONGEST = ["train", "remote", "learner", "oracle", "worth", "mini", "delay", "bench", "exact", "placement", "moe"]
+LONGEST += ["memory", "mismatch", "plan", "quant", "sampling", "grading"]
 
 
 def pytest_collection_modifyitems(items):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, make_groups, tiny_model
-from ranks import make_learner, one_update
+from ranks import make_learner, one_update, relative
 from standins import model, save
-from test_quant import check_alignment, moved
+from test_quant import check_alignment, check_stale_engine, moved
 from torchrun import torchrun
 
 import train
@@ -21,11 +21,11 @@ from bench.gpu_parts import one_rank
 from learner import Learner
 from machinery.ranks import Comm
 from machinery.run import read_metrics
-from model.engines import HFEngine, VLLMEngine
+from model.engines import HFEngine
 from quant import LowBitLinear, dequantize, format_of, quantize
 from rollout import uniforms
 from sampling import Sampling
-from sync import SyncError, WeightCheck
+from sync import WeightCheck
 
 DEVICE = os.environ.get("GPU_LIST_DEVICE", "cuda")
 pytestmark = [
@@ -34,13 +34,6 @@ pytestmark = [
 ]
 ON_A_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has it")
 f32, f64 = torch.float32, torch.float64
-
-
-def relative(a: dict, b: dict) -> float:
-    """|a - b| / |a| over all parameters together."""
-    assert a.keys() == b.keys()
-    difference = sum(float((a[n].cpu() - b[n].cpu()).double().square().sum()) for n in a)
-    return (difference / sum(float(x.double().square().sum()) for x in a.values())) ** 0.5
 
 
 def gradient(case: dict, kind, device: str, **flags) -> dict:
@@ -172,10 +165,7 @@ def check_syncs(engine) -> None:
         assert version == 0 or synced.changed > 0.5
         engine.sleep()
         moved(learner.models.policy, version)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "load", lambda tensors: [None for _ in tensors])
-        with pytest.raises(SyncError, match="the engine still holds the bytes of version 2"):
-            check.load(engine, 3, learner.published("policy", engine.packed))
+    check_stale_engine(check, engine, learner)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -202,22 +192,16 @@ def test_a_run_trains_saves_and_resumes(flags, folders, tmp_path):
 VLLM = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
 
 
-@pytest.fixture(scope="module")
-def vllm(folders):
-    """vLLM engines of the tiny actor by their format, each started once."""
-    engines = {}
+@pytest.fixture
+def vllm(vllm_engines):
+    """vLLM engines of the tiny actor by their format."""
 
-    def get(name: str = "none") -> VLLMEngine:
-        if name not in engines:
-            settings = {"max_len": 64, "max_logprobs": 20, "memory_gib": 0.1, "fmt": format_of(name, 32)}
-            settings["sleep_level"] = int(name == "none")  # vLLM's allocator serves one engine of a process
-            settings["dtype"] = "bfloat16" if DEVICE == "cuda" else "float32"
-            engines[name] = VLLMEngine(str(folders / "actor"), **settings)
-        return engines[name]
+    def get(name: str = "none"):
+        sleep_level = int(name == "none")  # vLLM's allocator serves one engine of a process
+        dtype = "bfloat16" if DEVICE == "cuda" else "float32"
+        return vllm_engines(fmt=format_of(name, 32), memory_gib=0.1, sleep_level=sleep_level, dtype=dtype)
 
-    yield get
-    for engine in engines.values():
-        engine.close()
+    return get
 
 
 @VLLM

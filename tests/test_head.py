@@ -187,7 +187,7 @@ def test_scale_bias_cap_and_padding_match_the_naive_way(data, cap, scale):
     data.w1 = torch.cat([data.w1, data.w1.new_full((5, H1), 9.0)])
     data.b1 = torch.cat([data.b1, data.b1.new_ones(5)])
     data.target, data.ids = data.target.clamp(max=ids - 1), data.ids.clamp(max=ids - 1)
-    needs = Needs(entropy=True, exact_z=True, distill="forward", lam=0.8)
+    needs = Needs(entropy=True, exact_z=True, distill="forward", topk=K, lam=0.8)
     heads = [Head(scale, cap, ids), Head(1.0, 0.7, ids)]
 
     def naive(h1, w1, b1, h2, w2, b2):

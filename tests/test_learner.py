@@ -155,36 +155,6 @@ def test_sliding_windows_read_each_prompt_with_its_response():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def written_out_loss(model, groups):
-    """(sum of the TIS losses of all tokens with a gradient, number of tokens), from the model's logits."""
-    total, count = 0.0, 0
-    for g in groups:
-        reward = torch.tensor([r.reward for r in g.responses], dtype=f64)
-        adv = torch.zeros_like(reward)
-        if reward.std() > 0:
-            adv = (reward - reward.mean()) / (reward.std() + 1e-6)
-        for a, r in zip(adv, g.responses, strict=True):
-            logp = at(*log_probabilities(model, g, r))
-            w = (logp.detach() - torch.from_numpy(r.logp_inf)).exp().clamp_max(2.0)
-            on = torch.from_numpy(r.loss_mask)
-            total = total - (w * (logp - logp.detach()).exp() * a)[on].sum()
-            count += int(on.sum())
-    return total, count
-
-
-def test_gradient_is_the_derivative_of_the_written_out_loss():
-    """TIS with a token-mean over the whole batch, without the learner's code."""
-    cfg, groups = make_cfg(objective="tis", micro_tokens=30), make_groups(2, seed=1)
-    grads, logged = gradients(cfg, groups, ref=False)
-    model = tiny_model(0, layers=2, dtype=f64)
-    total, count = written_out_loss(model, groups)
-    (total / count).backward()
-    want = {"policy." + name: p.grad for name, p in model.named_parameters()}
-    assert relative(want, grads) < 1e-6  # advantages are float32
-    assert logged["loss"] == pytest.approx(float(total.detach() / count), rel=1e-6)
-    assert logged["tokens"] == count
-
-
 def test_score_is_the_models_log_softmax_with_temperature():
     groups = make_groups(2, seed=2)
     for g in groups:
@@ -276,25 +246,6 @@ def sample_from_the_actor(learner, groups, K=5) -> None:
         top, where = logq.topk(K, -1)
         r.topk_ids, r.topk_logp = where.int().numpy(), top.float().numpy()
         r.logp_inf = at(logq, ids).float().numpy()
-
-
-def test_allowed_sets_reach_the_head():
-    """Each token is renormalised over its allowed set, through collate, micro-batches and the chunked head."""
-    groups, rng, K = make_groups(2, seed=3), np.random.default_rng(0), 6
-    for _, g, r in rows_of(groups):
-        g.sampling = replace(g.sampling, top_k=K + 1)
-        sets = [np.unique(np.append(rng.choice(256, K), token)) for token in r.tokens]
-        r.allowed_ids = np.concatenate(sets).astype(np.int32)
-        r.allowed_offsets = np.cumsum([0, *map(len, sets)])
-    cfg = make_cfg(objective="grpo", micro_tokens=25)
-    learner = make_learner(cfg)
-    logp = learner.score(batching.collate(groups, cfg), Needs()).logp
-    for row, g, r in rows_of(groups):
-        p = log_probabilities(learner.models.policy, g, r)[0].exp().detach()
-        for t, token in enumerate(r.tokens):
-            allowed = r.allowed_ids[r.allowed_offsets[t] : r.allowed_offsets[t + 1]].astype(np.int64)
-            want = math.log(p[t, int(token)] / p[t, allowed].sum())
-            assert float(logp[row, t]) == pytest.approx(want, abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -480,20 +431,6 @@ def test_weights_are_cast_once_for_all_micro_batches(monkeypatch):
         again, _ = gradients(cfg, groups, torch.float32)
     assert all(casts.counts[shape] >= 3 * 2 * n for shape, n in shapes.items())
     assert all(torch.equal(g, again[name]) for name, g in once.items())
-
-
-def test_a_cast_follows_the_weight():
-    """One cast for all micro-batches, none afterwards, a new cast after the weight has changed."""
-    models = make_learner(make_cfg(objective="grpo", dtype="bfloat16"), torch.float32).models
-    weight = models.policy.get_output_embeddings().weight
-    for step in range(2):
-        with models.casts_kept():
-            cast = models._cast(weight, torch.bfloat16)
-            assert models._cast(weight, torch.bfloat16) is cast and not cast.requires_grad
-            assert torch.equal(cast, weight.detach().bfloat16())
-            assert models._cast(weight, torch.float32) is None
-        assert models.casts is None and models._cast(weight, torch.bfloat16) is None
-        weight.data += 1.0 + step
 
 
 SHORT, LONG, slow = (2, 3), (30, 34), pytest.mark.slow  # prompts; long ones are shared

@@ -410,22 +410,6 @@ def test_no_kl_to_the_sampler_if_the_actor_is_not_the_sampler(monkeypatch):
     assert "obrs/kl_before" not in observed(*tensors(drawn, actor), stats, cfg)
 
 
-def test_two_ranks_with_equal_shares_double_only_the_counts():
-    drawn, cfg, stats, actor = case("obrs")
-
-    class TwoRanks(One):
-        @staticmethod
-        def sum(values):
-            return [2 * float(x) for x in values]
-
-    one = observed(*tensors(drawn, actor), stats, cfg)
-    two = observed(*tensors(drawn, actor), stats, cfg, comm=TwoRanks)
-    assert one.keys() == two.keys()
-    for key, value in one.items():
-        counts = key in ("tokens", "z_sum", "accept_sum")
-        assert two[key] == pytest.approx(2 * value if counts else value, rel=1e-12), key
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # One row a metric, and the page of all metrics
 # ---------------------------------------------------------------------------------------------------------------------

@@ -210,24 +210,6 @@ def padded(family: str, rows: int, seed: int = 0):
     return lm
 
 
-def test_padding_of_two_sizes_is_never_scored():
-    """Policy and actor of one tokenizer with different padding: both score only existing ids."""
-    policy, actor, groups = padded("qwen2", IDS + 30), padded("gemma2", IDS + 7, 1), make_groups(2, vocab=IDS)
-    learner = learner_of(policy, actor, objective="jackpot")
-    check_heads(learner, TWO_ROWS)
-    stats = learner.score(batching.collate(groups, learner.cfg), Needs(exact_z=True, topk=5))
-    for row, (g, r) in enumerate(each_response(groups)):
-        L, P, ids = len(r.tokens), len(g.prompt_ids), np.concatenate([g.prompt_ids, r.tokens])
-        with torch.no_grad():
-            p, q = (
-                m(torch.from_numpy(ids)[None].long()).logits[0, P - 1 : -1, :IDS].softmax(-1) for m in (policy, actor)
-            )
-            assert torch.allclose(stats.logp[row, :L], scores_of(policy, g.prompt_ids, r), atol=1e-5)
-            assert torch.allclose(stats.actor_logp[row, :L], scores_of(actor, g.prompt_ids, r), atol=1e-5)
-        assert torch.allclose(stats.z[row, :L], torch.minimum(p, q).sum(-1), atol=1e-5)
-        assert int(stats.top_ids[row, :L].max()) < IDS
-
-
 @pytest.mark.parametrize("kind", ["hf", "hf, head in float32", "vllm"])
 def test_engines_ignore_padding_rows(kind, tmp_path, vllm_engines):
     """They never sample or score a padding row, with their first weights and with published weights."""

@@ -106,7 +106,7 @@ def test_allowed_sets_are_recorded_on_request_under_truncation(engine):
 
 def scored(groups, keep_sampling_mask, noise=0.0):
     """(p_ref / p_inf of every token, whether the learner cuts it, batch, learner) of a learner with changed weights."""
-    cfg = make_cfg(objective="tis", keep_sampling_mask=keep_sampling_mask, top_p=0.8, top_k=16)
+    cfg = make_cfg(objective="tis", keep_sampling_mask=keep_sampling_mask, top_p=0.8, top_k=16, micro_tokens=500)
     model = tiny_model(1)
     with torch.no_grad():
         g = torch.Generator().manual_seed(0)
