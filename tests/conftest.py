@@ -354,6 +354,17 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
 
 
+def log_probabilities(model, prompt, tokens, temperature=1.0):
+    """(log-probabilities (L, V) along a response from the model's logits, its token ids (L,))."""
+    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
+    logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1), ids[len(prompt) :]
+
+
+def at(logp, ids):
+    return logp.gather(1, ids[:, None])[:, 0]
+
+
 def logprobs(learner, name: str, ids) -> np.ndarray:
     """log p(ids[t] | ids[:t]) for t >= 1 of one model, in the precision of its weights: (R, L) -> (R, L - 1)."""
     stats = learner.score_in_full_precision(batching.of_rows(ids, learner.cfg), Needs())

@@ -12,6 +12,7 @@ import torch
 from conftest import make_cfg, make_groups, tiny_model
 from safetensors.torch import load_file
 
+import batching
 from learner import Learner
 from machinery import checkpoint
 from machinery.checkpoint import models, state
@@ -27,16 +28,13 @@ def pending_groups():
     groups = make_groups(n_groups=2, G=3, K=4, seed=5)
     rng = np.random.default_rng(0)
     for group in groups:
-        lengths = [len(response.tokens) for response in group.responses]
         for response in group.responses:
             sizes = rng.integers(1, 4, len(response.tokens))
             response.allowed_offsets = np.concatenate([[0], sizes.cumsum()]).astype(np.int64)
             response.allowed_ids = rng.integers(0, 256, sizes.sum()).astype(np.int32)
-        for name in ("logp_ref", "tail_ref", "actor_logp_ref", "z_ref", "kl_ref", "kl_after_ref"):
-            group.ref[name] = [rng.normal(size=n).astype(np.float32) for n in lengths]
-        group.ref["support_ids"] = [rng.integers(0, 256, (n, 9)) for n in lengths]
-        for name in ("support_logp", "support_logp_ref"):
-            group.ref[name] = [rng.normal(size=(n, 9)).astype(np.float32) for n in lengths]
+    cfg = make_cfg(objective="jackpot", actor="base:actor")
+    learner = Learner(tiny_model(0), tiny_model(1), cfg, Comm())
+    batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
     return groups
 
 

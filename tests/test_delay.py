@@ -3,10 +3,9 @@
 import math
 from statistics import NormalDist
 
-import numpy as np
 import pytest
 import torch
-from conftest import Stream, Watched, make_cfg, tiny_model
+from conftest import Stream, Watched, at, log_probabilities, make_cfg, tiny_model
 from test_rollout import PROBE_IDS
 from test_train import flags, timeless, train_here
 
@@ -111,9 +110,7 @@ def test_a_group_is_sampled_with_its_samplers_version(folders, tmp_path):
     assert on_disk == ["v000006.safetensors", "v000007.safetensors"]  # the sampler's version and the newest
     model = tiny_model(1)
     model.load_state_dict(weights(6))
-    P = len(group.prompt_ids)
-    ids = torch.tensor(np.concatenate([group.prompt_ids, group.responses[0].tokens]).astype(np.int64))
-    logp = model(ids[None]).logits[0].log_softmax(-1)[P - 1 : -1].gather(1, ids[P:, None])[:, 0]
+    logp = at(*log_probabilities(model, group.prompt_ids, group.responses[0].tokens))
     assert torch.allclose(logp, torch.from_numpy(group.responses[0].logp_inf), atol=1e-4)
     assert (group.version, group.t_published, source.now(7)) == (6, 6.0, 7.0)
 

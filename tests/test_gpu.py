@@ -10,7 +10,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups, tiny_model
+from conftest import at, log_probabilities, make_cfg, make_groups, tiny_model
 from ranks import make_learner, one_update, relative
 from standins import model, save
 from test_quant import check_alignment, check_stale_engine, moved
@@ -52,10 +52,8 @@ def gaps_to_the_model(lm, groups) -> list[float]:
     gaps = []
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for r in group:
-            ids = torch.from_numpy(np.concatenate([prompt, r.tokens])).long()
-            with torch.no_grad():
-                logp = (lm(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
-            gaps.append(np.abs(r.logp_inf - logp.gather(1, ids[len(prompt) :, None])[:, 0].numpy()).max())
+            logp = at(*log_probabilities(lm, prompt, r.tokens, 0.8)).detach().numpy()
+            gaps.append(np.abs(r.logp_inf - logp).max())
     return gaps
 
 

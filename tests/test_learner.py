@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import logprobs, make_cfg, make_groups, tiny_model
+from conftest import at, log_probabilities, logprobs, make_cfg, make_groups, tiny_model
 from ranks import PROBE, RANK_CASES, hold_back_the_step, make_learner, move, rank_groups, relative
 from ranks import one_update as update_of_one
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,18 +55,6 @@ def rows_of(groups):
     """(row of the batch, group, response)."""
     pairs = [(g, r) for g in groups for r in g.responses]
     return [(row, g, r) for row, (g, r) in enumerate(pairs)]
-
-
-def log_probabilities(model, g, r, temperature=1.0):
-    """(log-probabilities (L, V) along a response from the model's logits, its token ids (L,))."""
-    ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
-    P = len(g.prompt_ids)
-    logits = model(input_ids=ids[None]).logits[0, P - 1 : -1]
-    return (logits / temperature).log_softmax(-1), ids[P:]
-
-
-def at(logp, ids):
-    return logp.gather(1, ids[:, None])[:, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,7 +152,7 @@ def test_score_is_the_models_log_softmax_with_temperature():
     stats = learner.score(batching.collate(groups, cfg), Needs(entropy=True, support=True, tail=True))
     assert stats.known().keys() == {"logp", "entropy", "support_logp", "tail"}
     for row, g, r in rows_of(groups):
-        logp, ids = log_probabilities(learner.models.policy, g, r, temperature=0.7)
+        logp, ids = log_probabilities(learner.models.policy, g.prompt_ids, r.tokens, temperature=0.7)
         L = len(r.tokens)
         top = torch.from_numpy(r.topk_ids.astype(np.int64))
         assert torch.allclose(stats.logp[row, :L], at(logp, ids), atol=1e-7)
@@ -182,8 +170,8 @@ def test_z_and_tail_of_the_learner_at_any_lambda(lam):
     stats = learner.score(b, Needs(support=True, tail=True, exact_z=True, lam=lam))
     for row, g, r in rows_of(groups):
         L = len(r.tokens)
-        p = log_probabilities(learner.models.policy, g, r)[0].exp()
-        q = log_probabilities(learner.models.actor, g, r)[0].exp()
+        p = log_probabilities(learner.models.policy, g.prompt_ids, r.tokens)[0].exp()
+        q = log_probabilities(learner.models.actor, g.prompt_ids, r.tokens)[0].exp()
         outside = torch.ones_like(p).scatter_(1, b.support_ids[row, :L], 0.0)
         tail = (torch.minimum(p / lam, b.p_kth[row, :L, None].double()) * outside).sum(-1)
         assert torch.allclose(stats.z[row, :L], torch.minimum(q, p / lam).sum(-1), atol=1e-7)
@@ -235,14 +223,14 @@ def test_z_approx_is_the_sum_over_both_top_k(target, flags):
 def probabilities(model, groups) -> list:
     """[row][token][x] as plain numbers: the model's probabilities along each response."""
     with torch.no_grad():
-        return [log_probabilities(model, g, r)[0].exp().tolist() for _, g, r in rows_of(groups)]
+        return [log_probabilities(model, g.prompt_ids, r.tokens)[0].exp().tolist() for _, g, r in rows_of(groups)]
 
 
 def sample_from_the_actor(learner, groups, K=5) -> None:
     """Replace p_inf and its top-K by the actor's."""
     for _, g, r in rows_of(groups):
         with torch.no_grad():
-            logq, ids = log_probabilities(learner.models.actor, g, r)
+            logq, ids = log_probabilities(learner.models.actor, g.prompt_ids, r.tokens)
         top, where = logq.topk(K, -1)
         r.topk_ids, r.topk_logp = where.int().numpy(), top.float().numpy()
         r.logp_inf = at(logq, ids).float().numpy()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups, tiny_model
+from conftest import at, log_probabilities, make_cfg, make_groups, tiny_model
 from transformers import AutoModelForCausalLM
 
 import batching
@@ -71,15 +71,14 @@ def test_records_are_of_the_sampled_distribution(engine, settings):
     """Against the model's logits, without a cache, divided by the temperature and truncated."""
     model, sizes = tiny_model(1), []
     for group in sampled(engine, settings):
-        P = len(group.prompt_ids)
         for r in group.responses:
-            ids, L = sequence(group, r), len(r.tokens)
+            L = len(r.tokens)
             with torch.no_grad():
-                z = model(input_ids=ids[None]).logits[0, P - 1 : -1] / settings.temperature
-            gone = sampling.cut(z, settings.top_p, settings.top_k, settings.min_p)
-            want = z.masked_fill(gone, -torch.inf).log_softmax(-1)
+                logp, ids = log_probabilities(model, group.prompt_ids, r.tokens, settings.temperature)
+            gone = sampling.cut(logp, settings.top_p, settings.top_k, settings.min_p)
+            want = logp.masked_fill(gone, -torch.inf).log_softmax(-1)
             assert r.tokens.dtype == r.topk_ids.dtype == np.int32 and r.logp_inf.dtype == np.float32
-            assert np.allclose(r.logp_inf, want.gather(1, ids[P:, None])[:, 0], atol=1e-4)
+            assert np.allclose(r.logp_inf, at(want, ids), atol=1e-4)
             assert np.allclose(r.topk_logp, want.topk(5).values, atol=1e-4)
             assert np.allclose(r.topk_logp, want.gather(1, torch.from_numpy(r.topk_ids).long()), atol=1e-4)
             assert (r.finish_reason == "stop") == (r.tokens[-1] == 1) and 1 not in r.tokens[:-1]

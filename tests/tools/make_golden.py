@@ -161,10 +161,6 @@ for name, (low, high) in STATISTICS.items():
     CASES[flags] = dict(correction="is", reject=name, rs_low=low, rs_high=high)
 
 
-def settings(case: str) -> dict:
-    return PLAIN | CASES[case]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A case on a batch
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +168,7 @@ def settings(case: str) -> dict:
 
 def evaluate(batch: list[dict], case: str) -> dict:
     """The golden values of a case: the results of the oracle's step, and metrics."""
-    cfg = SimpleNamespace(**settings(case))
+    cfg = SimpleNamespace(**(PLAIN | CASES[case]))
     result = oracle.step([response_of(r, cfg) for r in batch], cfg, None, 0.0)
     weights = [[w for w, _ in row] for row in result.weighed]
     keep = [[k > 0 for _, k in row] for row in result.weighed]
