@@ -130,52 +130,9 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget, share):
     assert (len(parts) == len(b)) == (budget == 1)
 
 
-def test_sliding_windows_read_each_prompt_with_its_response():
-    learner = make_learner(make_cfg(actor="base:actor"))
-    assert learner.models.can_share
-    learner.models.actor.config.layer_types = ["sliding_attention"]
-    b = batching.collate(make_groups(3, seed=3, prompt=(3, 12)), make_cfg())
-    assert {share for *_, share in learner._micro(b)} == {False}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Against full logits
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_score_is_the_models_log_softmax_with_temperature():
-    groups = make_groups(2, seed=2)
-    for g in groups:
-        g.sampling = replace(g.sampling, temperature=0.7)
-    cfg = make_cfg(objective="jackpot", micro_tokens=25)
-    learner = make_learner(cfg)
-    stats = learner.score(batching.collate(groups, cfg), Needs(entropy=True, support=True, tail=True))
-    assert stats.known().keys() == {"logp", "entropy", "support_logp", "tail"}
-    for row, g, r in rows_of(groups):
-        logp, ids = log_probabilities(learner.models.policy, g.prompt_ids, r.tokens, temperature=0.7)
-        L = len(r.tokens)
-        top = torch.from_numpy(r.topk_ids.astype(np.int64))
-        assert torch.allclose(stats.logp[row, :L], at(logp, ids), atol=1e-7)
-        assert torch.allclose(stats.entropy[row, :L], -(logp.exp() * logp).sum(-1), atol=1e-7)
-        assert torch.allclose(stats.support_logp[row, :L, 0], at(logp, ids), atol=1e-7)
-        assert torch.allclose(stats.support_logp[row, :L, 1:], logp.gather(1, top), atol=1e-7)
-        assert float(stats.logp[row, L:].abs().sum()) == 0
-
-
-@pytest.mark.parametrize("lam", [0.7, 1.5])
-def test_z_and_tail_of_the_learner_at_any_lambda(lam):
-    cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_target="new")
-    learner, groups = make_learner(cfg), make_groups(2, seed=2)
-    b = batching.collate(groups, cfg)
-    stats = learner.score(b, Needs(support=True, tail=True, exact_z=True, lam=lam))
-    for row, g, r in rows_of(groups):
-        L = len(r.tokens)
-        p = log_probabilities(learner.models.policy, g.prompt_ids, r.tokens)[0].exp()
-        q = log_probabilities(learner.models.actor, g.prompt_ids, r.tokens)[0].exp()
-        outside = torch.ones_like(p).scatter_(1, b.support_ids[row, :L], 0.0)
-        tail = (torch.minimum(p / lam, b.p_kth[row, :L, None].double()) * outside).sum(-1)
-        assert torch.allclose(stats.z[row, :L], torch.minimum(q, p / lam).sum(-1), atol=1e-7)
-        assert torch.allclose(stats.tail[row, :L], tail, atol=1e-6)
 
 
 TWO = {"actor": "base:actor"}

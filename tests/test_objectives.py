@@ -105,31 +105,6 @@ def test_an_infinite_upper_edge_leaves_the_lower_edge_and_the_dual_clip():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", presets.OBJECTIVES)
-def test_equal_policies_give_reinforce(name):
-    """p_inf = p_ref = p_new, Z = 1: every objective's gradient is REINFORCE's under its own reduction,
-    -A_t / denominator."""
-    new, b = tiny([[0.0] * 3] * 2, mask=[[True, True, True], [True, False, False]])
-    new.z = b.z_ref = torch.ones(2, 3, dtype=f64)
-    b.mask_uniforms = torch.zeros(2, 3, dtype=f64)
-    whole = torch.tensor([0.7, 0.3], dtype=f64).log().expand(2, 3, 2)
-    b.support_logp = b.support_logp_ref = new.support_logp = whole
-    b.tail_ref = new.tail = torch.zeros(2, 3, dtype=f64)
-    cfg = make_cfg(objective=name)
-    make_cfg(objective=name, actor="base:actor")  # two models are a configuration as well
-    # GEPO: equal responses, no mixing
-    gepo = {"log_group_mean": torch.full((2, 1), -1.0, dtype=f64), "mixing": torch.zeros(2, 1, dtype=f64)}
-    stats = replace(STATS, tokens=4.0, **gepo)
-    value, _ = objectives.loss(new, b, stats, cfg)
-    objectives.reduce(value, b.mask, stats, cfg).backward()
-    per_token = {
-        "token-mean": [[1 / 4] * 3, [1 / 4, 0, 0]],
-        "seq-mean-token-mean": [[1 / 6] * 3, [1 / 2, 0, 0]],
-        "seq-mean-token-sum-norm": [[1 / 64] * 3, [1 / 64, 0, 0]],
-    }[cfg.reduction]
-    assert torch.allclose(new.logp.grad, -b.adv * torch.tensor(per_token, dtype=f64), atol=1e-12)
-
-
 @pytest.mark.parametrize(
     "reduction, denominator, want",
     [

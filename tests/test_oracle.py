@@ -265,7 +265,7 @@ def batches_of(cfg, case, ref: bool) -> list:
             columns += (cfg.obrs_lambda, cfg.obrs_z, cfg.obrs_target, cfg.obrs_accept_rate is None)
         batch = once((where, columns), lambda part=part: batch_of(cfg, case["wild"], part, ref))
         of_adv = (cfg.advantage, cfg.actor, cfg.log_ratio_clamp)
-        adv = once((where, of_adv), functools.partial(adv_of, cfg, case["wild"], part))
+        adv = once((where, of_adv), lambda part=part: batch_of(cfg, case["wild"], part, False).adv)
         out.append(((where, columns), replace(batch, adv=adv)))
     return out
 
@@ -278,10 +278,6 @@ def groups_of(wild: bool, part: list[int]) -> list[Rollout]:
     for r in groups[0].responses:
         r.loss_mask = np.zeros_like(r.loss_mask)
     return groups[:1]
-
-
-def adv_of(cfg, wild: bool, part: list[int]):
-    return batch_of(cfg, wild, part, False).adv
 
 
 def batch_of(cfg, wild: bool, part: list[int], ref: bool):
@@ -525,7 +521,8 @@ def compare(case) -> None:
     loss, grads, ref_pass = repository(replace(cfg, micro_tokens=case["micro_tokens"]), case)
     responses = FIXTURE[case["wild"]]
     if not ref_pass:  # the update's forward serves as the ref pass
-        responses = [replace(r, tokens=[ref_is_new(token) for token in r.tokens]) for r in responses]
+        of_new = [[replace(token, ref=token.new, actor_ref=token.actor) for token in r.tokens] for r in responses]
+        responses = [replace(r, tokens=tokens) for r, tokens in zip(responses, of_new, strict=True)]
     distill = cfg.distill_lambda if case["carried_distill"] is None else case["carried_distill"]
     want = oracle.step(responses, cfg, case["carried_kappa"], distill)
     assert close(loss, want.loss, scale=want.size), (case, loss, want.loss)
@@ -536,10 +533,6 @@ def compare(case) -> None:
         for i, row in enumerate(by_response):
             for a, b in zip(grads[name][i], row, strict=True):
                 assert close(a, b), (case, name, i, grads[name][i], row)
-
-
-def ref_is_new(token):
-    return replace(token, ref=token.new, actor_ref=token.actor)
 
 
 def close(a: float, b: float, scale: float = 0.0) -> bool:

@@ -565,16 +565,6 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
     assert used[7:12:2] == [used[7]] * 3 and not set(map(id, used[12:])) & set(map(id, used[:12]))
 
 
-def test_the_report_ends_with_the_last_evaluation_of_each_model():
-    """Also if a model is missing in the last row."""
-    first = {"eval/policy_pass@1": 0.25, "eval/policy_se": 0.5, "eval/actor_pass@1": 0.75, "eval/actor_se": 0.125}
-    rows = [{"update_s": 2.0}, first, {**first, "eval/policy_pass@1": 0.5}]
-    del rows[-1]["eval/actor_pass@1"]
-    policy, actor = (line.split() for line in plot.evaluation_lines(rows))
-    assert policy[-8:] == ["25.0", "+-", "50.0", "%", "50.0", "+-", "50.0", "%"]
-    assert actor[-8:] == ["75.0", "+-", "12.5", "%", "75.0", "+-", "12.5", "%"]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The source that the flags name
 # ---------------------------------------------------------------------------------------------------------------------
