@@ -1,6 +1,5 @@
 """Checkpoints: saved state is restored, completely or not at all."""
 
-import contextlib
 import resource
 import shutil
 from types import SimpleNamespace
@@ -121,23 +120,17 @@ def test_old_checkpoints_are_deleted(run, tmp_path):
     assert sorted(p.name for p in last.iterdir()) == ["digests.json", "learner.pt", "policy", "rank0.pt", "shards"]
 
 
-@contextlib.contextmanager
-def full_disk(nbytes: int):
-    """Files of this process cannot grow beyond this size."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("nbytes", [100, 1000, 10_000])  # in a config, in learner.pt, in the weights
 def test_a_full_disk_is_an_error_and_keeps_the_previous_checkpoint(run, tmp_path, nbytes):
     learner, source = make_learner(), Source()
     first = checkpoint.save(run, 1, learner, source, [], {})
-    with full_disk(nbytes), pytest.raises(UserError, match="step_000002: the checkpoint could not be written"):
-        checkpoint.save(run, 2, learner, source, [make_groups()], {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))  # files of this process cannot grow beyond this size
+    try:
+        with pytest.raises(UserError, match="step_000002: the checkpoint could not be written"):
+            checkpoint.save(run, 2, learner, source, [make_groups()], {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
     assert checkpoint.newest(tmp_path) == first
 

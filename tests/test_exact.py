@@ -80,10 +80,6 @@ def gap(learner, groups) -> float:
     return float((learner.score(batch, Needs()).logp - batch.logp_inf)[batch.exists].abs().max())
 
 
-def n_tokens(groups) -> int:
-    return sum(len(r.tokens) for group in groups for r in group.responses)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Zero
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,7 +94,7 @@ def test_ten_thousand_tokens_are_equal_in_every_split(dtype, fmt, distribution, 
     """Few and many micro-batches, shared and separate prompts, large and small chunks of the head."""
     engine, learner = make_pair(**dtype, **FORMATS[fmt], **DISTRIBUTIONS[distribution])
     groups = sample(engine, n=125, **DISTRIBUTIONS[distribution])
-    assert n_tokens(groups) >= 10**4
+    assert sum(len(r.tokens) for group in groups for r in group.responses) >= 10**4
     if "top_p" in DISTRIBUTIONS[distribution]:
         assert all(r.allowed_ids is not None for group in groups for r in group.responses)
     assert {share for *_, share in learner._micro(batching.collate(groups, learner.cfg))} == {True}

@@ -420,10 +420,9 @@ def family(name: str) -> str:
     return re.sub(r"/[0-9.]+$", "/N", name)
 
 
-def named_on_the_page() -> set[str]:
+def named_on_the_page() -> list[str]:
     """The names at the start of the page's lines."""
-    lines = metrics.page().splitlines()
-    return {line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")}
+    return [line.split()[0] for line in metrics.page().splitlines() if re.match(r"  \S", line)]
 
 
 def mentioned_on_the_page() -> set[str]:
@@ -458,5 +457,4 @@ def test_every_public_row_is_computed_and_explained_once():
     assert unexplained(computed) == []
     unknown = ["rollout_corr/nothing", "versions", "sync/nothing", "actor", "eval/policy"]
     assert unexplained([*unknown, "remote/anything", "delay/versions", "sync_s"]) == unknown
-    heads = [line.split()[0] for line in metrics.page().splitlines() if re.match(r"  \S", line)]
-    assert sorted(heads) == sorted(public | set(metrics.ELSEWHERE))  # each once
+    assert sorted(named_on_the_page()) == sorted(public | set(metrics.ELSEWHERE))  # each once

@@ -49,10 +49,6 @@ def scores_of(lm, prompt, r):
     return scores(lm, np.concatenate([prompt, r.tokens])[None])[0, len(prompt) - 1 :]
 
 
-def each_response(groups) -> list:
-    return [(group, response) for group in groups for response in group.responses]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_learner_scores_like_the_model(family):
     """To 1e-5, for ten families; the gradient is the gradient of the model's log-softmax."""
@@ -65,7 +61,7 @@ def test_the_learner_scores_like_the_model(family):
     got = {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
     lm.zero_grad()
     total = 0.0
-    for row, (g, r) in enumerate(each_response(groups)):
+    for row, (g, r) in enumerate((group, r) for group in groups for r in group.responses):
         want = scores_of(lm, g.prompt_ids, r)
         assert torch.allclose(logp[row, : len(r.tokens)], want, atol=1e-5)
         total = total + want.sum()

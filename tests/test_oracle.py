@@ -63,7 +63,7 @@ def make_fixture(wild: bool, seed: int = 393) -> list[oracle.Response]:
         shift = rng.gauss(0, 0.3)  # different for each response, to spread sums and means too
         tokens = []
         for t, on in enumerate(mask):
-            distribution = random_distribution(rng)
+            distribution = normal([rng.gauss(0, 1.2) for _ in range(V)])
             others = [moved(rng, distribution, shift) for _ in DISTRIBUTIONS[1:]]
             token = oracle.Token(
                 0, on == "1", float(draws[t]), distribution, *others, start=moved(of_start, distribution, 0.3)
@@ -74,10 +74,6 @@ def make_fixture(wild: bool, seed: int = 393) -> list[oracle.Response]:
             tokens.append(token)
         out.append(oracle.Response(group, reward, tokens, temperature))
     return out
-
-
-def random_distribution(rng) -> list[float]:
-    return normal([rng.gauss(0, 1.2) for _ in range(V)])
 
 
 def moved(rng, distribution, shift) -> list[float]:
