@@ -68,7 +68,8 @@ def test_an_unsupported_vllm_is_refused_in_one_sentence(monkeypatch):
 @pytest.mark.timeout(400)
 def test_two_ranks_are_one_engine(tmp_path, vllm_engines):
     """vLLM on two CPU ranks, each with half of every weight: on every rank, responses equal a single engine's, and
-    log-probabilities equal a plain forward pass, after a load too."""
+    log-probabilities equal a plain forward pass, after a load too. With --delay both ranks' groups have the same
+    versions in turn, and each group fits its version's weights."""
     for name, seed in (("first", 0), ("other", 1)):
         save(model("qwen3", seed, num_key_value_heads=2), tmp_path / name)
     torchrun("tensor_parallel.py", *(str(tmp_path / name) for name in ("first", "other", "out")))
@@ -80,6 +81,11 @@ def test_two_ranks_are_one_engine(tmp_path, vllm_engines):
             assert [len(group) for group in outputs[rank][name]] == [len(group) for group in seeds]
             for prompt, group in zip(prompts, outputs[rank][name], strict=True):
                 assert_sampled_from(models[folder], prompt, group)
+    versions = [[version for version, *_ in one["delayed"]] for one in outputs]
+    assert versions[0] == versions[1] and len(versions[0]) == 16 and {0, 1} < set(versions[0])
+    for one in outputs:
+        for version, prompt, group in one["delayed"]:
+            assert_sampled_from(models[("first", "other")[version % 2]], prompt, group)
     single = vllm_engines(folder=str(tmp_path / "first"))
     for rank in (0, 1):
         alone = tokens(single.generate(*work(rank), Sampling(max_tokens=8, temperature=0.8), 3, [1]))
