@@ -29,9 +29,7 @@ def observed(new, batch, stats, cfg, parts=None, comm=One) -> dict[str, float]:
     return metrics.derive(sums.reduce(comm))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ragged responses as plain Python; all values differ
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Ragged responses as plain Python; all values differ --------------------------------------------------------------
 
 
 # length, tokens without gradient, reward, advantage, age, whether it was cut, whether its group's rewards differ
@@ -137,9 +135,7 @@ def tensors(drawn: list, actor: bool) -> tuple[TokenStats, Batch]:
     return TokenStats(**stats), batch
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loops: every metric, from weights, masks and clips as the loss logs them (test_oracle.py checks these)
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The loops: every metric, from weights, masks and clips as the loss logs them (test_oracle.py checks these) -------
 
 
 def exp_clamped(x: float, cfg) -> float:
@@ -410,9 +406,7 @@ def test_no_kl_to_the_sampler_if_the_actor_is_not_the_sampler(monkeypatch):
     assert "obrs/kl_before" not in observed(*tensors(drawn, actor), stats, cfg)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One row a metric, and the page of all metrics
-# ---------------------------------------------------------------------------------------------------------------------
+# -- One row a metric, and the page of all metrics --------------------------------------------------------------------
 
 
 def family(name: str) -> str:

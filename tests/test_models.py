@@ -124,9 +124,7 @@ def test_vllm_loads_the_weights_of_each_family(family, tmp_path, vllm_engines):
     assert isinstance(model(family, seed=2), type(new))  # a new model can still be made
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Unsupported models
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Unsupported models -----------------------------------------------------------------------------------------------
 
 
 def test_a_family_with_unknown_operations_on_logits_is_refused(tmp_path):
@@ -192,9 +190,7 @@ def test_angles_that_depend_on_a_batch_are_refused(kind, tokens, refused, tmp_pa
         models.check_angles(str(tmp_path), tokens)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Embedding rows without a token
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Embedding rows without a token -----------------------------------------------------------------------------------
 
 
 def padded(family: str, rows: int, seed: int = 0):
@@ -225,9 +221,7 @@ def test_engines_ignore_padding_rows(kind, tmp_path, vllm_engines):
     assert int(other(torch.from_numpy(TWO_ROWS)).logits.argmax(-1).max()) >= IDS  # it would sample a padding row
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sources of models
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Sources of models ------------------------------------------------------------------------------------------------
 
 
 def folder_of(model: str, tmp_path) -> str:
@@ -264,9 +258,7 @@ def test_only_the_text_model_of_a_vision_model_is_trained(tmp_path):
         folder_of(str(tmp_path / "sees"), tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention without copies
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Attention without copies -----------------------------------------------------------------------------------------
 
 
 def results_with_a_mask() -> dict:

@@ -29,9 +29,7 @@ from model.engines import HFEngine, VLLMEngine, sleep_level
 from sampling import Sampling
 from source import LocalSource
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Each rank on its own GPU
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Each rank on its own GPU -----------------------------------------------------------------------------------------
 
 
 def test_a_rank_uses_only_its_gpu(monkeypatch):
@@ -60,9 +58,7 @@ def test_an_unsupported_vllm_is_refused_in_one_sentence(monkeypatch):
         in_vllm.change_vllm(low_bits_on_cpu=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks that are one engine
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Ranks that are one engine ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(400)
@@ -137,9 +133,7 @@ def test_ranks_that_cannot_be_one_engine_are_refused(flags, words):
         settings.resolve(Config(**{**sizes, **flags}), n_ranks=4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The engine's memory during the update
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The engine's memory during the update ----------------------------------------------------------------------------
 
 
 def recorded(level: int, monkeypatch) -> tuple[VLLMEngine, Mock]:

@@ -39,9 +39,7 @@ from tasks.arith import arithmetic_tokenizer
 SEVERAL_PROCESSES = pytest.mark.timeout(900)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs, in a separate process and in this process
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Runs, in a separate process and in this process ------------------------------------------------------------------
 
 
 def flags(solvers, out, **changes) -> list[str]:
@@ -167,9 +165,7 @@ def whole(solvers, tmp_path_factory):
     return out, run_to_the_end(flags(solvers, out))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Killed, stopped, resumed
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Killed, stopped, resumed -----------------------------------------------------------------------------------------
 
 
 def test_a_run_logs_every_update_and_writes_all_its_files(whole, solvers):
@@ -485,9 +481,7 @@ def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, train_here)
     assert all(torch.allclose(x, want[name], rtol=1e-4, atol=1e-5) for name, x in got.items())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In this process, with the plain sampler
-# ---------------------------------------------------------------------------------------------------------------------
+# -- In this process, with the plain sampler --------------------------------------------------------------------------
 
 # names of presets in other frameworks; decoupled_geo_rs is trained too: its bounds are narrow
 ALIASES = {"decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs", "bypass_ppo_clip", "token_truncate"}
@@ -548,9 +542,7 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
     assert used[7:12:2] == [used[7]] * 3 and not set(map(id, used[12:])) & set(map(id, used[:12]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The source that the flags name
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The source that the flags name -----------------------------------------------------------------------------------
 
 
 def test_an_engine_records_the_columns_the_learner_needs(folders, tmp_path, monkeypatch):
@@ -582,9 +574,7 @@ def test_an_engine_records_the_columns_the_learner_needs(folders, tmp_path, monk
         assert sizes[-1][1] == max(topk, max_allowed), flags
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On real vLLM
-# ---------------------------------------------------------------------------------------------------------------------
+# -- On real vLLM -----------------------------------------------------------------------------------------------------
 
 ON_VLLM = [
     {"objective": "jackpot", "obrs_target": "new"},

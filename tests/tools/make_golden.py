@@ -24,9 +24,7 @@ import oracle
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 INF = math.inf
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Cases: flags of train.py -> the settings that the formulas read
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Cases: flags of train.py -> the settings that the formulas read --------------------------------------------------
 
 SEQ = "seq-mean-token-mean"
 PLAIN = dict(correction="none", correction_target="ref", is_cap=INF, is_floor=0.0, rs_low=0.0, rs_high=INF)
@@ -156,9 +154,7 @@ for name, (low, high) in STATISTICS.items():
     CASES[flags] = dict(correction="is", reject=name, rs_low=low, rs_high=high)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A case on a batch
-# ---------------------------------------------------------------------------------------------------------------------
+# -- A case on a batch ------------------------------------------------------------------------------------------------
 
 
 def evaluate(batch: list[dict], case: str) -> dict:
