@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups
+from conftest import logprobs, make_cfg, make_groups
 from standins import folder_and_task, model, save, tokenizer
 from torch import nn
 from torchrun import torchrun
@@ -118,7 +118,7 @@ def test_published_experts_equal_those_of_the_forward(name):
     engine = HFEngine(moe(9), fmt=format_of(name, 16))
     engine.load(learner.published("policy", engine.packed))
     ids = np.arange(40).reshape(2, 20)
-    assert np.allclose(engine.logprobs(ids), learner.logprobs("policy", ids), atol=2e-4)
+    assert np.allclose(engine.logprobs(ids), logprobs(learner, "policy", ids), atol=2e-4)
 
 
 def test_published_names_of_experts_are_the_hubs(tmp_path):
