@@ -66,8 +66,7 @@ class SizeFlags:
 
 @dataclass(frozen=True)
 class ObjectiveFlags:
-    """The objective: one correction times one surrogate (flags without a value are filled from
-    --objective)"""
+    """The objective: correction times surrogate; --objective fills flags without a value"""
 
     correction: str | None = None
     """Weight and keep-mask per token (corrections.CORRECTIONS)."""
@@ -290,7 +289,8 @@ class StalenessFlags:
     """Maximum age of weights in updates: caps delays, and the learner drops older groups; 0:
     synchronous; default: no bound."""
     window_seconds: float = math.inf
-    """Drop groups older than this many seconds; remote samplers need synchronized clocks (NTP)."""
+    """Drop groups older than this many seconds, virtual with --delay; remote samplers need
+    synchronized clocks (NTP)."""
     sync_every: int = 1
     """Updates between broadcasts of weights to delayed or remote samplers."""
 

@@ -73,8 +73,8 @@ def token_k3(log_r, clamp=CLAMP):
 
 
 def token_kl(support_logp, support_logp_ref):
-    """KL(inf || ref) of the tokens on the support and of the rest as one token, (B, T); at most the
-    KL over the vocabulary.
+    """KL(inf || ref), (B, T), over the tokens of the support and one token for all others; at most
+    the KL over the vocabulary.
 
     support_logp: (B, T, S) log p_inf, -inf for entries to ignore; support_logp_ref: log p_ref."""
     on = support_logp.isfinite()

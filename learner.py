@@ -177,8 +177,9 @@ class Learner:
         """Yield (rows, micro-batch, whether prompts are shared) within the token budget.
 
         All ranks make the same choice and yield equally many micro-batches: a rank with fewer
-        repeats its last row (rows = None). Prompts are shared if sharing saves at least 15 % of the
-        tokens, because it needs an attention mask, with which some kernels are slower."""
+        repeats its last row (rows = None). Sharing prompts needs an attention mask,
+        with which some kernels are slower, so prompts are shared only if sharing saves at least
+        15 % of the tokens."""
         plain, plain_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=False)
         shared, shared_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=True)
         plain_tokens, shared_tokens = self.comm.sum([plain_tokens, shared_tokens])

@@ -230,7 +230,7 @@ REWARDS = [
     Derived(
         "no_reward",
         lambda m: float(m["_best"] == m["reward"] == 0),
-        "1 if every reward is 0; reported once",
+        "1 if every reward is 0; the run warns once",
     ),
     Mean(
         "spread",
@@ -243,7 +243,7 @@ REWARDS = [
     Derived(
         "mostly_cut",
         lambda m: float(m["cut"] > 0.5),
-        "1 if more than half of the responses are truncated; reported once",
+        "1 if more than half of the responses are truncated; the run warns once",
     ),
     Mean("advantage_abs", responses, lambda v: v.adv[:, 0].abs(), "mean |A| over responses"),
     Mean("entropy", tokens, lambda v: v.new.entropy, "of the policy, nats"),
@@ -464,7 +464,7 @@ ELSEWHERE = {
     "stepped": "0 if a non-finite loss or gradient skipped the update",
     "loss_scale": "loss scale of --dtype=float16 after the update",
     "skipped_steps": "updates skipped so far because of a non-finite loss or gradient",
-    "rejected_steps": "updates so far in which every token was rejected; reported once",
+    "rejected_steps": "updates so far in which every token was rejected; the run warns once",
     "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
     "sync/changed": "share of the engine's tensors that changed since the previous sync (sync.py)",
     "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: explained by rounding",

@@ -9,9 +9,10 @@ rejection sampling (OBRS) keeps a token with probability min(1, p_policy / (lamb
 reweights the kept ones. PPO updates both models. Distillation keeps the actor close to the policy.
 
 Without --model, two small models learn to add, after a warm start. --data: JSONL with `problem`
-(or `question`) and `answer`; a response is correct if its last number is the answer's. train.py
-adds vLLM, torchrun and more. With the same models, task and settings both log the same metrics up
-to rounding (tests/test_mini.py).
+(or `question`) and `answer`; a response is correct if it
+has an end token and its last number is the answer's last number. train.py
+adds vLLM, torchrun and more. With the same models, task and settings mini.py and train.py log the
+same metrics up to rounding (tests/test_mini.py).
 
 Distributions: inf sampled the responses, ref is the policy before the updates on a batch, new is
 the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocabulary, G group size.
@@ -34,7 +35,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-# Settings; those that train.py has too have its names. The command line sets them: --steps=100.
+# Settings. A setting that train.py also has has the name of train.py's flag. The command line
+# changes a setting: --steps=100.
 MODEL = ""  # policy: a folder or an id of the Hugging Face hub; "": the toy models
 ACTOR = ""  # the model that samples, with the same tokenizer
 DATA = ""  # JSONL file of problems and answers

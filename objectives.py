@@ -403,9 +403,10 @@ def loss(new, batch, stats: StepStats, cfg: Config):
     """(unreduced loss (B, T) of one model, logs): - keep sg(weight) (surrogate - kl_coef sg(ratio)
     KL) - entropy_coef entropy + cppo_beta KL(new, inf).
 
-    The KL term has the surrogate's mask, weight and ratio (the ratio without its clip), so both
-    weight contexts equally and the KL is an expectation over tokens of p_new. The entropy is a
-    property of the whole distribution, not of the sampled token, and has no weight.
+    The KL term has the surrogate's mask, weight and ratio (the ratio without its clip). So the KL
+    term and the surrogate weight contexts equally, and the KL is an expectation over tokens of
+    p_new. The entropy is a property of the whole distribution, not of the sampled token, and has no
+    weight.
 
     new: TokenStats of this forward pass, with gradient; batch: the micro-batch, ref columns
     optional (`with_ref`); stats: from `prepare`."""

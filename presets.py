@@ -58,7 +58,7 @@ PAPERS = {
         },
     },
     "tbpo": {"correction": "tbpo_mismatch", "surrogate": "tbpo", "reduction": PER_RESPONSE},
-    "sapo": {"correction": "none", "surrogate": "sapo", "reduction": PER_RESPONSE},  # its Eq. 1
+    "sapo": {"correction": "none", "surrogate": "sapo", "reduction": PER_RESPONSE},  # SAPO Eq. 1
     "cispo": {"correction": "none", "surrogate": "cispo"},
     "gmpo": {"correction": "none", "surrogate": "gmpo", "reduction": PER_RESPONSE},
     "dppo_tv": {"correction": "none", "surrogate": "dppo_tv", "ratio_base": "inf"},

@@ -338,7 +338,8 @@ ROUTERS = ("gate", "router", "shared_expert_gate")  # they stay in high precisio
 
 
 def quantized_linears(model) -> dict[str, nn.Linear]:
-    """Linear layers to quantize, by name: all but head, routers and adapters (merged first)."""
+    """Linear layers to quantize, by name: all but head, routers and adapters (`lora.merged` adds
+    adapters to their layers before quantization)."""
     head = model.get_output_embeddings()
     return {
         name.removesuffix(".base_layer"): m

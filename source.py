@@ -56,7 +56,7 @@ def set_aside_if_poisoned(r: Response) -> bool:
 
 
 def check_poisoned(poisoned: float, n: int) -> None:
-    """Raise UserError if half of n responses are poisoned."""
+    """Raise UserError if at least half of n responses are poisoned (`set_aside_if_poisoned`)."""
     need(
         poisoned < n / 2,
         f"of {n} responses {poisoned:.0f} have log-probabilities from the engine that are non-finite, positive or "
@@ -258,8 +258,9 @@ class LocalSource:
         """State in which this rank resumes when the number of ranks changed: len(states) ranks
         wrote the checkpoint, n_ranks read it.
 
-        All ranks had taken equally many groups; with --dynamic_sampling the numbers can differ, so
-        some problems are skipped and no problem is repeated."""
+        Ranks have taken equally many groups; with --dynamic_sampling the numbers can
+        differ. All ranks resume from the largest number, so some problems are skipped and no
+        problem is repeated."""
         taken = max(state["sequence"] for state in states) * len(states)
         rank_state = states[min(self.rank, len(states) - 1)]
         return {**rank_state, "sequence": -(-taken // self.n_ranks)}

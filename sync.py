@@ -321,8 +321,8 @@ class WeightCheck:
         if not max(error, decoded) <= limit:
             place = "of prompts" if not error <= limit else "of sampled tokens"
             hint = (
-                "of different weights, loaded as a test: it computes with copies that its loader does not replace, "
-                "or computes a different function"
+                "of different weights, loaded as a test: the engine computes with copies that its loader does not "
+                "replace, or computes a different function"
                 if trial
                 else "of the published weights: a tensor is transposed, exchanged, wrongly scaled or missing in it"
             )

@@ -7,13 +7,13 @@ training.
     python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --cost
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
-worth.py also takes train.py's flags. --rows names objectives (default: 22). Settings that cannot be
-measured on one batch raise an error: --delay, --samplers, --learner_quant, --router_replay,
---obrs_target=new and --obrs_z=approx.
+worth.py also takes train.py's flags. --rows names objectives (default: 22). These
+settings cannot be measured and raise an error: --delay, --samplers, --learner_quant,
+--router_replay, --advantage=otb, --obrs_target=new and --obrs_z=approx.
 
     g      expected on-policy gradient of the policy
     g_c    gradient of one batch of B sampler responses under row c
-    scale  = E<g_c, g> / |g|^2                  length of the step along g: 1 without truncation
+    scale  = E<g_c, g> / |g|^2                  length of the step along g: 1 if E g_c = g
     bias   = |E g_c - scale g|^2 / |g|^2        part of E g_c orthogonal to g
     noise  = (E|g_c|^2 - |E g_c|^2) / |g|^2     of one batch; noise_on: of one on-policy batch
     worth  = scale^2 noise_on / (bias + noise)
@@ -89,8 +89,8 @@ class WorthFlags:
     noise_batches: int = 4
     """Number of the sampler's batches that are also measured along the random directions."""
     share: float = 1.0
-    """Share of the parameters' entries that is measured, drawn at random: 13 copies of these
-    entries are kept in float32."""
+    """Share of the parameters' entries that is measured, drawn at random. The measurement
+    needs the memory of 13 float32 copies of these entries (with 32 --directions)."""
     stale: str = ""
     """An older checkpoint that samples instead of the policy."""
     cost: bool = False
@@ -585,7 +585,8 @@ def table(results: dict) -> str:
             *about["halves"]
         ),
     ]
-    lines.append(f"{'':32s}            worth  cosine of mean   scale     bias    noise")
+    lines.append(f"{'':49s}  cosine with g")
+    lines.append(f"{'':32s}            worth   batch    mean   scale     bias    noise")
     ordered = sorted(results["rows"], key=lambda name: -results["rows"][name]["worth"])
     for name in ordered:
         x = results["rows"][name]

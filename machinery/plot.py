@@ -155,7 +155,7 @@ def report(run: str) -> str:
         f"{'':34s}{'before':>16s}{'after':>16s}",
         *evaluation_lines(rows),
         *metric_lines(steps),
-        "   (before: first update; after: mean of the last tenth)",
+        "   (pass@1: first and last evaluation; other lines: first update, mean of the last tenth)",
         *time_lines(rows),
         f"curves: {draw([run], str(Path(run) / 'curves.png'))}",
     ]

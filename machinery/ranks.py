@@ -18,7 +18,7 @@ FOREVER = 10 * 365 * 86400.0  # seconds: upper bound of the timeout given to tor
 
 
 class Comm:
-    """Sums, gathers and maxima over ranks; identities in a single process."""
+    """Sums, maxima and gathers over ranks; in a single process each method returns its input."""
 
     # Keeps the group alive: its destructor joins gloo's threads, which may wait for the GIL.
     group = None

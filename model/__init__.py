@@ -12,7 +12,8 @@ transformers model.
     OneModelRows   statistics of one model's logits, chunk by chunk, and their gradient
     TwoModelRows   the same for policy and actor together
 
-A new statistic is a field of TokenStats and a line in the `outputs` and the `__call__` of its rows.
+A new statistic of one model is a field of TokenStats, a flag of Needs, a name in `outputs` and its
+formula in `OneModelRows.stats`; of two models, in `TwoModelRows.__call__`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ class PolicyAndActor(nn.Module):
     in the batch, not once for each response.
 
     vocabulary: number of token ids; later embedding rows are padding and are not scored. None: no
-    padding. replay: the sampling model routes its tokens to the experts of batch.routed. start: the
+    padding. replay: the learner's copy of the rollout model sends each token to the
+    experts in batch.routed. start: the
     frozen starting policy for --kl_coef; None with LoRA, because the policy without its adapters is
     the starting policy."""
 
@@ -217,7 +219,7 @@ class PolicyAndActor(nn.Module):
         read = read_shared if share else read_rows
         with scope:
             hidden = read(lm.base_model, batch, at)
-        if self.autocast:  # the head multiplies bfloat16 with a float32 sum, or float32
+        if self.autocast:  # the head multiplies in the compute type, or in float32 with head_fp32
             hidden = hidden.to(torch.float32 if self.head_fp32 else self.autocast)
         return hidden
 
@@ -602,8 +604,8 @@ class OneModelRows:
 class TwoModelRows:
     """Statistics of policy (p) and actor (q) together. Always: logp, actor_logp, KL(policy ||
     actor). On request: distill_loss (gradient only to the actor); entropy, support_logp, tail,
-    sum_p2 and top-K of the policy; the actor's entropy, and its log-probabilities on the policy's top-K; the
-    exact Z and KL(policy || accepted distribution).
+    sum_p2 and top-K of the policy; the actor's entropy, and its log-probabilities on the policy's
+    top-K; the exact Z and KL(policy || accepted distribution).
 
         forward   KL(sg p || q), Jackpot Eq. 7      dz = g (q - p)
         reverse   KL(q || sg p)                     dz = g q (log q - log p - KL)

@@ -81,7 +81,7 @@ jackpot = Study(
                 "Jackpot": {**JACKPOT, **FAR},
                 "Jackpot, not distilled": {**JACKPOT, **ALONE, **FAR},
                 "TIS, not distilled": {**DISTILLED["TIS"], **ALONE, **FAR},
-                "Jackpot, lambda 0.01": WEAKLY,
+                "Jackpot, distill_lambda 0.01": WEAKLY,
                 "the same, KL held at 0.05": dict(WEAKLY, distill_kl_target=0.05),
             },
         ),

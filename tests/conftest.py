@@ -35,7 +35,7 @@ from tasks.arith import VOCAB, arithmetic_tokenizer
 f64 = torch.float64
 LN = math.log
 
-# -- Models and engines ------------------------------------------------------------------------------------------------
+# -- Models and engines -----------------------------------------------------------------------------------------------
 
 
 def tiny_model(seed: int, layers: int = 1, hidden: int = 32, std: float = 0.3, tie: bool = True, dtype=torch.float32):
@@ -185,7 +185,7 @@ class Held(TorchDispatchMode):
         return out
 
 
-# -- Configurations and batches ----------------------------------------------------------------------------------------
+# -- Configurations and batches ---------------------------------------------------------------------------------------
 
 
 def make_cfg(**changes) -> config.Config:
@@ -301,8 +301,8 @@ def make_response(rng, K: int, vocab: int, longest: int, hole: bool) -> Response
     return Response(*of_tokens, *of_top, "stop", reward=float(rng.integers(0, 2)))
 
 
-LONGEST = ["train", "remote", "learner", "oracle", "worth", "mini", "delay", "bench", "exact", "placement"]
-LONGEST += ["moe", "memory", "mismatch", "plan", "quant", "sampling", "grading"]
+LONGEST = ["train", "remote", "learner", "oracle", "worth", "mini", "delay", "bench", "exact", "placement", "moe"]
+LONGEST += ["memory", "mismatch", "plan", "quant", "sampling", "grading"]
 
 
 def pytest_collection_modifyitems(items):
@@ -311,6 +311,17 @@ def pytest_collection_modifyitems(items):
         return
     order = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))
+
+
+def log_probabilities(model, prompt, tokens, temperature=1.0):
+    """(log-probabilities (L, V) along a response from the model's logits, its token ids (L,))."""
+    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
+    logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1), ids[len(prompt) :]
+
+
+def at(logp, ids):
+    return logp.gather(1, ids[:, None])[:, 0]
 
 
 def logprobs(learner, name: str, ids) -> np.ndarray:

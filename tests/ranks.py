@@ -87,7 +87,7 @@ def move(learner) -> None:
 def relative(a: dict, b: dict) -> float:
     """|a - b| / |a| over all parameters together."""
     assert a.keys() == b.keys()
-    difference = sum(float((a[n] - b[n]).double().square().sum()) for n in a)
+    difference = sum(float((a[n].cpu() - b[n].cpu()).double().square().sum()) for n in a)
     return (difference / sum(float(x.double().square().sum()) for x in a.values())) ** 0.5
 
 

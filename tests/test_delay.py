@@ -1,19 +1,16 @@
 """Delay distributions against their quantiles, the virtual clock by hand, delayed runs that resume bit for bit."""
 
 import math
-import signal
 from statistics import NormalDist
 
-import numpy as np
 import pytest
 import torch
-from conftest import Stream, Watched, make_cfg, tiny_model
+from conftest import Stream, Watched, at, log_probabilities, make_cfg, tiny_model
 from test_rollout import PROBE_IDS
-from test_train import flags, start, timeless, train_here, wait_for
+from test_train import flags, timeless, train_here
 
 from delay import DelayDistribution, DelaySource, Ticket
 from machinery.checkpoint.models import read_config
-from machinery.run import read_metrics
 from model.engines import HFEngine
 from rollout import Sampling, uniforms
 from sync import WeightCheck
@@ -113,9 +110,7 @@ def test_a_group_is_sampled_with_its_samplers_version(folders, tmp_path):
     assert on_disk == ["v000006.safetensors", "v000007.safetensors"]  # the sampler's version and the newest
     model = tiny_model(1)
     model.load_state_dict(weights(6))
-    P = len(group.prompt_ids)
-    ids = torch.tensor(np.concatenate([group.prompt_ids, group.responses[0].tokens]).astype(np.int64))
-    logp = model(ids[None]).logits[0].log_softmax(-1)[P - 1 : -1].gather(1, ids[P:, None])[:, 0]
+    logp = at(*log_probabilities(model, group.prompt_ids, group.responses[0].tokens))
     assert torch.allclose(logp, torch.from_numpy(group.responses[0].logp_inf), atol=1e-4)
     assert (group.version, group.t_published, source.now(7)) == (6, 6.0, 7.0)
 
@@ -217,38 +212,16 @@ def test_state_is_restored_in_the_middle_of_a_run(folders, tmp_path):
         delayed(folders, tmp_path / "b", **changes).load_state_dict(state)
 
 
-LOGNORMAL = dict(delay="lognormal", delay_min=2.0, delay_max=12.0, step_seconds=1.0, delay_samplers=2)
-LOGNORMAL |= dict(rollout_batch=16, train_batch=16)
-
-
 def test_a_staleness_bound_of_0_is_the_plain_loop(solvers, tmp_path, train_here):
     """Delayed samplers without staleness give the metrics of a run without delays."""
     sizes = dict(rollout_batch=16, train_batch=16, steps=2, save_every=0)
-    for name, more in (("plain", {}), ("bounded", {**LOGNORMAL, "delay_samplers": 4, "max_staleness": 0})):
-        train_here(flags(solvers, tmp_path / name, **{**more, **sizes}))
+    bound = dict(delay="lognormal", delay_min=2.0, delay_max=12.0, step_seconds=1.0, delay_samplers=4, max_staleness=0)
+    for name, more in (("plain", {}), ("bounded", bound)):
+        train_here(flags(solvers, tmp_path / name, **more, **sizes))
     bounded = timeless(tmp_path / "bounded")
     assert "delay/clock" in bounded[1]
     kept = [{k: v for k, v in row.items() if not k.startswith("delay/")} for row in bounded]
     assert kept == timeless(tmp_path / "plain")
-
-
-def test_a_delayed_run_killed_and_resumed_is_the_same_run(solvers, tmp_path, train_here):
-    more = dict(LOGNORMAL, objective="gepo", actor="none", cppo_beta=0.005, steps=6)
-    process = start(flags(solvers, tmp_path / "run", **more))
-    wait_for(tmp_path / "run", 4, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    train_here(["--resume", f"--out={tmp_path / 'run'}"])
-    train_here(flags(solvers, tmp_path / "whole", **more))
-    assert timeless(tmp_path / "run") == timeless(tmp_path / "whole")
-    rows = read_metrics(tmp_path / "whole")[1:]
-    stale = [row["staleness/max_updates"] for row in rows]
-    assert stale[0] == 0 and max(stale) >= 2
-    assert max(row["rollout_corr/k3_kl"] for row in rows) > 1e-5
-    for row in rows:  # an update takes one virtual second
-        assert row["staleness/mean_seconds"] == pytest.approx(row["staleness/mean_updates"])
-    on_disk = list((tmp_path / "whole" / "versions").iterdir())
-    assert len(on_disk) <= 2 + 1 + 2 * 3  # held, newest, kept for two checkpoints
 
 
 @pytest.mark.parametrize("updates", [1, 4])

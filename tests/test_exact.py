@@ -80,13 +80,7 @@ def gap(learner, groups) -> float:
     return float((learner.score(batch, Needs()).logp - batch.logp_inf)[batch.exists].abs().max())
 
 
-def n_tokens(groups) -> int:
-    return sum(len(r.tokens) for group in groups for r in group.responses)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Zero
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Zero -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,7 @@ def test_ten_thousand_tokens_are_equal_in_every_split(dtype, fmt, distribution, 
     """Few and many micro-batches, shared and separate prompts, large and small chunks of the head."""
     engine, learner = make_pair(**dtype, **FORMATS[fmt], **DISTRIBUTIONS[distribution])
     groups = sample(engine, n=125, **DISTRIBUTIONS[distribution])
-    assert n_tokens(groups) >= 10**4
+    assert sum(len(r.tokens) for group in groups for r in group.responses) >= 10**4
     if "top_p" in DISTRIBUTIONS[distribution]:
         assert all(r.allowed_ids is not None for group in groups for r in group.responses)
     assert {share for *_, share in learner._micro(batching.collate(groups, learner.cfg))} == {True}
@@ -172,9 +166,7 @@ def test_recomputed_truncation_equals_the_samplers():
     assert gap(learner, sample(engine, n=40, stop=range(0, VOCAB, 9), **cut)) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The same function and the same gradient as without --exact
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The same function and the same gradient as without --exact -------------------------------------------------------
 
 
 @pytest.mark.parametrize("at_once", [128, 8])
@@ -264,9 +256,7 @@ def test_the_gradient_equals_the_gradient_without_exact(fmt):
     assert float(grads[0].norm()) > 1e-3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Requirements and checks
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Requirements and checks ------------------------------------------------------------------------------------------
 
 REFUSED = [
     ({}, "only on a CPU"),
@@ -318,9 +308,7 @@ def test_a_nan_gap_is_not_zero(gap, is_zero):
     exact.check_zero(cfg, {**logged, "staleness/max_updates": 1})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Ranks ------------------------------------------------------------------------------------------------------------
 
 RANK_CASES = [{"parallel": "ddp"}, {"parallel": "fsdp", **FORMATS["int8"], **DISTRIBUTIONS["temperature"]}]
 RANK_CASES += [{**BF16, "parallel": "fsdp", **FORMATS["w4a16"]}]

@@ -10,10 +10,10 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups, tiny_model
-from ranks import make_learner, one_update
+from conftest import at, log_probabilities, make_cfg, make_groups, tiny_model
+from ranks import make_learner, one_update, relative
 from standins import model, save
-from test_quant import check_alignment, moved
+from test_quant import check_alignment, check_stale_engine, moved
 from torchrun import torchrun
 
 import train
@@ -21,11 +21,11 @@ from bench.gpu_parts import one_rank
 from learner import Learner
 from machinery.ranks import Comm
 from machinery.run import read_metrics
-from model.engines import HFEngine, VLLMEngine
+from model.engines import HFEngine
 from quant import LowBitLinear, dequantize, format_of, quantize
 from rollout import uniforms
 from sampling import Sampling
-from sync import SyncError, WeightCheck
+from sync import WeightCheck
 
 DEVICE = os.environ.get("GPU_LIST_DEVICE", "cuda")
 pytestmark = [
@@ -34,13 +34,6 @@ pytestmark = [
 ]
 ON_A_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU has it")
 f32, f64 = torch.float32, torch.float64
-
-
-def relative(a: dict, b: dict) -> float:
-    """|a - b| / |a| over all parameters together."""
-    assert a.keys() == b.keys()
-    difference = sum(float((a[n].cpu() - b[n].cpu()).double().square().sum()) for n in a)
-    return (difference / sum(float(x.double().square().sum()) for x in a.values())) ** 0.5
 
 
 def gradient(case: dict, kind, device: str, **flags) -> dict:
@@ -59,16 +52,12 @@ def gaps_to_the_model(lm, groups) -> list[float]:
     gaps = []
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for r in group:
-            ids = torch.from_numpy(np.concatenate([prompt, r.tokens])).long()
-            with torch.no_grad():
-                logp = (lm(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
-            gaps.append(np.abs(r.logp_inf - logp.gather(1, ids[len(prompt) :, None])[:, 0].numpy()).max())
+            logp = at(*log_probabilities(lm, prompt, r.tokens, 0.8)).detach().numpy()
+            gaps.append(np.abs(r.logp_inf - logp).max())
     return gaps
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollouts, gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Rollouts, gradients ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernels", ["compile", "liger"])
@@ -113,9 +102,7 @@ def test_the_gradient_equals_the_cpus(case, flags, kind, most):
     assert relative(gradient(case, kind, "cpu"), here) < most
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Low bits
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Low bits ---------------------------------------------------------------------------------------------------------
 
 FORMATS = ["int8", "fp8", "w4a16"]
 
@@ -156,9 +143,7 @@ def test_aligned_learners_agree_with_the_plain_engine(name):
     check_alignment(HFEngine(tiny_model(1), device=DEVICE, fmt=format_of(name, 32)), name, DEVICE, 0.2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sync, and a whole run
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Sync, and a whole run --------------------------------------------------------------------------------------------
 
 IDS = (uniforms(8 * 32, "probe") * 256).astype(np.int64).reshape(8, 32)
 
@@ -172,10 +157,7 @@ def check_syncs(engine) -> None:
         assert version == 0 or synced.changed > 0.5
         engine.sleep()
         moved(learner.models.policy, version)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "load", lambda tensors: [None for _ in tensors])
-        with pytest.raises(SyncError, match="the engine still holds the bytes of version 2"):
-            check.load(engine, 3, learner.published("policy", engine.packed))
+    check_stale_engine(check, engine, learner)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -195,29 +177,21 @@ def test_a_run_trains_saves_and_resumes(flags, folders, tmp_path):
     assert all(np.isfinite(line["loss"]) and line["stepped"] for line in updates)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# vLLM
-# ---------------------------------------------------------------------------------------------------------------------
+# -- vLLM -------------------------------------------------------------------------------------------------------------
 
 VLLM = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
 
 
-@pytest.fixture(scope="module")
-def vllm(folders):
-    """vLLM engines of the tiny actor by their format, each started once."""
-    engines = {}
+@pytest.fixture
+def vllm(vllm_engines):
+    """vLLM engines of the tiny actor by their format."""
 
-    def get(name: str = "none") -> VLLMEngine:
-        if name not in engines:
-            settings = {"max_len": 64, "max_logprobs": 20, "memory_gib": 0.1, "fmt": format_of(name, 32)}
-            settings["sleep_level"] = int(name == "none")  # vLLM's allocator serves one engine of a process
-            settings["dtype"] = "bfloat16" if DEVICE == "cuda" else "float32"
-            engines[name] = VLLMEngine(str(folders / "actor"), **settings)
-        return engines[name]
+    def get(name: str = "none"):
+        sleep_level = int(name == "none")  # vLLM's allocator serves one engine of a process
+        dtype = "bfloat16" if DEVICE == "cuda" else "float32"
+        return vllm_engines(fmt=format_of(name, 32), memory_gib=0.1, sleep_level=sleep_level, dtype=dtype)
 
-    yield get
-    for engine in engines.values():
-        engine.close()
+    return get
 
 
 @VLLM

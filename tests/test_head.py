@@ -52,9 +52,7 @@ def two_rows(d, needs, warm=True) -> TwoModelRows:
     return TwoModelRows(OneModelRows(s, needs, *support_of(d)), OneModelRows(s, Needs(entropy=needs.entropy)), needs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The naive way: from full log-probabilities
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The naive way: from full log-probabilities -----------------------------------------------------------------------
 
 
 def naive_logits(h, w, b, head: Head):
@@ -121,9 +119,7 @@ def compare(d, rows, needs, naive, heads, names, chunk=7) -> list:
     return tensors
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Statistics -------------------------------------------------------------------------------------------------------
 
 ONE_MODEL = [Needs(), Needs(support=True), Needs(entropy=True, topk=K), Needs(support=True, tail=True, lam=0.7)]
 ONE_MODEL += [Needs(entropy=True, support=True, tail=True, lam=1.3)]
@@ -187,7 +183,7 @@ def test_scale_bias_cap_and_padding_match_the_naive_way(data, cap, scale):
     data.w1 = torch.cat([data.w1, data.w1.new_full((5, H1), 9.0)])
     data.b1 = torch.cat([data.b1, data.b1.new_ones(5)])
     data.target, data.ids = data.target.clamp(max=ids - 1), data.ids.clamp(max=ids - 1)
-    needs = Needs(entropy=True, exact_z=True, distill="forward", lam=0.8)
+    needs = Needs(entropy=True, exact_z=True, distill="forward", topk=K, lam=0.8)
     heads = [Head(scale, cap, ids), Head(1.0, 0.7, ids)]
 
     def naive(h1, w1, b1, h2, w2, b2):
@@ -198,9 +194,7 @@ def test_scale_bias_cap_and_padding_match_the_naive_way(data, cap, scale):
     assert float(tensors[1].grad[ids:].abs().sum()) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_memory_does_not_grow_with_the_number_of_tokens():

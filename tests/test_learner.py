@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import logprobs, make_cfg, make_groups, tiny_model
+from conftest import at, log_probabilities, logprobs, make_cfg, make_groups, tiny_model
 from ranks import PROBE, RANK_CASES, hold_back_the_step, make_learner, move, rank_groups, relative
 from ranks import one_update as update_of_one
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,21 +57,7 @@ def rows_of(groups):
     return [(row, g, r) for row, (g, r) in enumerate(pairs)]
 
 
-def log_probabilities(model, g, r, temperature=1.0):
-    """(log-probabilities (L, V) along a response from the model's logits, its token ids (L,))."""
-    ids = torch.from_numpy(np.concatenate([g.prompt_ids, r.tokens]).astype(np.int64))
-    P = len(g.prompt_ids)
-    logits = model(input_ids=ids[None]).logits[0, P - 1 : -1]
-    return (logits / temperature).log_softmax(-1), ids[P:]
-
-
-def at(logp, ids):
-    return logp.gather(1, ids[:, None])[:, 0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Micro-batches
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Micro-batches ----------------------------------------------------------------------------------------------------
 
 CASES = [
     {"objective": "mis_gspo", "reduction": "seq-mean-token-mean"},
@@ -142,82 +128,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget, share):
     assert (len(parts) == len(b)) == (budget == 1)
 
 
-def test_sliding_windows_read_each_prompt_with_its_response():
-    learner = make_learner(make_cfg(actor="base:actor"))
-    assert learner.models.can_share
-    learner.models.actor.config.layer_types = ["sliding_attention"]
-    b = batching.collate(make_groups(3, seed=3, prompt=(3, 12)), make_cfg())
-    assert {share for *_, share in learner._micro(b)} == {False}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Against full logits
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def written_out_loss(model, groups):
-    """(sum of the TIS losses of all tokens with a gradient, number of tokens), from the model's logits."""
-    total, count = 0.0, 0
-    for g in groups:
-        reward = torch.tensor([r.reward for r in g.responses], dtype=f64)
-        adv = torch.zeros_like(reward)
-        if reward.std() > 0:
-            adv = (reward - reward.mean()) / (reward.std() + 1e-6)
-        for a, r in zip(adv, g.responses, strict=True):
-            logp = at(*log_probabilities(model, g, r))
-            w = (logp.detach() - torch.from_numpy(r.logp_inf)).exp().clamp_max(2.0)
-            on = torch.from_numpy(r.loss_mask)
-            total = total - (w * (logp - logp.detach()).exp() * a)[on].sum()
-            count += int(on.sum())
-    return total, count
-
-
-def test_gradient_is_the_derivative_of_the_written_out_loss():
-    """TIS with a token-mean over the whole batch, without the learner's code."""
-    cfg, groups = make_cfg(objective="tis", micro_tokens=30), make_groups(2, seed=1)
-    grads, logged = gradients(cfg, groups, ref=False)
-    model = tiny_model(0, layers=2, dtype=f64)
-    total, count = written_out_loss(model, groups)
-    (total / count).backward()
-    want = {"policy." + name: p.grad for name, p in model.named_parameters()}
-    assert relative(want, grads) < 1e-6  # advantages are float32
-    assert logged["loss"] == pytest.approx(float(total.detach() / count), rel=1e-6)
-    assert logged["tokens"] == count
-
-
-def test_score_is_the_models_log_softmax_with_temperature():
-    groups = make_groups(2, seed=2)
-    for g in groups:
-        g.sampling = replace(g.sampling, temperature=0.7)
-    cfg = make_cfg(objective="jackpot", micro_tokens=25)
-    learner = make_learner(cfg)
-    stats = learner.score(batching.collate(groups, cfg), Needs(entropy=True, support=True, tail=True))
-    assert stats.known().keys() == {"logp", "entropy", "support_logp", "tail"}
-    for row, g, r in rows_of(groups):
-        logp, ids = log_probabilities(learner.models.policy, g, r, temperature=0.7)
-        L = len(r.tokens)
-        top = torch.from_numpy(r.topk_ids.astype(np.int64))
-        assert torch.allclose(stats.logp[row, :L], at(logp, ids), atol=1e-7)
-        assert torch.allclose(stats.entropy[row, :L], -(logp.exp() * logp).sum(-1), atol=1e-7)
-        assert torch.allclose(stats.support_logp[row, :L, 0], at(logp, ids), atol=1e-7)
-        assert torch.allclose(stats.support_logp[row, :L, 1:], logp.gather(1, top), atol=1e-7)
-        assert float(stats.logp[row, L:].abs().sum()) == 0
-
-
-@pytest.mark.parametrize("lam", [0.7, 1.5])
-def test_z_and_tail_of_the_learner_at_any_lambda(lam):
-    cfg = make_cfg(objective="jackpot", actor="base:actor", obrs_target="new")
-    learner, groups = make_learner(cfg), make_groups(2, seed=2)
-    b = batching.collate(groups, cfg)
-    stats = learner.score(b, Needs(support=True, tail=True, exact_z=True, lam=lam))
-    for row, g, r in rows_of(groups):
-        L = len(r.tokens)
-        p = log_probabilities(learner.models.policy, g, r)[0].exp()
-        q = log_probabilities(learner.models.actor, g, r)[0].exp()
-        outside = torch.ones_like(p).scatter_(1, b.support_ids[row, :L], 0.0)
-        tail = (torch.minimum(p / lam, b.p_kth[row, :L, None].double()) * outside).sum(-1)
-        assert torch.allclose(stats.z[row, :L], torch.minimum(q, p / lam).sum(-1), atol=1e-7)
-        assert torch.allclose(stats.tail[row, :L], tail, atol=1e-6)
+# -- Against full logits ----------------------------------------------------------------------------------------------
 
 
 TWO = {"actor": "base:actor"}
@@ -265,41 +176,20 @@ def test_z_approx_is_the_sum_over_both_top_k(target, flags):
 def probabilities(model, groups) -> list:
     """[row][token][x] as plain numbers: the model's probabilities along each response."""
     with torch.no_grad():
-        return [log_probabilities(model, g, r)[0].exp().tolist() for _, g, r in rows_of(groups)]
+        return [log_probabilities(model, g.prompt_ids, r.tokens)[0].exp().tolist() for _, g, r in rows_of(groups)]
 
 
 def sample_from_the_actor(learner, groups, K=5) -> None:
     """Replace p_inf and its top-K by the actor's."""
     for _, g, r in rows_of(groups):
         with torch.no_grad():
-            logq, ids = log_probabilities(learner.models.actor, g, r)
+            logq, ids = log_probabilities(learner.models.actor, g.prompt_ids, r.tokens)
         top, where = logq.topk(K, -1)
         r.topk_ids, r.topk_logp = where.int().numpy(), top.float().numpy()
         r.logp_inf = at(logq, ids).float().numpy()
 
 
-def test_allowed_sets_reach_the_head():
-    """Each token is renormalised over its allowed set, through collate, micro-batches and the chunked head."""
-    groups, rng, K = make_groups(2, seed=3), np.random.default_rng(0), 6
-    for _, g, r in rows_of(groups):
-        g.sampling = replace(g.sampling, top_k=K + 1)
-        sets = [np.unique(np.append(rng.choice(256, K), token)) for token in r.tokens]
-        r.allowed_ids = np.concatenate(sets).astype(np.int32)
-        r.allowed_offsets = np.cumsum([0, *map(len, sets)])
-    cfg = make_cfg(objective="grpo", micro_tokens=25)
-    learner = make_learner(cfg)
-    logp = learner.score(batching.collate(groups, cfg), Needs()).logp
-    for row, g, r in rows_of(groups):
-        p = log_probabilities(learner.models.policy, g, r)[0].exp().detach()
-        for t, token in enumerate(r.tokens):
-            allowed = r.allowed_ids[r.allowed_offsets[t] : r.allowed_offsets[t + 1]].astype(np.int64)
-            want = math.log(p[t, int(token)] / p[t, allowed].sum())
-            assert float(logp[row, t]) == pytest.approx(want, abs=1e-6)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Steps
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Steps ------------------------------------------------------------------------------------------------------------
 
 
 def test_non_finite_steps_are_skipped_counted_and_stop_the_run(monkeypatch):
@@ -482,20 +372,6 @@ def test_weights_are_cast_once_for_all_micro_batches(monkeypatch):
     assert all(torch.equal(g, again[name]) for name, g in once.items())
 
 
-def test_a_cast_follows_the_weight():
-    """One cast for all micro-batches, none afterwards, a new cast after the weight has changed."""
-    models = make_learner(make_cfg(objective="grpo", dtype="bfloat16"), torch.float32).models
-    weight = models.policy.get_output_embeddings().weight
-    for step in range(2):
-        with models.casts_kept():
-            cast = models._cast(weight, torch.bfloat16)
-            assert models._cast(weight, torch.bfloat16) is cast and not cast.requires_grad
-            assert torch.equal(cast, weight.detach().bfloat16())
-            assert models._cast(weight, torch.float32) is None
-        assert models.casts is None and models._cast(weight, torch.bfloat16) is None
-        weight.data += 1.0 + step
-
-
 SHORT, LONG, slow = (2, 3), (30, 34), pytest.mark.slow  # prompts; long ones are shared
 
 
@@ -569,9 +445,7 @@ def test_an_overflow_lowers_the_loss_scale_and_the_run_continues(monkeypatch):
     assert "1 updates in a row" in learner.error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ranks
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Ranks ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(400)

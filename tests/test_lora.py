@@ -32,9 +32,9 @@ FLAGS = dict(objective="tis", lora_rank=RANK, warmup_steps=0, lr=1e-2)
 IDS = np.arange(24).reshape(2, 12) * 7 % 250
 
 
-def adapted(seed=0, dtype=torch.float32, **changes):
-    """A tiny policy with adapters different from zero."""
-    model = lora.attach(tiny_model(seed, layers=2, dtype=dtype), make_cfg(**{**FLAGS, **changes}))
+def adapted(model=None, dtype=torch.float32):
+    """A model, or the tiny policy, with adapters different from zero."""
+    model = lora.attach(model or tiny_model(0, layers=2, dtype=dtype), make_cfg(**FLAGS))
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -52,9 +52,7 @@ def logits(model, ids=IDS):
         return model(input_ids=torch.from_numpy(ids)).logits
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Merged tensors
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Merged tensors ---------------------------------------------------------------------------------------------------
 
 
 def test_the_merged_model_equals_the_adapted_model():
@@ -69,6 +67,14 @@ def test_the_merged_model_equals_the_adapted_model():
     assert torch.allclose(logits(plain), logits(model), atol=1e-12)
 
 
+def test_experts_and_routers_have_no_adapters():
+    start = standins.model("qwen3_moe", 5).state_dict()
+    tensors = merged(adapted(standins.model("qwen3_moe", 5)))
+    moved = {name for name, x in start.items() if not torch.equal(x, tensors[name])}
+    layers = {f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "qkvo"}
+    assert moved == layers and tensors.keys() == start.keys()
+
+
 def test_low_bit_rollouts_use_the_merged_weights():
     cfg = make_cfg(**FLAGS, rollout_quant="w4a16", quant_group=32)
     model = adapted()
@@ -81,22 +87,7 @@ def test_low_bit_rollouts_use_the_merged_weights():
     assert list(got) == list(tiny_model(0, layers=2).state_dict())
 
 
-def test_experts_and_routers_have_no_adapters(tmp_path):
-    """A run of a model from disk; the exported model has the model's tensor names."""
-    start = standins.model("qwen3_moe", 5)
-    (tmp_path / "even.py").write_text("def even(row, text, finish_reason):\n    return len(text) % 2\n")
-    flags = dict(standins.folder_and_task(start, tmp_path), reward=f"{tmp_path / 'even.py'}:even")
-    cfg = make_cfg(**FLAGS, **flags, out=str(tmp_path / "run"), steps=2, max_tokens=8, check_sync=False)
-    train.train(cfg)
-    saved = load_model(tmp_path / "run/checkpoints/step_000002/policy").state_dict()
-    moved = {name for name, x in start.state_dict().items() if not torch.equal(x, saved[name])}
-    layers = {f"model.layers.{i}.self_attn.{part}_proj.weight" for i in range(2) for part in "qkvo"}
-    assert moved == layers and saved.keys() == start.state_dict().keys()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The learner
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The learner ------------------------------------------------------------------------------------------------------
 
 
 def updated(cfg, model, steps=2):
@@ -151,9 +142,7 @@ def test_the_start_model_is_the_policy_without_its_adapters():
     assert (stats.logp - stats.logp_start).abs().max() > 0.1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A run
-# ---------------------------------------------------------------------------------------------------------------------
+# -- A run ------------------------------------------------------------------------------------------------------------
 
 
 def argv(folders, out, **changes) -> list[str]:

@@ -27,9 +27,7 @@ from model import Needs, lora, memory
 f64 = torch.float64
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Activations
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Activations ------------------------------------------------------------------------------------------------------
 
 AGAIN = [
     ({"objective": "jackpot", "actor": "base:actor"}, f64),
@@ -103,9 +101,7 @@ def test_routes_are_replayed_in_recomputed_layers():
     assert relative(grads[False, True], grads[False, False]) > 1e-2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Weights ----------------------------------------------------------------------------------------------------------
 
 
 def stored(family: str, folder, **changes) -> str:
@@ -191,9 +187,7 @@ def test_a_rank_uses_the_memory_of_its_shard(tmp_path):
         assert 0.4 * whole < taken < 0.75 * whole, (taken, whole)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Communication between ranks
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Communication between ranks --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -226,12 +220,6 @@ def test_layers_gathered_in_16_bits_equal_one_process(family, one_rank):
     assert errors[0] > 0 and 0.5 < errors[1] / errors[0] < 2
 
 
-def travelling(learner) -> set:
-    """The dtypes in which the layers' parameters are gathered."""
-    groups = [layer._get_fsdp_state()._fsdp_param_groups for layer in learner.models.policy.model.layers]
-    return {p.mp_policy.param_dtype for (group,) in groups for p in group.fsdp_params}
-
-
 def test_dtypes_of_gathered_parameters(one_rank):
     """Matrices in 16 bits, gradients summed in float32; low-bit layers in float32: they must quantize the published
     weights, which are made from the master weights."""
@@ -239,7 +227,8 @@ def test_dtypes_of_gathered_parameters(one_rank):
     for flags, types in (({"dtype": "bfloat16"}, {torch.bfloat16}), (aligned, {None})):
         cfg = make_cfg(objective="tis", parallel="fsdp", **flags)
         learner = Learner(model("qwen3"), None, cfg, Comm())
-        assert learner.sharded and travelling(learner) == types
+        groups = [layer._get_fsdp_state()._fsdp_param_groups for layer in learner.models.policy.model.layers]
+        assert learner.sharded and {p.mp_policy.param_dtype for (group,) in groups for p in group.fsdp_params} == types
         grads = one_update(cfg, learner, make_groups(2, seed=3, vocab=len(tokenizer())))[0]
         assert {x.dtype for x in grads.values()} == {torch.float32}
     layer = learner.models.policy.model.layers[0].mlp.up_proj

@@ -29,9 +29,7 @@ def observed(new, batch, stats, cfg, parts=None, comm=One) -> dict[str, float]:
     return metrics.derive(sums.reduce(comm))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ragged responses as plain Python; all values differ
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Ragged responses as plain Python; all values differ --------------------------------------------------------------
 
 
 # length, tokens without gradient, reward, advantage, age, whether it was cut, whether its group's rewards differ
@@ -137,9 +135,7 @@ def tensors(drawn: list, actor: bool) -> tuple[TokenStats, Batch]:
     return TokenStats(**stats), batch
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loops: every metric, from weights, masks and clips as the loss logs them (test_oracle.py checks these)
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The loops: every metric, from weights, masks and clips as the loss logs them (test_oracle.py checks these) -------
 
 
 def exp_clamped(x: float, cfg) -> float:
@@ -410,25 +406,7 @@ def test_no_kl_to_the_sampler_if_the_actor_is_not_the_sampler(monkeypatch):
     assert "obrs/kl_before" not in observed(*tensors(drawn, actor), stats, cfg)
 
 
-def test_two_ranks_with_equal_shares_double_only_the_counts():
-    drawn, cfg, stats, actor = case("obrs")
-
-    class TwoRanks(One):
-        @staticmethod
-        def sum(values):
-            return [2 * float(x) for x in values]
-
-    one = observed(*tensors(drawn, actor), stats, cfg)
-    two = observed(*tensors(drawn, actor), stats, cfg, comm=TwoRanks)
-    assert one.keys() == two.keys()
-    for key, value in one.items():
-        counts = key in ("tokens", "z_sum", "accept_sum")
-        assert two[key] == pytest.approx(2 * value if counts else value, rel=1e-12), key
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One row a metric, and the page of all metrics
-# ---------------------------------------------------------------------------------------------------------------------
+# -- One row a metric, and the page of all metrics --------------------------------------------------------------------
 
 
 def family(name: str) -> str:
@@ -436,10 +414,9 @@ def family(name: str) -> str:
     return re.sub(r"/[0-9.]+$", "/N", name)
 
 
-def named_on_the_page() -> set[str]:
+def named_on_the_page() -> list[str]:
     """The names at the start of the page's lines."""
-    lines = metrics.page().splitlines()
-    return {line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("   ")}
+    return [line.split()[0] for line in metrics.page().splitlines() if re.match(r"  \S", line)]
 
 
 def mentioned_on_the_page() -> set[str]:
@@ -474,5 +451,4 @@ def test_every_public_row_is_computed_and_explained_once():
     assert unexplained(computed) == []
     unknown = ["rollout_corr/nothing", "versions", "sync/nothing", "actor", "eval/policy"]
     assert unexplained([*unknown, "remote/anything", "delay/versions", "sync_s"]) == unknown
-    heads = [line.split()[0] for line in metrics.page().splitlines() if re.match(r"  \S", line)]
-    assert sorted(heads) == sorted(public | set(metrics.ELSEWHERE))  # each once
+    assert sorted(named_on_the_page()) == sorted(public | set(metrics.ELSEWHERE))  # each once

@@ -1,7 +1,6 @@
 """mini.py and train.py are one algorithm: the same seed gives the same metrics in every update."""
 
 import ast
-import functools
 import json
 from pathlib import Path
 
@@ -139,14 +138,11 @@ def test_the_demonstrations_are_right_half_of_the_time():
 
 def test_mini_runs_alone(monkeypatch, capsys):
     """A small warm start, training and evaluation of the toy task."""
-    monkeypatch.setattr(mini, "Qwen3Config", functools.partial(small_config, mini.Qwen3Config))
+    small, config_class = {"num_hidden_layers": 1, "intermediate_size": 64}, mini.Qwen3Config
+    monkeypatch.setattr(mini, "Qwen3Config", lambda **sizes: config_class(**{**sizes, **small}))
     set_up(monkeypatch, steps=1, train_batch=64, base_accuracy=0.0)
     mini.main()
     assert capsys.readouterr().out.count("held-out pass@1") == 2
-
-
-def small_config(config_class, **sizes):
-    return config_class(**{**sizes, "num_hidden_layers": 1, "intermediate_size": 64})
 
 
 def test_real_models_and_a_file(solvers, tmp_path, monkeypatch, capsys):

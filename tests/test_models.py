@@ -49,10 +49,6 @@ def scores_of(lm, prompt, r):
     return scores(lm, np.concatenate([prompt, r.tokens])[None])[0, len(prompt) - 1 :]
 
 
-def each_response(groups) -> list:
-    return [(group, response) for group in groups for response in group.responses]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_learner_scores_like_the_model(family):
     """To 1e-5, for ten families; the gradient is the gradient of the model's log-softmax."""
@@ -65,7 +61,7 @@ def test_the_learner_scores_like_the_model(family):
     got = {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
     lm.zero_grad()
     total = 0.0
-    for row, (g, r) in enumerate(each_response(groups)):
+    for row, (g, r) in enumerate((group, r) for group in groups for r in group.responses):
         want = scores_of(lm, g.prompt_ids, r)
         assert torch.allclose(logp[row, : len(r.tokens)], want, atol=1e-5)
         total = total + want.sum()
@@ -128,9 +124,7 @@ def test_vllm_loads_the_weights_of_each_family(family, tmp_path, vllm_engines):
     assert isinstance(model(family, seed=2), type(new))  # a new model can still be made
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Unsupported models
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Unsupported models -----------------------------------------------------------------------------------------------
 
 
 def test_a_family_with_unknown_operations_on_logits_is_refused(tmp_path):
@@ -196,9 +190,7 @@ def test_angles_that_depend_on_a_batch_are_refused(kind, tokens, refused, tmp_pa
         models.check_angles(str(tmp_path), tokens)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Embedding rows without a token
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Embedding rows without a token -----------------------------------------------------------------------------------
 
 
 def padded(family: str, rows: int, seed: int = 0):
@@ -208,24 +200,6 @@ def padded(family: str, rows: int, seed: int = 0):
         weight = lm.get_output_embeddings().weight
         weight[IDS:] = 5 * weight[: rows - IDS]
     return lm
-
-
-def test_padding_of_two_sizes_is_never_scored():
-    """Policy and actor of one tokenizer with different padding: both score only existing ids."""
-    policy, actor, groups = padded("qwen2", IDS + 30), padded("gemma2", IDS + 7, 1), make_groups(2, vocab=IDS)
-    learner = learner_of(policy, actor, objective="jackpot")
-    check_heads(learner, TWO_ROWS)
-    stats = learner.score(batching.collate(groups, learner.cfg), Needs(exact_z=True, topk=5))
-    for row, (g, r) in enumerate(each_response(groups)):
-        L, P, ids = len(r.tokens), len(g.prompt_ids), np.concatenate([g.prompt_ids, r.tokens])
-        with torch.no_grad():
-            p, q = (
-                m(torch.from_numpy(ids)[None].long()).logits[0, P - 1 : -1, :IDS].softmax(-1) for m in (policy, actor)
-            )
-            assert torch.allclose(stats.logp[row, :L], scores_of(policy, g.prompt_ids, r), atol=1e-5)
-            assert torch.allclose(stats.actor_logp[row, :L], scores_of(actor, g.prompt_ids, r), atol=1e-5)
-        assert torch.allclose(stats.z[row, :L], torch.minimum(p, q).sum(-1), atol=1e-5)
-        assert int(stats.top_ids[row, :L].max()) < IDS
 
 
 @pytest.mark.parametrize("kind", ["hf", "hf, head in float32", "vllm"])
@@ -247,9 +221,7 @@ def test_engines_ignore_padding_rows(kind, tmp_path, vllm_engines):
     assert int(other(torch.from_numpy(TWO_ROWS)).logits.argmax(-1).max()) >= IDS  # it would sample a padding row
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sources of models
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Sources of models ------------------------------------------------------------------------------------------------
 
 
 def folder_of(model: str, tmp_path) -> str:
@@ -286,9 +258,7 @@ def test_only_the_text_model_of_a_vision_model_is_trained(tmp_path):
         folder_of(str(tmp_path / "sees"), tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention without copies
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Attention without copies -----------------------------------------------------------------------------------------
 
 
 def results_with_a_mask() -> dict:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, make_groups
+from conftest import logprobs, make_cfg, make_groups
 from standins import folder_and_task, model, save, tokenizer
 from torch import nn
 from torchrun import torchrun
@@ -44,9 +44,7 @@ def logits(lm, seed: int = 3):
     return lm(input_ids=ids).logits
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In low bits
-# ---------------------------------------------------------------------------------------------------------------------
+# -- In low bits ------------------------------------------------------------------------------------------------------
 
 
 def naive_experts(m, x, chosen, weights, fmt):
@@ -120,7 +118,7 @@ def test_published_experts_equal_those_of_the_forward(name):
     engine = HFEngine(moe(9), fmt=format_of(name, 16))
     engine.load(learner.published("policy", engine.packed))
     ids = np.arange(40).reshape(2, 20)
-    assert np.allclose(engine.logprobs(ids), learner.logprobs("policy", ids), atol=2e-4)
+    assert np.allclose(engine.logprobs(ids), logprobs(learner, "policy", ids), atol=2e-4)
 
 
 def test_published_names_of_experts_are_the_hubs(tmp_path):
@@ -146,9 +144,7 @@ def test_experts_in_an_unknown_layout_are_not_split():
     assert sent.keys() == tensors.keys() and all(torch.equal(sent[name], x) for name, x in tensors.items())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Publishing
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Publishing -------------------------------------------------------------------------------------------------------
 
 
 def step(lm, size: float = 0.02) -> None:
@@ -213,9 +209,7 @@ def vllm_has_experts(folder: str) -> None:
         check_sync(engines[-1], learner_of(name), folder, fmt)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Muon
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Muon -------------------------------------------------------------------------------------------------------------
 
 
 def test_muon_treats_every_expert_as_a_separate_matrix():
@@ -240,9 +234,7 @@ def test_muon_treats_every_expert_as_a_separate_matrix():
     assert all(torch.allclose(x, y, atol=1e-6) for x, y in zip(got, alone, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Routing replay
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Routing replay ---------------------------------------------------------------------------------------------------
 
 
 def sampled(lm):

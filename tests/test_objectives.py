@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import LN, LOG_R, STATS, One, f64, make_cfg, tiny
+from conftest import LN, LOG_R, One, f64, make_cfg, tiny
 
 import batching
 import objectives
 import presets
-from corrections import CORRECTIONS, REJECTIONS, Correction
+from corrections import CORRECTIONS, REJECTIONS
 
 
 def step(new, batch, cfg):
@@ -27,9 +27,7 @@ def surrogate_of(name, new, batch, **flags):
     return objectives.surrogate_of(new.logp, batch.logp_ref, batch.adv, batch.mask, cfg)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Surrogates
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Surrogates -------------------------------------------------------------------------------------------------------
 
 
 def ratios_of_two():
@@ -100,34 +98,7 @@ def test_an_infinite_upper_edge_leaves_the_lower_edge_and_the_dual_clip():
     assert clipped.tolist() == [[False] * 3, [True, False, True]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", presets.OBJECTIVES)
-def test_equal_policies_give_reinforce(name):
-    """p_inf = p_ref = p_new, Z = 1: every objective's gradient is REINFORCE's under its own reduction,
-    -A_t / denominator."""
-    new, b = tiny([[0.0] * 3] * 2, mask=[[True, True, True], [True, False, False]])
-    new.z = b.z_ref = torch.ones(2, 3, dtype=f64)
-    b.mask_uniforms = torch.zeros(2, 3, dtype=f64)
-    whole = torch.tensor([0.7, 0.3], dtype=f64).log().expand(2, 3, 2)
-    b.support_logp = b.support_logp_ref = new.support_logp = whole
-    b.tail_ref = new.tail = torch.zeros(2, 3, dtype=f64)
-    cfg = make_cfg(objective=name)
-    make_cfg(objective=name, actor="base:actor")  # two models are a configuration as well
-    # GEPO: equal responses, no mixing
-    gepo = {"log_group_mean": torch.full((2, 1), -1.0, dtype=f64), "mixing": torch.zeros(2, 1, dtype=f64)}
-    stats = replace(STATS, tokens=4.0, **gepo)
-    value, _ = objectives.loss(new, b, stats, cfg)
-    objectives.reduce(value, b.mask, stats, cfg).backward()
-    per_token = {
-        "token-mean": [[1 / 4] * 3, [1 / 4, 0, 0]],
-        "seq-mean-token-mean": [[1 / 6] * 3, [1 / 2, 0, 0]],
-        "seq-mean-token-sum-norm": [[1 / 64] * 3, [1 / 64, 0, 0]],
-    }[cfg.reduction]
-    assert torch.allclose(new.logp.grad, -b.adv * torch.tensor(per_token, dtype=f64), atol=1e-12)
+# -- The loss ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,30 +139,7 @@ def test_everything_rejected_is_a_finite_zero(objective, denominator, reduction)
     assert torch.equal(new.logp.grad, torch.zeros(2, 3, dtype=f64))
 
 
-def test_the_loss_detaches_weight_and_keep(monkeypatch):
-    """A new correction need not detach: weight and keep enter the loss as numbers."""
-
-    def leaks(new):
-        return new.logp.exp(), (new.logp.exp() * 2).clamp(max=1.0)
-
-    def detaches(new):
-        weight, keep = leaks(new)
-        return weight.detach(), keep.detach()
-
-    grads = []
-    for apply in (leaks, detaches):
-        monkeypatch.setitem(CORRECTIONS, "none", Correction(apply))
-        new, b = tiny([[0.1, -0.2, 0.3], [0.0, 0.5, -0.4]])
-        value, _ = objectives.loss(new, b, STATS, make_cfg(objective="grpo"))
-        value.sum().backward()
-        grads.append(new.logp.grad)
-    assert torch.equal(*grads)
-    assert float(grads[0].abs().sum()) > 0.1
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Advantages, presets
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Advantages, presets ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,9 +172,7 @@ def test_the_catalogue_has_every_name():
     assert "tis               weight min(r, C), C = 2" in page and "--is_cap=2\n" in page
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Before and after the step
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Before and after the step ----------------------------------------------------------------------------------------
 
 
 def test_the_mean_weight_of_a_batch_without_kept_tokens_is_1():

@@ -33,9 +33,7 @@ from sampling import Sampling
 V, K, SEED = 7, 2, 5
 DISTRIBUTIONS = ("inf", "ref", "new", "actor_ref", "actor")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The fixture: groups of 2, 3, 4 and 2 responses
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The fixture: groups of 2, 3, 4 and 2 responses -------------------------------------------------------------------
 
 # (group, reward, temperature, mask of tokens with a gradient)
 ROWS = [
@@ -63,7 +61,7 @@ def make_fixture(wild: bool, seed: int = 393) -> list[oracle.Response]:
         shift = rng.gauss(0, 0.3)  # different for each response, to spread sums and means too
         tokens = []
         for t, on in enumerate(mask):
-            distribution = random_distribution(rng)
+            distribution = normal([rng.gauss(0, 1.2) for _ in range(V)])
             others = [moved(rng, distribution, shift) for _ in DISTRIBUTIONS[1:]]
             token = oracle.Token(
                 0, on == "1", float(draws[t]), distribution, *others, start=moved(of_start, distribution, 0.3)
@@ -74,10 +72,6 @@ def make_fixture(wild: bool, seed: int = 393) -> list[oracle.Response]:
             tokens.append(token)
         out.append(oracle.Response(group, reward, tokens, temperature))
     return out
-
-
-def random_distribution(rng) -> list[float]:
-    return normal([rng.gauss(0, 1.2) for _ in range(V)])
 
 
 def moved(rng, distribution, shift) -> list[float]:
@@ -144,9 +138,7 @@ def in_float64(monkeypatch):
     torch.set_default_dtype(torch.float32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The repository's path
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The repository's path --------------------------------------------------------------------------------------------
 
 
 class Table(torch.nn.ParameterList):
@@ -265,7 +257,7 @@ def batches_of(cfg, case, ref: bool) -> list:
             columns += (cfg.obrs_lambda, cfg.obrs_z, cfg.obrs_target, cfg.obrs_accept_rate is None)
         batch = once((where, columns), lambda part=part: batch_of(cfg, case["wild"], part, ref))
         of_adv = (cfg.advantage, cfg.actor, cfg.log_ratio_clamp)
-        adv = once((where, of_adv), functools.partial(adv_of, cfg, case["wild"], part))
+        adv = once((where, of_adv), lambda part=part: batch_of(cfg, case["wild"], part, False).adv)
         out.append(((where, columns), replace(batch, adv=adv)))
     return out
 
@@ -278,10 +270,6 @@ def groups_of(wild: bool, part: list[int]) -> list[Rollout]:
     for r in groups[0].responses:
         r.loss_mask = np.zeros_like(r.loss_mask)
     return groups[:1]
-
-
-def adv_of(cfg, wild: bool, part: list[int]):
-    return batch_of(cfg, wild, part, False).adv
 
 
 def batch_of(cfg, wild: bool, part: list[int], ref: bool):
@@ -352,9 +340,7 @@ def one_rank(cfg, case, key, batch, stats):
     return leaves, total
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The axes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The axes ---------------------------------------------------------------------------------------------------------
 
 AXES = {
     # every combination of these four
@@ -514,9 +500,7 @@ def settled(rng, case: dict, fixed: dict) -> dict | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Comparison
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Comparison -------------------------------------------------------------------------------------------------------
 
 
 def compare(case) -> None:
@@ -525,7 +509,8 @@ def compare(case) -> None:
     loss, grads, ref_pass = repository(replace(cfg, micro_tokens=case["micro_tokens"]), case)
     responses = FIXTURE[case["wild"]]
     if not ref_pass:  # the update's forward serves as the ref pass
-        responses = [replace(r, tokens=[ref_is_new(token) for token in r.tokens]) for r in responses]
+        of_new = [[replace(token, ref=token.new, actor_ref=token.actor) for token in r.tokens] for r in responses]
+        responses = [replace(r, tokens=tokens) for r, tokens in zip(responses, of_new, strict=True)]
     distill = cfg.distill_lambda if case["carried_distill"] is None else case["carried_distill"]
     want = oracle.step(responses, cfg, case["carried_kappa"], distill)
     assert close(loss, want.loss, scale=want.size), (case, loss, want.loss)
@@ -536,10 +521,6 @@ def compare(case) -> None:
         for i, row in enumerate(by_response):
             for a, b in zip(grads[name][i], row, strict=True):
                 assert close(a, b), (case, name, i, grads[name][i], row)
-
-
-def ref_is_new(token):
-    return replace(token, ref=token.new, actor_ref=token.actor)
 
 
 def close(a: float, b: float, scale: float = 0.0) -> bool:

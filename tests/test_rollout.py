@@ -12,12 +12,9 @@ import torch
 from conftest import make_cfg, make_groups, tiny_model
 
 import batching
-import obrs
-from learner import Learner
 from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
-from machinery.ranks import Comm
-from model import Needs, engines, in_vllm
+from model import engines, in_vllm
 from model.engines import HFEngine, VLLMEngine, make_engine
 from rollout import Response, uniforms
 from sampling import Sampling
@@ -377,16 +374,3 @@ def test_two_ranks_sample_the_groups_of_one(folders):
     two.append(replace(two[0], sampling=Sampling(seed=4)))
     seeds = [seed for source in two for i in range(2) for seed in source.seeds(source.identify(i)[1])]
     assert len(set(seeds)) == 18
-
-
-def test_vllm_records_and_learner_agree(vllm_engine, folders):
-    """Records of real vLLM, collated and scored by the learner: equal up to float32 noise, Z = 1."""
-    source = make_source(vllm_engine, folders)
-    source.publish(0, tiny_model(1).state_dict().items())
-    cfg = make_cfg(objective="jackpot", obrs_topk=5, group_size=3, train_batch=12, rollout_batch=12)
-    learner = Learner(tiny_model(1), None, cfg, Comm())
-    b = batching.collate(source.next(4, 0), cfg)
-    stats = learner.score(b, Needs(support=True, tail=True))
-    assert float((stats.logp - b.logp_inf)[b.mask].abs().max()) < 1e-4
-    low, high = obrs.z_bracket(b.support_logp, stats.support_logp, 1.0, stats.tail)
-    assert (low[b.mask] < 1).all() and (high[b.mask] > 1 - 1e-4).all()

@@ -15,9 +15,7 @@ from model.engines import HFEngine
 from model.streamed import StreamedModel
 from sync import SyncError, WeightCheck, checksum, rolled, totals, wrap
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checksums
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Checksums --------------------------------------------------------------------------------------------------------
 
 
 def by_hand(x: torch.Tensor, width: int) -> int:
@@ -80,9 +78,7 @@ def test_engine_names_are_matched_with_published_names():
     assert parts == {held[0]: published[:2], held[1]: published[2:3], held[2]: published[3:]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Healthy engines, planted faults
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Healthy engines, planted faults ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -235,9 +231,7 @@ def test_prefixes_of_old_weights_are_never_used(tmp_path, vllm_engines):
                 p.mul_(1 + 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(version)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Publications of the learner
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Publications of the learner --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,9 +273,7 @@ def test_different_tensors_are_compared_at_each_version(monkeypatch):
     assert len(compared) >= 8
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forward pass of the published tensors
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Forward pass of the published tensors ----------------------------------------------------------------------------
 
 
 def test_a_streamed_model_uses_only_the_published_tensors():

@@ -35,19 +35,11 @@ from source import LocalSource
 from sync import SAMPLED, SyncError, WeightCheck
 from tasks.arith import arithmetic_tokenizer
 
-
-def is_time(name: str) -> bool:
-    """Whether a metric differs from run to run."""
-    return name.endswith(("_s", "_seconds")) or name.startswith("speed/")
-
-
 # A test with several processes needs more time. Each process has its own limit.
 SEVERAL_PROCESSES = pytest.mark.timeout(900)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs, in a separate process and in this process
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Runs, in a separate process and in this process ------------------------------------------------------------------
 
 
 def flags(solvers, out, **changes) -> list[str]:
@@ -146,8 +138,8 @@ def train_here(monkeypatch):
 
 def timeless(out) -> list[dict]:
     """Every metric except times and weight syncs: a resumed run checks its engine from the start."""
-    rows = [{k: v for k, v in row.items() if not is_time(k)} for row in read_metrics(out)]
-    return [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in rows]
+    rows = [{k: v for k, v in row.items() if not k.endswith(("_s", "_seconds"))} for row in read_metrics(out)]
+    return [{k: v for k, v in row.items() if not k.startswith(("speed/", "sync/"))} for row in rows]
 
 
 def samples(out) -> list[dict]:
@@ -173,9 +165,7 @@ def whole(solvers, tmp_path_factory):
     return out, run_to_the_end(flags(solvers, out))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Killed, stopped, resumed
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Killed, stopped, resumed -----------------------------------------------------------------------------------------
 
 
 def test_a_run_logs_every_update_and_writes_all_its_files(whole, solvers):
@@ -236,21 +226,6 @@ def test_a_wrong_engine_is_found_at_the_first_update(solvers, tmp_path, train_he
     train_here(flags(solvers, tmp_path / "other", steps=2, check_sync=False))
 
 
-def skip_some_updates(monkeypatch) -> list[tuple]:
-    """Skip updates 1, 4, 5 and 6 for a NaN loss; count update 2 as completely rejected. Return the learner's counts
-    after each update."""
-    original, counts = session.Learner._step, []
-
-    def step(self, loss, all_rejected, policy_factor):
-        bad = self.version in (0, 3, 4, 5)
-        out = original(self, math.nan if bad else loss, all_rejected or self.version == 1, policy_factor)
-        counts.append((self.version, self.skipped, self.skipped_in_a_row, self.rejected))
-        return out
-
-    monkeypatch.setattr(session.Learner, "_step", step)
-    return counts
-
-
 COUNTING = {"obrs_target": "new", "distill_kl_target": 0.05, "keep": 9, "save_every": 5}
 COUNTING |= {"delay": "lognormal", "delay_min": 1.0, "delay_max": 6.0, "delay_samplers": 3, "step_seconds": 1.25}
 COUNTING |= {"sampler_rate": 0.8, "window_seconds": 1.875}  # the learner waits, and surplus groups are dropped
@@ -290,8 +265,18 @@ def test_every_group_is_trained_on_once_and_in_order(solvers, tmp_path, train_he
 
 
 def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatch):
-    """Stopped after update 5 and resumed: every count equals the count of the uninterrupted run, and no count is 0."""
-    counts = skip_some_updates(monkeypatch)
+    """Stopped after update 5 and resumed: every count equals the count of the uninterrupted run, and no count is 0.
+
+    Updates 1, 4, 5 and 6 are skipped for a NaN loss; update 2 counts as completely rejected."""
+    original, counts = session.Learner._step, []
+
+    def step(self, loss, all_rejected, policy_factor):
+        bad = self.version in (0, 3, 4, 5)
+        out = original(self, math.nan if bad else loss, all_rejected or self.version == 1, policy_factor)
+        counts.append((self.version, self.skipped, self.skipped_in_a_row, self.rejected))
+        return out
+
+    monkeypatch.setattr(session.Learner, "_step", step)
     whole, out = tmp_path / "whole", tmp_path / "run"
     train_here(flags(solvers, whole, **COUNTING, steps=8))
     whole_counts = list(counts)
@@ -485,24 +470,18 @@ def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, train_here)
     assert without_eval(out) == whole
     train_here(["--resume", f"--out={one}", "--steps=4"])
     torchrun.torchrun("../train.py", "--resume", f"--out={one}", "--steps=5", "--parallel=ddp")
-    assert_alike(without_eval(one), whole)
+    rows = without_eval(one)
+    assert [row.keys() for row in rows] == [row.keys() for row in whole]
+    for row, other in zip(rows, whole, strict=True):  # equal up to the order of sums over ranks
+        for name, value in row.items():
+            rounding = 1e-5 if "largest_" in name else 1e-6  # the largest of many roundings
+            assert value == pytest.approx(other[name], rel=1e-6, abs=rounding), (row["step"], name)
     got, want = (shards_of(folder / "checkpoints" / "step_000005") for folder in (one, out))
     assert got.keys() == want.keys()
     assert all(torch.allclose(x, want[name], rtol=1e-4, atol=1e-5) for name, x in got.items())
 
 
-def assert_alike(rows, others) -> None:
-    """Metrics are equal up to the order of sums over ranks."""
-    assert [row.keys() for row in rows] == [row.keys() for row in others]
-    for row, other in zip(rows, others, strict=True):
-        for name, value in row.items():
-            rounding = 1e-5 if "largest_" in name else 1e-6  # the largest of many roundings
-            assert value == pytest.approx(other[name], rel=1e-6, abs=rounding), (row["step"], name)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# In this process, with the plain sampler
-# ---------------------------------------------------------------------------------------------------------------------
+# -- In this process, with the plain sampler --------------------------------------------------------------------------
 
 # names of presets in other frameworks; decoupled_geo_rs is trained too: its bounds are narrow
 ALIASES = {"decoupled_token_is", "decoupled_seq_is", "decoupled_seq_is_rs", "bypass_ppo_clip", "token_truncate"}
@@ -534,13 +513,6 @@ def evals(rows) -> list[dict]:
     return [{k: v for k, v in row.items() if k.startswith("eval/")} for row in rows]
 
 
-def used_engines(monkeypatch) -> list:
-    """The engine of every evaluation after this call."""
-    used, solve = [], evaluation.solve
-    monkeypatch.setattr(evaluation, "solve", lambda engine, *more: used.append(engine) or solve(engine, *more))
-    return used
-
-
 def test_an_evaluation_does_not_change_a_delayed_run(solvers, tmp_path, train_here):
     """The engine has older weights for the next groups than for the evaluation; --eval_every=-1 never evaluates."""
     delayed = {"delay": "constant", "delay_max": 60.0, "step_seconds": 30.0, "delay_samplers": 2}
@@ -557,7 +529,8 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
     aligned weights, also in the middle of a rollout batch. own: plain torch evaluates the policy."""
     changes = {"steps": 2, "eval_every": 1, "save_every": 0, "eval_problems": 64, "rollout_quant": "int8"}
     changes |= {"model": solvers / "actor", "actor": solvers / "policy", "lr": 0.02, "actor_lr": 0.1}
-    used, rows = used_engines(monkeypatch), {}
+    used, rows, solve = [], {}, evaluation.solve
+    monkeypatch.setattr(evaluation, "solve", lambda engine, *more: used.append(engine) or solve(engine, *more))
     for kind in ("second", "own", "torch"):
         _, rows[kind] = train_here(
             flags(solvers, tmp_path / kind, eval_engine=kind, learner_quant="aligned", **changes)
@@ -569,19 +542,7 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
     assert used[7:12:2] == [used[7]] * 3 and not set(map(id, used[12:])) & set(map(id, used[:12]))
 
 
-def test_the_report_ends_with_the_last_evaluation_of_each_model():
-    """Also if a model is missing in the last row."""
-    first = {"eval/policy_pass@1": 0.25, "eval/policy_se": 0.5, "eval/actor_pass@1": 0.75, "eval/actor_se": 0.125}
-    rows = [{"update_s": 2.0}, first, {**first, "eval/policy_pass@1": 0.5}]
-    del rows[-1]["eval/actor_pass@1"]
-    policy, actor = (line.split() for line in plot.evaluation_lines(rows))
-    assert policy[-8:] == ["25.0", "+-", "50.0", "%", "50.0", "+-", "50.0", "%"]
-    assert actor[-8:] == ["75.0", "+-", "12.5", "%", "75.0", "+-", "12.5", "%"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The source that the flags name
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The source that the flags name -----------------------------------------------------------------------------------
 
 
 def test_an_engine_records_the_columns_the_learner_needs(folders, tmp_path, monkeypatch):
@@ -613,9 +574,7 @@ def test_an_engine_records_the_columns_the_learner_needs(folders, tmp_path, monk
         assert sizes[-1][1] == max(topk, max_allowed), flags
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On real vLLM
-# ---------------------------------------------------------------------------------------------------------------------
+# -- On real vLLM -----------------------------------------------------------------------------------------------------
 
 ON_VLLM = [
     {"objective": "jackpot", "obrs_target": "new"},
@@ -628,12 +587,6 @@ ON_VLLM = [
 ]
 
 
-def use_engine(monkeypatch, engine) -> None:
-    """Use the running engine of the test suite as a new engine, and keep it open."""
-    monkeypatch.setattr("machinery.run.make_engine", lambda *a: engine)
-    monkeypatch.setattr(engine, "close", lambda: None)
-
-
 @pytest.mark.parametrize("case", ON_VLLM, ids=lambda case: "-".join(map(str, case.values())))
 def test_real_vllm_end_to_end(case, vllm_engines, solvers, tmp_path, monkeypatch, train_here):
     """vLLM samples with the flags' settings, the learner trains, and both have the same weights: at the first update
@@ -643,7 +596,8 @@ def test_real_vllm_end_to_end(case, vllm_engines, solvers, tmp_path, monkeypatch
     cfg = settings.parse(argv)
     fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
     engine = vllm_engines(fmt=fmt) if fmt else vllm_engines()
-    use_engine(monkeypatch, engine)
+    monkeypatch.setattr("machinery.run.make_engine", lambda *a: engine)
+    monkeypatch.setattr(engine, "close", lambda: None)  # the suite's engine stays open
     seen, generate = [], engine.generate
     monkeypatch.setattr(engine, "generate", lambda *args: seen.append(args[2]) or generate(*args))
     _, (_, *rows) = train_here(argv)

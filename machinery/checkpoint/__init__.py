@@ -156,7 +156,7 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
     """Restore learner and source, on any number of ranks. Returns (step, pending, controllers), the
     arguments of `save`.
 
-    Raises UserError if a different revision wrote the checkpoint."""
+    Raises UserError if the checkpoint has a different FORMAT."""
     rank, n_ranks = learner.comm.rank, learner.comm.size
     shared = shared_by_ranks(folder)
     learner.load_state_dict(shared["learner"])
@@ -176,8 +176,8 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
 
 
 def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
-    """The contents of learner.pt. mmap: tensors stay on disk. Raises UserError if a different
-    revision wrote the checkpoint."""
+    """The contents of learner.pt. mmap: tensors stay on disk. Raises UserError if the
+    checkpoint has a different FORMAT."""
     shared = torch.load(folder / "learner.pt", weights_only=True, mmap=mmap)
     need(
         shared.get("format") == FORMAT,

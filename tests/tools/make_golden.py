@@ -24,23 +24,16 @@ import oracle
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 INF = math.inf
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Cases: flags of train.py -> the settings that the formulas read
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Cases: flags of train.py -> the settings that the formulas read --------------------------------------------------
 
 SEQ = "seq-mean-token-mean"
 PLAIN = dict(correction="none", correction_target="ref", is_cap=INF, is_floor=0.0, rs_low=0.0, rs_high=INF)
-PLAIN |= dict(
-    reject="none", reject_of="all", normalize_weights=False, loss_denominator="proposed", reduction="token-mean"
-)
-PLAIN |= dict(
-    surrogate="ppo", ratio_base="ref", clip=True, clip_low=0.2, clip_high=0.28, tbpo_neg_high=7e-4, dual_clip=0.0
-)
-PLAIN |= dict(gepo_expectation="weighted", gepo_defence=0.0, cppo_beta=0.0, cppo_kl="official")
-PLAIN |= dict(
-    obrs_target="ref", obrs_mask="bernoulli", obrs_mode="both", obrs_z="bracket", obrs_topk=4, obrs_lambda=1.0
-)
-PLAIN |= dict(obrs_accept_rate=None, obrs_c1=3.0, obrs_c2=1.3, kappa="auto", log_ratio_clamp=20.0, max_tokens=9)
+PLAIN |= dict(reject="none", reject_of="all", normalize_weights=False, loss_denominator="proposed")
+PLAIN |= dict(reduction="token-mean", surrogate="ppo", ratio_base="ref", clip=True, clip_low=0.2, clip_high=0.28)
+PLAIN |= dict(tbpo_neg_high=7e-4, dual_clip=0.0, gepo_expectation="weighted", gepo_defence=0.0, cppo_beta=0.0)
+PLAIN |= dict(cppo_kl="official", obrs_target="ref", obrs_mask="bernoulli", obrs_mode="both", obrs_z="bracket")
+PLAIN |= dict(obrs_topk=4, obrs_lambda=1.0, obrs_accept_rate=None, obrs_c1=3.0, obrs_c2=1.3, kappa="auto")
+PLAIN |= dict(log_ratio_clamp=20.0, max_tokens=9)
 PLAIN |= dict(advantage="given", actor="none", positive_only=False, kl_coef=0.0, entropy_coef=0.0)
 
 TIS, SEQ_TIS = dict(correction="tis", is_cap=2.0), dict(correction="seq_tis", is_cap=2.0)
@@ -161,18 +154,12 @@ for name, (low, high) in STATISTICS.items():
     CASES[flags] = dict(correction="is", reject=name, rs_low=low, rs_high=high)
 
 
-def settings(case: str) -> dict:
-    return PLAIN | CASES[case]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A case on a batch
-# ---------------------------------------------------------------------------------------------------------------------
+# -- A case on a batch ------------------------------------------------------------------------------------------------
 
 
 def evaluate(batch: list[dict], case: str) -> dict:
     """The golden values of a case: the results of the oracle's step, and metrics."""
-    cfg = SimpleNamespace(**settings(case))
+    cfg = SimpleNamespace(**(PLAIN | CASES[case]))
     result = oracle.step([response_of(r, cfg) for r in batch], cfg, None, 0.0)
     weights = [[w for w, _ in row] for row in result.weighed]
     keep = [[k > 0 for _, k in row] for row in result.weighed]
