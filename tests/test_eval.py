@@ -197,7 +197,7 @@ def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
     assert graded(run, f"--task={sums},{more}:samples=2") == 2 * [("gsm8k", "{problem} #")]
     assert graded(run, f"--task={sums}", "--reward=boxed", "--prompt_template=plain") == [("boxed", "{problem}")]
     assert graded(run, f"--task={letters}") == of_letters
-    assert f"not as in {run}: --reward=gsm8k*2,think" in capsys.readouterr().out
+    assert f"--reward=gsm8k*2,think and --prompt_template of {run} are not used" in capsys.readouterr().out
     run = make_run(task="arith", arith="min_ops=2,max_ops=4,operand=7,seed=5")  # not eval.py's default sums
     for arith, seed in ("", 5), ("--arith=min_ops=2,max_ops=4,operand=7,seed=6", 6):
         evaluation.main([f"--model={run}", "--rollout=hf", "--samples=1", "--problems=2", *filter(None, [arith])])
