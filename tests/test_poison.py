@@ -139,3 +139,25 @@ def test_temperature_0_samples_the_most_likely_token():
         for _ in range(6):
             ids = torch.cat([ids, model(ids[None]).logits[0, -1].argmax()[None]])
         assert r.tokens.tolist() == ids[len(prompt) :].tolist()
+
+
+def test_a_weight_that_is_not_finite_is_named(solvers, tmp_path, train_here):
+    model = load_model(str(solvers / "policy"))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = NAN
+    model.save_pretrained(tmp_path / "nan")
+    read_tokenizer(solvers / "policy").save_pretrained(tmp_path / "nan")
+    argv = flags(solvers, tmp_path / "run", objective="tis", model=tmp_path / "nan", actor="none")
+    with pytest.raises(UserError, match=r"weight policy\.model\.layers\.1\.mlp\.up_proj\.weight is not finite: copy"):
+        train_here(argv)
+    argv = ["--task=arith", "--rollout=hf", "--max_tokens=4", "--problems=2"]
+    with pytest.raises(UserError, match="of 8 responses 8 have log-probabilities from the engine that are non-finite"):
+        evaluation.main([*argv, f"--model={tmp_path / 'nan'}"])
+
+
+def test_an_evaluation_may_be_greedy(solvers, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1 :", "answer": "2"}\n')
+    argv = [f"--model={solvers}/policy", "--rollout=hf", "--max_tokens=8", f"--task={tmp_path}/rows.jsonl"]
+    assert evaluation.main([*argv, "--temperature=0"])["samples"] == 1
+    with pytest.raises(UserError, match="temperature=0.001 must be 0, or at least 0.01"):
+        evaluation.main([*argv[:3], f"{argv[3]}:temperature=0.001"])
