@@ -271,9 +271,7 @@ qarl = Study(
             "TBPO, the paper's band": Row(dict(objective="tbpo", **BOTH), (0,), "lowbit"),
             "GSPO, aligned": Row(dict(objective="gspo", **BAND, **BOTH), (0,), "lowbit"),
             "positive only, aligned": Row(dict(GRPO, positive_only=True, **BOTH), (0,), "lowbit"),
-            "SAPO, aligned": Row(
-                dict(objective="sapo", reduction="token-mean", **BOTH), (0,), "lowbit"
-            ),
+            "SAPO, aligned": Row(dict(objective="sapo", **BOTH), FIRST, "lowbit"),
         },
         "vLLM, 50 updates": {
             "int8": Row(dict(ON_VLLM, rollout_quant="int8", learner_quant="none")),
