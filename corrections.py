@@ -460,8 +460,9 @@ def seq_max_kl(mask, support_logp, support_logp_ref):
     return seq_max(token_kl(support_logp, support_logp_ref), mask)
 
 
-# k2 and k3 estimate KL(inf || ref) and are nonnegative: their default lower bound is 0. Names and
-# defaults are verl's, except token_m2 (M2PO) and seq_max_kl (TRM)
+# k2 and k3 estimate KL(inf || ref) and are nonnegative: their default lower bound is 0. The names of
+# the k2 and k3 statistics are verl's; verl's token_k1, seq_sum_k1 and seq_mean_k1 are token, sequence
+# and geo here
 REJECTIONS = {
     "token": Rejection(of_token(token_ratio), 0.5, 5.0),
     "sequence": Rejection(seq_ratio, 0.0, 4.0),

@@ -466,7 +466,7 @@ ELSEWHERE = {
     "skipped_steps": "updates skipped so far because of a non-finite loss or gradient",
     "rejected_steps": "updates so far in which every token was rejected; the run warns once",
     "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
-    "sync/changed": "share of the engine's tensors that changed since the previous sync (sync.py)",
+    "sync/changed": "share of the published tensors that changed since the previous sync (sync.py)",
     "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: explained by rounding",
     "sync/MiB": "size of the published tensors",
     "grade/timeouts": "answers that could not be graded within 5 seconds (they earn 0)",

@@ -1,8 +1,8 @@
 """Groups from samplers on other machines, for the training loop. HeteroRL, section 4.2.
 
 `RemoteSource` has the interface of a LocalSource (source.py): it publishes weights, returns groups
-in order of arrival, and keeps the account. hub.py or files.py brings the groups. No group is lost,
-and no group is trained on twice. A sampler keeps each group (account.py) until the learner says
+in order of arrival, and keeps the account. hub.py or files.py brings the groups.
+No group is trained on twice. A sampler keeps each group (account.py) until the learner says
 `held`, which it says only of groups that a checkpoint accounts for. A learner that restarts from
 this checkpoint is offered all other groups again. Every group has one fate:
 
