@@ -32,7 +32,7 @@ from batching import Batch
 from config import Config, ObrsFlags
 from machinery.flags import need
 from model import attention, exact, lora  # noqa: F401  attention: imported for its side effects
-from model.head import CUT, ChunkedHead, Head, chunk_rows
+from model.head import CUT, ChunkedHead, Head, chunk_rows, memory_of
 from sampling import cut
 
 FLOOR = -69.0  # log-probability of a sampled token that the learner's truncation removes: log 1e-30
@@ -119,7 +119,8 @@ class PolicyAndActor(nn.Module):
         self.autocast, self.head_fp32 = autocast, head_fp32
         self.vocabulary = vocabulary
         self.casts: dict | None = None  # head weights in 16 bits, inside `casts_kept`
-        self.chunks_on = ""  # device type that sets the chunk size; "": the weights' device
+        # bytes of GPU memory that set the head's chunk size; None: of the weights' device
+        self.gpu_memory: int | None = None
         self.routing = Routing(policy if actor is None else actor).__enter__() if replay else None
 
     @property
@@ -181,7 +182,9 @@ class PolicyAndActor(nn.Module):
             hidden = self._hidden(lm, batch, at, share)
             tensors += [hidden, layer.weight, getattr(layer, "bias", None)]
             casts.append(self._cast(layer.weight, hidden.dtype))
-        chunk = chunk_rows(width, self.chunks_on or layers[0].weight.device.type)
+        gpu = self.gpu_memory
+        gpu = memory_of(layers[0].weight.device) if gpu is None else gpu
+        chunk = chunk_rows(width, gpu)
         outs = ChunkedHead.apply(rows, chunk, heads, casts, *tensors)
         return dict(zip(rows.outputs, outs, strict=True))
 
