@@ -131,7 +131,7 @@ class PolicyAndActor(nn.Module):
 
     def forward(self, batch: Batch, needs: Needs, share: bool = False) -> dict[str, torch.Tensor]:
         B, T = batch.tokens.shape
-        at = batch.exists.flatten().nonzero()[:, 0]  # (N,) flat positions in (B, T) of the tokens
+        at = batch.known.at  # (N,) flat positions in (B, T) of the tokens
         replays = self.routing is not None and batch.routed is not None
         if replays:
             self.routing.given = batch.routed[:, :-1].flatten(0, 1)
@@ -273,13 +273,11 @@ def read_shared(model, batch, at):
     Gradients flow through these keys and values. index_select adds them up in a fixed order, and
     x[group] would not."""
     T = batch.tokens.shape[1]
-    # (B,), (G,)
-    _, group, size = batch.group.unique_consecutive(return_inverse=True, return_counts=True)
-    first = size.cumsum(0) - size  # a group's first row
-    P, n = int(batch.prompt_len.max()), max(T - 1, 1)
+    known = batch.known
+    group, P, n = known.group, known.longest_prompt, max(T - 1, 1)
     place = torch.arange(P + n, device=at.device)
     # after a shorter prompt: token ids that no response attends to
-    prompts = model(input_ids=batch.ids[first, :P], use_cache=True)
+    prompts = model(input_ids=batch.ids[known.first, :P], use_cache=True)
     for layer in prompts.past_key_values.layers:
         layer.keys, layer.values = (x.index_select(0, group) for x in (layer.keys, layer.values))
     last = prompts.last_hidden_state.flatten(0, 1).index_select(0, group * P + batch.prompt_len - 1)
@@ -466,8 +464,7 @@ class Scored:
         """The tokens at the flat positions `at` of a batch."""
         row = at // batch.tokens.shape[1]
         temperature, *rule = batch.sampling[row].unsqueeze(-1).unbind(1)
-        has_temperature = bool((temperature != 1).any())
-        has_rule = bool((batch.sampling[:, 1:] != batch.sampling.new_tensor([1.0, 0.0, 0.0])).any())
+        known = batch.known
         allowed = None
         if batch.allowed is not None:
             sizes = torch.cat([torch.as_tensor(offsets).diff() for offsets, _ in batch.allowed]).to(
@@ -479,8 +476,8 @@ class Scored:
             allowed = (torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), ids)
         return cls(
             target=batch.tokens.flatten()[at],
-            inv_temperature=1.0 / temperature if has_temperature else None,
-            rule=rule if has_rule else None,
+            inv_temperature=1.0 / temperature if known.has_temperature else None,
+            rule=rule if known.has_rule else None,
             allowed=allowed,
         )
 
