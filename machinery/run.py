@@ -205,11 +205,18 @@ def largest_micro(cfg: Config, configs: dict, prompt: int, comm) -> int:
     import plan  # optional
 
     gib = memory_of(comm.device) / plan.GIB
-    configs = {name: config.get_text_config() for name, config in configs.items()}
-    tokens = plan.largest_micro(cfg, configs, prompt, comm.size, 0.9 * gib)
+    configs = {name: c.get_text_config() for name, c in configs.items()}
+    why = f"the plan of memory allows it on a GPU of {gib:.0f} GiB"
+    try:
+        tokens = plan.largest_micro(cfg, configs, prompt, comm.size, 0.9 * gib)
+    except Exception as e:  # the configs of some families do not allow fewer layers
+        tokens, why = (
+            config.MICRO_TOKENS,
+            f"the plan cannot measure this model ({type(e).__name__})",
+        )
     tokens = -int(comm.max([-tokens])[0])
     if comm.rank == 0:
-        print(f"--micro_tokens={tokens}: the plan of memory allows it on a GPU of {gib:.0f} GiB")
+        print(f"--micro_tokens={tokens}: {why}")
     return tokens
 
 

@@ -157,6 +157,9 @@ def test_the_plan_chooses_micro_tokens_on_a_gpu(folders, tmp_path, monkeypatch, 
     other = Comm()
     monkeypatch.setattr(other, "max", lambda values: [max(values[0], -128)])  # a rank with a smaller GPU
     assert open_run(cfg, other).cfg.micro_tokens == 128
+    monkeypatch.setattr(plan, "largest_micro", lambda *args: {}["Zamba2"])
+    assert open_run(cfg, Comm()).cfg.micro_tokens == config.MICRO_TOKENS
+    assert "the plan cannot measure this model (KeyError)" in capsys.readouterr().out
 
 
 def shape(cfg) -> tuple[dict, int]:
