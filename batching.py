@@ -22,6 +22,31 @@ from rollout import Response, Rollout, uniforms
 from sampling import Sampling
 
 
+@dataclass(frozen=True)
+class Facts:
+    """Values of a batch that a forward pass reads on the host or uses as indices. `Batch.to` computes
+    them on the CPU, because a pass would wait for the GPU's work of earlier micro-batches."""
+
+    at: torch.Tensor  # (N,) int64   flat positions in (B, T) of the response tokens
+    group: torch.Tensor  # (B,) int64   number of the row's group, in the order of the rows
+    first: torch.Tensor  # (G,) int64   first row of each group
+    longest_prompt: int
+    has_temperature: bool  # whether a temperature is not 1
+    has_rule: bool  # whether the learner truncates
+
+    @classmethod
+    def of(cls, batch: Batch, device) -> Facts:
+        size = batch.group.unique_consecutive(return_counts=True)[1]
+        return cls(
+            batch.exists.flatten().nonzero()[:, 0].to(device),
+            torch.arange(len(size), device=size.device).repeat_interleave(size).to(device),
+            (size.cumsum(0) - size).to(device),
+            int(batch.prompt_len.max()),
+            bool((batch.sampling[:, 0] != 1).any()),
+            bool((batch.sampling[:, 1:] != batch.sampling.new_tensor([1.0, 0.0, 0.0])).any()),
+        )
+
+
 @dataclass
 class Batch:
     """B responses of whole or partial groups. None: not computed."""
@@ -64,6 +89,7 @@ class Batch:
     kl_after_ref: torch.Tensor | None = None
     # (B, T)    log-probability under the frozen model that the run started from
     logp_start: torch.Tensor | None = None
+    facts: Facts | None = None
 
     def __len__(self) -> int:
         return len(self.length)
@@ -97,7 +123,12 @@ class Batch:
         return Batch(**out)
 
     def to(self, device) -> Batch:
-        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
+        tensors = {name: x.to(device) for name, x in self.tensors().items()}
+        return replace(self, facts=Facts.of(self, device), **tensors)
+
+    @property
+    def known(self) -> Facts:
+        return self.facts or Facts.of(self, self.length.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {

@@ -55,8 +55,9 @@ class SizeFlags:
     dynamic_sampling: int = 0
     """Resample groups of equal rewards (DAPO): maximum number of sampling rounds per batch (remote
     samplers: no limit); 0: off."""
-    micro_tokens: int = 4096
-    """Token budget (prompts and responses) of one micro-batch on one rank."""
+    micro_tokens: int | None = None
+    """Token budget (prompts and responses) of one micro-batch on one rank; default: on a GPU the
+    largest that the memory plan allows, on a CPU 4096."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -502,6 +503,7 @@ HARMLESS = {
 # defaults of toy models (EMBEDDED); values that errors propose for other models (PROPOSED)
 EMBEDDED = {"task": "arith", "max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
 EMBEDDED |= {"rollout_dtype": "float32", "grad_clip": 0.3}
+MICRO_TOKENS = 4096  # --micro_tokens on a CPU
 PROPOSED = {
     "task": "hf:openai/gsm8k@main/train",
     "max_tokens": 4096,

@@ -213,11 +213,12 @@ class Learner:
         needs = needs_of_update(cfg, self.has_actor, stats.lam, batch.logp_ref is not None)
         sums, total = Sums(), torch.zeros((), dtype=torch.float64, device=self.device)
         micros = list(self._micro(batch))
+        parts = [stats.select([0] if rows is None else rows) for rows, *_ in micros]
+        # no operation of the loop waits for the GPU
         with self._casts_kept():
-            for i, (rows, micro, share) in enumerate(micros):
+            for i, ((rows, micro, share), part) in enumerate(zip(micros, parts, strict=True)):
                 with self._gradient_sync(last=i == len(micros) - 1):
                     new = TokenStats(**self.wrapped(micro, needs, share))
-                    part = stats.select([0] if rows is None else rows)
                     unreduced, logs = objectives.joint_loss(new, micro, part, cfg)
                     loss = objectives.reduce(unreduced, micro.mask, stats, cfg)
                     if rows is None:
@@ -322,7 +323,7 @@ class Learner:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             if step:
-                optimizer.step()
+                optim.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
 
     # -- weights in and out
@@ -462,8 +463,10 @@ class Learner:
                 if weight not in parameter:
                     continue
                 p = parameter[weight]
-                room = torch.zeros_like(p, dtype=dtype) if shape else torch.zeros((), dtype=dtype)
-                optimizer_of[p].state[p][kind] = room.detach()
+                fused = optimizer_of[p].defaults.get("fused")  # counts its steps on the device
+                count = torch.zeros((), dtype=dtype, device=p.device if fused else "cpu")
+                room = torch.zeros_like(p, dtype=dtype).detach() if shape else count
+                optimizer_of[p].state[p][kind] = room
 
     def _learning(self, name: str) -> dict:
         """Trainable parameter -> name in a checkpoint, for one model."""

@@ -89,8 +89,8 @@ def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, tbpo_neg_high=7e-4, clamp=CL
     Band: g <= 1 + high if A >= 0; 1 - low <= g <= 1 + tbpo_neg_high if A < 0, because error tokens
     come in clusters and make g large."""
     g = geo_ratio(log_ratio, mask, clamp)
-    lowest = torch.where(adv >= 0, g.new_tensor(-math.inf), g.new_tensor(1 - low))
-    highest = torch.where(adv >= 0, g.new_tensor(1 + high), g.new_tensor(1 + tbpo_neg_high))
+    lowest = torch.where(adv >= 0, g.new_full((), -math.inf), g.new_full((), 1 - low))
+    highest = torch.where(adv >= 0, g.new_full((), 1 + high), g.new_full((), 1 + tbpo_neg_high))
     band = torch.minimum(torch.maximum(g, lowest), highest)
     in_band = (g >= lowest) & (g <= highest)
     value = torch.where(in_band, g, band.detach()) * adv
@@ -101,7 +101,7 @@ def sapo(log_ratio, adv, clamp=CLAMP):
     """(4 / tau) sigmoid(tau (s - 1)) A, tau = 1.0 if A > 0, else 1.05. QaRL D.4, arXiv
     2511.20347."""
     s = token_ratio(log_ratio, clamp)
-    tau = torch.where(adv > 0, log_ratio.new_tensor(1.0), log_ratio.new_tensor(1.05))
+    tau = torch.where(adv > 0, log_ratio.new_full((), 1.0), log_ratio.new_full((), 1.05))
     value = 4.0 / tau * torch.sigmoid(tau * (s - 1.0)) * adv
     return value, torch.zeros_like(value, dtype=torch.bool), s
 

@@ -114,6 +114,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     for name in ("objective", "correction"):
         need(name not in given, f"--{name}: name the objectives to measure with --rows")
     defaults = {"lr": "1", "actor_lr": "1"}  # required flags, not used here
+    defaults["micro_tokens"] = str(config.MICRO_TOKENS)  # the plan does not count the measurement
     pairs = [*((k, v) for k, v in defaults.items() if k not in given), *pairs]
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
     of_g = [f"--{k}={v}" for k, v in pairs if k not in of_rows] + ["--objective=none"]

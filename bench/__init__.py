@@ -102,7 +102,8 @@ def shaped(folder: str, hidden=128, inter=384, layers=4, vocab=256, seed=0, **mo
 
 def resolved(**changes) -> config.Config:
     """A configuration with one model on one rank."""
-    return settings.resolve(config.Config(**{"rollout": "hf", "actor": "none", **changes}), 1)
+    usual = {"rollout": "hf", "actor": "none", "micro_tokens": config.MICRO_TOKENS}
+    return settings.resolve(config.Config(**{**usual, **changes}), 1)
 
 
 def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:

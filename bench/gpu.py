@@ -6,11 +6,13 @@
 
 tests        tests/test_gpu.py: rollouts, sync and check (IPC too), low bits, sleep, FSDP2, a run
 vllm         vLLM: tokens per second, publication and its check, sleep and wake
-linears      speed of aligned linear layers over bfloat16 layers, on Qwen3-0.6B, 1.7B and 8B shapes
+linears      speed of aligned linear layers over bfloat16 layers, on Qwen3-0.6B, 1.7B and 8B shapes;
+             vLLM's kernels over plain torch
 head         the chunked head against whole logits, torch's head and Liger's, 151,936 tokens
 obrs         time of a Jackpot update over a plain PPO update
 kernels      the learner's updates with each choice of --kernels
 learner      tokens per second, share of the device's peak, the plan's memory, by model and length
+micro        updates with 4,096 tokens in a micro-batch and with the most that the plan allows
 memory       checkpointing, two models, FSDP2 on one rank, aligned learners: time, memory and plan
 trl, ours    TRL's step (PYTHONPATH=.trl, see results/against_trl.py) and our step
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,11 +32,12 @@ import plan
 import quant
 from config import Config
 from learner import Learner
+from machinery import optim
 from machinery.ranks import Comm
 from machinery.speed import operations, peak_of
 from model import Needs, OneModelRows, Scored
 from model.engines import VLLMEngine
-from model.head import ChunkedHead, Head, chunk_rows
+from model.head import ChunkedHead, Head, chunk_rows, memory_of
 from results import against_trl
 from rollout import uniforms
 from sampling import Sampling
@@ -247,8 +249,8 @@ def linears(s: Setting) -> Iterator[dict]:
 
 
 def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator[dict]:
-    """Three rows: forward; forward and backward; forward with weights that are quantized every
-    time."""
+    """Four rows: forward; the same relative to plain torch; forward and backward; forward with
+    weights that are quantized every time."""
     plain = block_of(s, name)
     aligned = [quant.LowBitLinear.from_linear(m, quant.format_of(kind)) for m in plain]
     inputs = {
@@ -259,6 +261,12 @@ def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator
     least = SPEEDUPS.get((kind, name), 1.0)
     pairs = bench.alternate(*runs, s.pick(10, 2), what)
     yield ratio_row(f"speed, forward, {what}", pairs, f">= {least}", lambda r: r >= least)
+    if quant.vllm_kernels(s.device) is None:
+        yield missing(f"speed of vLLM's kernels over plain torch, {what}", "not installed")
+    else:
+        run = s.waited(partial(through, aligned, inputs))
+        pairs = bench.alternate(partial(in_plain_torch, run), run, s.pick(10, 2), what)
+        yield ratio_row(f"speed of vLLM's kernels over plain torch, {what}", pairs)
     runs = [s.waited(partial(through, layers, inputs, True)) for layers in (plain, aligned)]
     least_both = 1.2 if name == "8B" else 1.0
     pairs = bench.alternate(*runs, s.pick(6, 2), what)
@@ -269,6 +277,12 @@ def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator
     yield ratio_row(
         f"forward, weights quantized again, {what}", bench.alternate(*runs, s.pick(6, 2), what)
     )
+
+
+def in_plain_torch(run: Callable) -> None:
+    """Call `run` without vLLM's kernels."""
+    with mock.patch.object(quant, "vllm_kernels", lambda device: None):
+        run()
 
 
 def through(layers, inputs: dict, backward: bool = False) -> None:
@@ -301,7 +315,7 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
         return -ChunkedHead.apply(rows, chunk, [Head()], [None], hidden, weight, None)[0].sum()
 
     ways = {
-        "chunked, as the learner runs it": partial(chunked, chunk_rows(V, device)),
+        "chunked, as the learner runs it": partial(chunked, chunk_rows(V, memory_of(device))),
         "chunked, 1,024 tokens at a time": partial(chunked, 1024),
         "whole logits": lambda: F.cross_entropy(
             (hidden @ weight.t()).float(), target, reduction="sum"
@@ -417,13 +431,13 @@ def planned(s: Setting, cfg: Config, names: tuple[str, ...]) -> float:
     for role, name in zip(("policy", "actor"), names, strict=False):
         with torch.device("meta"):
             configs[role] = bench.shaped("", **s.shape(name)).config
-    made = plan.plan_of(cfg, configs, PROMPT, 1)
+    made = plan.plan_of(cfg, configs, PROMPT, 1, memory_of(s.device) / GIB)
     return (made.of_stage("forward and backward") - made.categories["engine"]) / GIB
 
 
 def fits(s: Setting, cfg: Config, names: tuple[str, ...]) -> bool:
     """Whether the plan leaves a tenth of the device's memory free."""
-    total = torch.cuda.get_device_properties(0).total_memory if s.cuda else math.inf
+    total = memory_of(s.device) if s.cuda else math.inf
     return planned(s, cfg, names) <= 0.9 * total / GIB
 
 
@@ -474,6 +488,22 @@ def kernels(s: Setting) -> Iterator[dict]:
             title = f"{name}, {length:,} tokens, --kernels={kind}"
             cfg = configured(s, 8, length, kernels=kind)
             yield from softly(title, case(s, title, cfg, (name,)))
+
+
+def micro(s: Setting) -> Iterator[dict]:
+    """Updates with micro-batches of 4,096 tokens, and of the most that the plan allows (the default
+    of --micro_tokens on a GPU); with these also AdamW without its fused kernel."""
+    name, length = "0.6B", s.pick(2048, 40)
+    cfg = configured(s, s.pick(32, 8), length)
+    with torch.device("meta"):
+        configs = {"policy": bench.shaped("", **s.shape(name)).config}
+    gib = 0.9 * memory_of(s.device) / GIB
+    most = plan.largest_micro(cfg, configs, PROMPT, 1, gib) if s.cuda else 512
+    for tokens, kinds in ((s.pick(4096, 80), optim.FUSED), (most, optim.FUSED), (most, set())):
+        how = "fused AdamW" if kinds else "AdamW tensor by tensor"
+        what = f"{name}, {length:,} tokens, --micro_tokens={tokens}, {how}"
+        with mock.patch.object(optim, "FUSED", kinds):
+            yield from softly(what, case(s, what, replace(cfg, micro_tokens=tokens), (name,)))
 
 
 def memory(s: Setting) -> Iterator[dict]:
@@ -570,7 +600,9 @@ def vllm(s: Setting) -> Iterator[dict]:
             "max_logprobs": 20,
             "dtype": s.pick("bfloat16", "float32"),
         }
+        start = time.perf_counter()
         engine = VLLMEngine(folder, memory_gib=s.pick(0.3, 0.05), sleep_level=2, **how)
+        yield row("start of the engine", time.perf_counter() - start, "s")
     yield from sampled(s, engine, s.pick(256, 4))
     yield from published(s, engine, learner)
     if s.cuda:
@@ -660,6 +692,7 @@ PARTS = {
     "obrs": (obrs, 100),
     "kernels": (kernels, 150),
     "learner": (learner, 160),
+    "micro": (micro, 100),
     "memory": (memory, 130),
     "trl": (trl, 200),
     "ours": (ours, 100),

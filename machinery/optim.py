@@ -9,6 +9,8 @@ import torch
 import quant
 from config import Config, OptimizerFlags
 
+FUSED = {"cuda"}  # device types on which one kernel does AdamW's step of all tensors
+
 
 class Muon(torch.optim.Muon):
     """torch's Muon, which also accepts a parameter (E, m, n) of E experts as E matrices.
@@ -36,16 +38,24 @@ def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
         experts = [getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]
     chosen = {id(p) for p in matrices + experts}
     others = [p for p in learning(model) if id(p) not in chosen]
-    betas = (0.9, 0.999)
+    options = {"eps": 1e-8, "weight_decay": cfg.weight_decay, "betas": (0.9, 0.999)}
     # foreach=True would need 4 more bytes per parameter for a moment
-    options = {"eps": 1e-8, "weight_decay": cfg.weight_decay, "foreach": False}
-    optimizers = [torch.optim.AdamW(others, lr=lr, betas=betas, **options)]
+    options |= {"fused": others[0].device.type in FUSED, "foreach": False}
+    optimizers = [torch.optim.AdamW(others, lr=lr, **options)]
     if matrices:
         muon = Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
         if experts:
             muon.add_param_group({"params": experts})  # torch's constructor accepts only matrices
         optimizers.append(muon)
     return optimizers
+
+
+def step(optimizer) -> None:
+    """Take a step, and advance the version of each weight, by which quant.LowBit finds new weights:
+    the fused kernel does not."""
+    optimizer.step()
+    for group in optimizer.param_groups:
+        torch.autograd.graph.increment_version(group["params"])
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ from machinery.ranks import LOCAL_RANK
 from machinery.settings import digest_of_flags, unlike_paper
 from model import exact, lora, memory
 from model.engines import make_engine, sleep_level
+from model.head import memory_of
 from model.memory import unread
 from rollout import probe_ids
 from source import LocalSource
@@ -179,6 +180,8 @@ def open_run(cfg: config.Config, comm) -> Run:
         cfg = dataclasses.replace(
             cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)
         )
+    if cfg.micro_tokens is None:
+        cfg = dataclasses.replace(cfg, micro_tokens=largest_micro(cfg, configs, longest, comm))
     if comm.rank == 0:
         print(unlike_paper(cfg), end="")
     chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
@@ -194,6 +197,27 @@ def open_run(cfg: config.Config, comm) -> Run:
         configs,
         chosen,
     )
+
+
+def largest_micro(cfg: Config, configs: dict, prompt: int, comm) -> int:
+    """The largest --micro_tokens with which the plan fills nine tenths of the GPU's memory, the same
+    on all ranks. The rest is for the CUDA context and for fragments."""
+    import plan  # optional
+
+    gib = memory_of(comm.device) / plan.GIB
+    configs = {name: c.get_text_config() for name, c in configs.items()}
+    why = f"the plan of memory allows it on a GPU of {gib:.0f} GiB"
+    try:
+        tokens = plan.largest_micro(cfg, configs, prompt, comm.size, 0.9 * gib)
+    except Exception as e:  # the configs of some families do not allow fewer layers
+        tokens, why = (
+            config.MICRO_TOKENS,
+            f"the plan cannot measure this model ({type(e).__name__})",
+        )
+    tokens = -int(comm.max([-tokens])[0])
+    if comm.rank == 0:
+        print(f"--micro_tokens={tokens}: {why}")
+    return tokens
 
 
 def held_out_sets(cfg: Config, task) -> list[EvalSet]:

@@ -27,6 +27,7 @@ from config import (
     EMBEDDED,
     FIELDS,
     HARMLESS,
+    MICRO_TOKENS,
     PROPOSED,
     Config,
     DelayFlags,
@@ -208,6 +209,10 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
         f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None
     ]
     cfg = fill(cfg, EMBEDDED)
+    if (
+        installed and not torch.cuda.is_available()
+    ):  # on a GPU the plan chooses it (machinery/run.py)
+        cfg = fill(cfg, {"micro_tokens": MICRO_TOKENS})
     flags.check_ranges(cfg)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)

@@ -33,7 +33,7 @@ from batching import Batch
 from config import Config, ObrsFlags
 from machinery.flags import need
 from model import attention, exact, lora  # noqa: F401  attention: imported for its side effects
-from model.head import CUT, ChunkedHead, Head, chunk_rows
+from model.head import CUT, ChunkedHead, Head, chunk_rows, memory_of
 from sampling import cut
 
 FLOOR = -69.0  # log-probability of a sampled token that the learner's truncation removes: log 1e-30
@@ -121,7 +121,8 @@ class PolicyAndActor(nn.Module):
         self.autocast, self.head_fp32 = autocast, head_fp32
         self.vocabulary = vocabulary
         self.casts: dict | None = None  # head weights in 16 bits, inside `casts_kept`
-        self.chunks_on = ""  # device type that sets the chunk size; "": the weights' device
+        # bytes of GPU memory that set the head's chunk size; None: of the weights' device
+        self.gpu_memory: int | None = None
         self.routing = Routing(policy if actor is None else actor).__enter__() if replay else None
 
     @property
@@ -132,7 +133,7 @@ class PolicyAndActor(nn.Module):
 
     def forward(self, batch: Batch, needs: Needs, share: bool = False) -> dict[str, torch.Tensor]:
         B, T = batch.tokens.shape
-        at = batch.exists.flatten().nonzero()[:, 0]  # (N,) flat positions in (B, T) of the tokens
+        at = batch.known.at  # (N,) flat positions in (B, T) of the tokens
         replays = self.routing is not None and batch.routed is not None
         if replays:
             self.routing.given = batch.routed[:, :-1].flatten(0, 1)
@@ -183,7 +184,9 @@ class PolicyAndActor(nn.Module):
             hidden = self._hidden(lm, batch, at, share)
             tensors += [hidden, layer.weight, getattr(layer, "bias", None)]
             casts.append(self._cast(layer.weight, hidden.dtype))
-        chunk = chunk_rows(width, self.chunks_on or layers[0].weight.device.type)
+        gpu = self.gpu_memory
+        gpu = memory_of(layers[0].weight.device) if gpu is None else gpu
+        chunk = chunk_rows(width, gpu)
         outs = ChunkedHead.apply(rows, chunk, heads, casts, *tensors)
         return dict(zip(rows.outputs, outs, strict=True))
 
@@ -272,13 +275,11 @@ def read_shared(model, batch, at):
     Gradients flow through these keys and values. index_select adds them up in a fixed order, and
     x[group] would not."""
     T = batch.tokens.shape[1]
-    # (B,), (G,)
-    _, group, size = batch.group.unique_consecutive(return_inverse=True, return_counts=True)
-    first = size.cumsum(0) - size  # a group's first row
-    P, n = int(batch.prompt_len.max()), max(T - 1, 1)
+    known = batch.known
+    group, P, n = known.group, known.longest_prompt, max(T - 1, 1)
     place = torch.arange(P + n, device=at.device)
     # after a shorter prompt: token ids that no response attends to
-    prompts = model(input_ids=batch.ids[first, :P], use_cache=True)
+    prompts = model(input_ids=batch.ids[known.first, :P], use_cache=True)
     for layer in prompts.past_key_values.layers:
         layer.keys, layer.values = (x.index_select(0, group) for x in (layer.keys, layer.values))
     last = prompts.last_hidden_state.flatten(0, 1).index_select(0, group * P + batch.prompt_len - 1)
@@ -465,8 +466,7 @@ class Scored:
         """The tokens at the flat positions `at` of a batch."""
         row = at // batch.tokens.shape[1]
         temperature, *rule = batch.sampling[row].unsqueeze(-1).unbind(1)
-        has_temperature = bool((temperature != 1).any())
-        has_rule = bool((batch.sampling[:, 1:] != batch.sampling.new_tensor([1.0, 0.0, 0.0])).any())
+        known = batch.known
         allowed = None
         if batch.allowed is not None:
             sizes = torch.cat([torch.as_tensor(offsets).diff() for offsets, _ in batch.allowed]).to(
@@ -478,8 +478,8 @@ class Scored:
             allowed = (torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), ids)
         return cls(
             target=batch.tokens.flatten()[at],
-            inv_temperature=1.0 / temperature if has_temperature else None,
-            rule=rule if has_rule else None,
+            inv_temperature=1.0 / temperature if known.has_temperature else None,
+            rule=rule if known.has_rule else None,
             allowed=allowed,
         )
 

@@ -1,4 +1,5 @@
-"""Grouped-query attention on a CPU without copies of keys and values.
+"""Two changes of transformers: grouped-query attention on a CPU without copies of keys and values,
+and no search for rows of several sequences.
 
 If there is a mask, transformers repeats keys and values for every query head, because torch's GPU
 kernels require it. The CPU kernel does not, and gives the same bits without the copies, forward and
@@ -9,6 +10,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import torch
+from transformers import masking_utils
 from transformers.integrations import sdpa_attention
 
 transformers_says = sdpa_attention.use_gqa_in_sdpa
@@ -37,3 +39,6 @@ def grouped(on: bool):
 
 
 sdpa_attention.use_gqa_in_sdpa = reads_groups
+# None: no row holds several sequences. transformers would search the positions for them, and every
+# forward pass would wait for the GPU.
+masking_utils.find_packed_sequence_indices = lambda positions: None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from contextlib import nullcontext
 from itertools import chain
 
@@ -170,7 +171,11 @@ class VLLMEngine:
             vllm_leaves_no_trace(),
             own_shared_memory(self.ranks),
         ):
+            started = time.perf_counter()
             self.llm = make_llm(folder, **settings)
+        if cuda and from_environment("RANK", 0) == 0:
+            seconds = time.perf_counter() - started
+            print(f"vLLM started in {seconds:.0f} s; later starts reuse its compiled code")
         if fmt is not None:
             model, named_tensors = stored_tensors(folder)
             self.load(quant.for_engine(named_tensors, model, fmt, self.packed))

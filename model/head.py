@@ -19,8 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
-# Logits of a chunk: 128 MiB in float32, or 512 MiB on a GPU, where few large products are faster
-CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 27}
+# Bytes of a chunk's logits in float32: on a GPU 1/64 of its memory between these bounds, because few
+# large products are faster there; on a CPU the first
+LEAST_CHUNK, MOST_CHUNK = 128 << 20, 1 << 30
 CUT = -1e30  # logit of a token that cannot be sampled; finite, so that 0 log 0 is 0
 
 
@@ -205,9 +206,15 @@ def chunks(total: int, size: int, end: int) -> list[slice]:
     return [slice(start, min(start + size, end)) for start in range(0, total, size)]
 
 
-def chunk_rows(V: int, device: str = "cpu") -> int:
-    """Tokens per chunk for a vocabulary of V on a type of device."""
-    return max(16, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"]) // V)
+def memory_of(device) -> int:
+    """Bytes of memory of a GPU; 0 for a CPU."""
+    device = torch.device(device)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def chunk_rows(V: int, memory: int = 0) -> int:
+    """Tokens per chunk for a vocabulary of V. memory: bytes of the GPU; 0: a CPU."""
+    return max(16, min(max(memory // 64, LEAST_CHUNK), MOST_CHUNK) // (4 * V))
 
 
 def rows_at_once(config, length: int) -> int:

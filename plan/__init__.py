@@ -21,7 +21,7 @@ import machinery.startup  # isort: skip  # noqa: F401
 
 from dataclasses import dataclass, replace
 
-from config import Config, EngineFlags, OptimizerFlags
+from config import MICRO_TOKENS, Config, EngineFlags, OptimizerFlags
 from machinery import warmstart
 from machinery.checkpoint.models import one_sentence, read_config, read_tokenizer
 from machinery.flags import embedded_model, is_hub_id, need
@@ -36,6 +36,7 @@ from tasks import at_once, make_task, settings_of
 GIB = 2**30
 MOST_RANKS = 64  # the largest number of ranks that is tried
 MOST_MICRO = 1 << 15  # tokens of a micro-batch: larger ones use a GPU no better
+UNKNOWN = 80 * GIB  # the GPU's memory without --gpu_gib: the head's chunks have their largest size
 
 # ---------------------------------------------------------------------------------------------------------------------
 # States
@@ -134,7 +135,8 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     the longest prompt."""
     width = prompt + cfg.max_tokens
     rows = min(max(1, cfg.micro_tokens // width), cfg.train_batch // ranks)
-    measured = measure(cfg, configs, rows, prompt, cfg.max_tokens)
+    memory = int(gpu_gib * GIB) or UNKNOWN
+    measured = measure(cfg, configs, rows, prompt, cfg.max_tokens, memory)
     models = {name: States.of(cfg, name, config) for name, config in configs.items()}
     sharded = cfg.parallel == "fsdp" and ranks > 1
     n = ranks if sharded else 1
@@ -155,7 +157,9 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
         "engine": sampling,
         "second engine": second_engine(cfg, configs["policy"], width, ranks, gpu_gib),
         "evaluation": evaluation(cfg, configs, width, ranks, gpu_gib, sampling if asleep else 0),
-        "a tensor to publish, and its proof": publishing(cfg, configs, models, width, sharded),
+        "a tensor to publish, and its proof": publishing(
+            cfg, configs, models, width, sharded, memory
+        ),
     }
     stays = [*states, "second engine"]
     always = [*stays, *([] if asleep else ["engine"])]
@@ -188,7 +192,7 @@ def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
 
 
 def publishing(
-    cfg: Config, configs: dict, models: dict[str, States], width: int, sharded: bool
+    cfg: Config, configs: dict, models: dict[str, States], width: int, sharded: bool, memory: int
 ) -> int:
     """Bytes of the largest of three: a tensor sent to the engine, the weight check, and the
     learner's forward pass of the same sequences.
@@ -198,7 +202,8 @@ def publishing(
     twice the embedding, the first of the three."""
     ids = probe_ids(width, min(config.vocab_size for config in configs.values()))
     rows, length = ids.shape
-    scoring = of_scoring(cfg, configs, min(rows, max(1, cfg.micro_tokens // length)), length)
+    at_once = min(rows, max(1, cfg.micro_tokens // length))
+    scoring = of_scoring(cfg, configs, memory, at_once, length)
     return max(
         2 * max(model.tensor for model in models.values()),
         of_proof(cfg, configs[sampler_of(cfg)], ids, sharded),
@@ -335,14 +340,13 @@ def fitting(
     return flags, None
 
 
-def largest_micro(cfg: Config, made: Plan, configs: dict, prompt: int, gpu_gib: float) -> int:
+def largest_micro(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:
     """The largest --micro_tokens, a power of two up to MOST_MICRO, with which the run fits; at least
     the tokens of one row."""
-    width = made.micro[1]
-    tokens = 1 << (MOST_MICRO.bit_length() - 1)
+    width, tokens = prompt + cfg.max_tokens, MOST_MICRO
     while tokens > width:
-        other = plan_of(replace(cfg, micro_tokens=tokens), configs, prompt, made.ranks, gpu_gib)
-        if other.peak <= gpu_gib * GIB:
+        made = plan_of(replace(cfg, micro_tokens=tokens), configs, prompt, ranks, gpu_gib)
+        if made.peak <= gpu_gib * GIB:
             break
         tokens //= 2
     return max(tokens, width)
@@ -384,13 +388,14 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
         f"--max_tokens={cfg.max_tokens}: with a prompt of {prompt} tokens it exceeds the model's context of {limit}; "
         "lower --max_tokens or --max_prompt_tokens",
     )
+    micro = largest_micro(cfg, configs, prompt, ranks, gpu_gib) if gpu_gib else MICRO_TOKENS
+    if cfg.micro_tokens is None:
+        cfg = replace(cfg, micro_tokens=micro)
     made = plan_of(cfg, configs, prompt, ranks, gpu_gib)
     print(made.text())
     if gpu_gib:
         print(verdict(cfg, configs, prompt, made, gpu_gib)[1])
-        print(
-            f"the largest micro-batch that fits: --micro_tokens={largest_micro(cfg, made, configs, prompt, gpu_gib)}"
-        )
+        print(f"the largest micro-batch that fits: --micro_tokens={micro}")
 
 
 def config_of(flag: str, name: str):

@@ -38,8 +38,6 @@ from model import (
 )
 from model.streamed import StreamedModel, drop_weights
 
-DEVICE = "cuda"  # device type of the plan
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Forward and backward
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,13 +80,15 @@ class Activations:
     forward: int  # peak of a pass without gradient
 
 
-def measure(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -> Activations:
+def measure(
+    cfg: Config, configs: dict, rows: int, prompt: int, response: int, gpu: int
+) -> Activations:
     """The activations of `rows` rows of prompt + response tokens. configs: name -> transformers
-    config."""
+    config; gpu: bytes of GPU memory, which set the size of the head's chunks."""
     batch = (rows, prompt, response)
     kept = {}
-    with one_sequence_a_row():
-        moment, forward = of_logits(cfg, configs, *batch)
+    with without_warning():
+        moment, forward = of_logits(cfg, configs, gpu, *batch)
         for name, config in configs.items():
             two, four = (of_layers(cfg, name, config, n, *batch) for n in (2, 4))
             kept[name] = two.kept + (four.kept - two.kept) * (config.num_hidden_layers - 2) // 2
@@ -97,20 +97,11 @@ def measure(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -
 
 
 @contextmanager
-def one_sequence_a_row():
-    """Keep transformers from searching positions for rows of several sequences. It cannot read fake
-    tensors, and would build a mask for such rows."""
-    from transformers import masking_utils
-
-    look = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda positions: None
-    try:
-        with warnings.catch_warnings():
-            # a warning caused by the cache in quant.py
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            yield
-    finally:
-        masking_utils.find_packed_sequence_indices = look
+def without_warning():
+    """Ignore a warning caused by the cache in quant.py."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
 
 
 @dataclass(frozen=True)
@@ -155,11 +146,14 @@ def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> 
     layer.register_forward_pre_hook(before)
 
 
-def of_logits(cfg: Config, configs: dict, rows: int, prompt: int, response: int) -> tuple[int, int]:
+def of_logits(
+    cfg: Config, configs: dict, gpu: int, rows: int, prompt: int, response: int
+) -> tuple[int, int]:
     """(peak of logits, forward or backward, above kept memory; peak of a pass without gradient)."""
     needs = needs_of_update(cfg, "actor" in configs, cfg.obrs_lambda, True)
     with FakeTensorMode(), Allocated() as allocated:
-        pair, batch = pair_of(cfg, configs), shapes_of_batch(rows, prompt, response)
+        pair = pair_of(cfg, configs, gpu)
+        batch = shapes_of_batch(rows, prompt, response)
         base = allocated.peak = allocated.now
         with torch.no_grad():
             through_logits(pair, needs, batch)
@@ -171,26 +165,24 @@ def of_logits(cfg: Config, configs: dict, rows: int, prompt: int, response: int)
         return allocated.peak - base - kept, forward
 
 
-def of_scoring(cfg: Config, configs: dict, rows: int, length: int) -> int:
+def of_scoring(cfg: Config, configs: dict, gpu: int, rows: int, length: int) -> int:
     """The peak of a learner's forward pass that returns log-probabilities only, in the precision of
     the weights."""
-    with one_sequence_a_row(), FakeTensorMode(), Allocated() as allocated, torch.no_grad():
-        pair, batch = (
-            pair_of(replace(cfg, dtype="float32"), configs),
-            shapes_of_batch(rows, 1, length - 1),
-        )
+    with without_warning(), FakeTensorMode(), Allocated() as allocated, torch.no_grad():
+        pair = pair_of(replace(cfg, dtype="float32"), configs, gpu)
+        batch = shapes_of_batch(rows, 1, length - 1)
         base = allocated.peak = allocated.now
         through_logits(pair, Needs(), batch)
         return allocated.peak - base
 
 
-def pair_of(cfg: Config, configs: dict) -> PolicyAndActor:
-    """The learner's models, two layers deep."""
+def pair_of(cfg: Config, configs: dict, gpu: int) -> PolicyAndActor:
+    """The learner's models, two layers deep, on a GPU with `gpu` bytes."""
     models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
     pair = PolicyAndActor(
         *models, *[None] * (2 - len(models)), memory.compute_type(cfg), cfg.lm_head_fp32
     )
-    pair.chunks_on = DEVICE
+    pair.gpu_memory = gpu
     return pair
 
 

@@ -78,7 +78,7 @@ class ProbeFlags(ModelFlags):
     in training."""
     log_ratio_clamp: float = config.Config.log_ratio_clamp
     """Log-ratios are clamped to +- this."""
-    micro_tokens: int = config.Config.micro_tokens
+    micro_tokens: int = config.MICRO_TOKENS
     """Token budget of one forward pass."""
 
 

@@ -88,7 +88,7 @@ def of_recipe(path) -> list[str]:
 
 
 EXAMPLE = "--objective=jackpot --model=Qwen/Qwen3-4B --actor=Qwen/Qwen3-1.7B --max_tokens=4096 --max_prompt_tokens=1024"
-EXAMPLE += " --task=hf:openai/gsm8k@main/train --dtype=bfloat16 --lr=1e-6 --actor_lr=1e-6"
+EXAMPLE += " --task=hf:openai/gsm8k@main/train --dtype=bfloat16 --lr=1e-6 --actor_lr=1e-6 --micro_tokens=4096"
 
 
 def recipes() -> list[list[str]]:

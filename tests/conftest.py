@@ -191,7 +191,7 @@ class Held(TorchDispatchMode):
 def make_cfg(**changes) -> config.Config:
     """A resolved configuration for unit tests: one model unless an actor is named."""
     small = {"actor": "none", "rollout": "hf", "train_batch": 8, "rollout_batch": 8, "group_size": 4}
-    small |= config.EMBEDDED  # for folders too
+    small |= {**config.EMBEDDED, "micro_tokens": config.MICRO_TOKENS}  # for folders and on a GPU too
     return settings.resolve(config.Config(**{**small, **changes}), n_ranks=1)
 
 

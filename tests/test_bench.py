@@ -32,7 +32,7 @@ def test_pairs_alternate():
     assert "".join(calls) == "ab" + "ab" + "ba" + "ab"
 
 
-@pytest.mark.parametrize("name", ["linears", "head", "obrs", "memory", "trl"])
+@pytest.mark.parametrize("name", ["linears", "head", "obrs", "micro", "memory", "trl"])
 def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
     rows = list(gpu.PARTS[name][0](gpu_parts.Setting("cpu", tiny=True)))
     assert rows and not [r for r in rows if r["why"] not in ("", "not installed")]

@@ -98,7 +98,7 @@ def test_ten_thousand_tokens_are_equal_in_every_split(dtype, fmt, distribution, 
     assert {share for *_, share in learner._micro(batching.collate(groups, learner.cfg))} == {True}
     assert gap(learner, groups) == 0
     monkeypatch.setattr(PolicyAndActor, "can_share", False)
-    monkeypatch.setattr(head, "CHUNK_ELEMENTS", {"cpu": 1})
+    monkeypatch.setattr(head, "LEAST_CHUNK", 4)
     learner.cfg = make_cfg(**{**vars(learner.cfg), "micro_tokens": 190})
     parts = [*learner._micro(batching.collate(groups, learner.cfg))]
     assert len(parts) > 100 and {share for *_, share in parts} == {False}

@@ -205,5 +205,11 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
     with Held() as held:
         ChunkedHead.apply(rows, 64, [Head()], [None], h, w, None)[0].sum().backward()
     assert held.most < 8 * 4 * 64 * V < 4 * N * V / 3
-    for device, elements in head.CHUNK_ELEMENTS.items():
-        assert elements / 2 < head.chunk_rows(151_936, device) * 151_936 <= elements
+
+
+@pytest.mark.parametrize(("gib", "mib"), [(0, 128), (6, 128), (24, 384), (80, 1024), (141, 1024)])
+def test_chunks_take_a_64th_of_a_gpus_memory(gib, mib):
+    """At least 128 MiB, as on a CPU (0), and at most 1 GiB, for logits in float32."""
+    V = 151_936
+    assert head.chunk_rows(V, gib << 30) == (mib << 20) // (4 * V)
+    assert head.memory_of("cpu") == 0 and head.chunk_rows(V) == 220 and head.chunk_rows(10**9, gib << 30) == 16

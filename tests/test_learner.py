@@ -19,7 +19,9 @@ import learner as learner_module
 import model as models
 import objectives
 from learner import Learner
+from machinery import optim
 from machinery.flags import UserError
+from machinery.measure import Sums
 from machinery.optim import schedule
 from machinery.ranks import Comm
 from model import Needs, PolicyAndActor, kernels
@@ -370,6 +372,70 @@ def test_weights_are_cast_once_for_all_micro_batches(monkeypatch):
         again, _ = gradients(cfg, groups, torch.float32)
     assert all(casts.counts[shape] >= 3 * 2 * n for shape, n in shapes.items())
     assert all(torch.equal(g, again[name]) for name, g in once.items())
+
+
+class Waits(TorchDispatchMode):
+    """Names of the operations for which a host waits for a GPU: sizes and values that it reads, constants that it
+    copies, and index lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        reads = func._opname in ("_local_scalar_dense", "nonzero", "unique_consecutive", "masked_select", "_unique2")
+        copies = func._opname == "lift_fresh" and args[0].numel() > 0
+        indices = args[1] if func._opname in ("index", "index_put", "index_put_") else []
+        by_mask = any(x is not None and x.dtype == torch.bool for x in indices)
+        self.names[func._opname] += reads or copies or by_mask
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", [{}, {"actor": "base:actor"}, {"entropy_coef": 0.1, "temperature": 0.7}], ids=str)
+@pytest.mark.parametrize("objective", ["jackpot", "tis", "tbpo", "gepo", "sapo"])
+@pytest.mark.parametrize("prompt", [(1, 2), (30, 34)], ids=["separate prompts", "shared prompts"])
+def test_no_micro_batch_waits_for_the_gpu(objective, case, prompt):
+    """Except for micro-batches of two tokens, for which transformers reads the mask."""
+    cfg, groups = make_cfg(objective=objective, micro_tokens=120, **case), make_groups(4, seed=9, prompt=prompt)
+    learner = make_learner(cfg, torch.float32)
+    write_ref(learner, groups)
+    batch = batching.collate(groups, cfg)
+    micros, stats = list(learner._micro(batch)), objectives.prepare(batch, learner.comm, cfg, {})
+    parts = [stats.select(rows) for rows, *_ in micros]
+    needs = models.needs_of_update(cfg, learner.has_actor, 1.0, True)
+    assert len(micros) > 1 and {share for *_, share in micros} == {prompt == (30, 34)}
+    for (_, micro, share), part in zip(micros, parts, strict=True):
+        with Waits() as waits:
+            new = models.TokenStats(**learner.wrapped(micro, needs, share))
+            unreduced, logs = objectives.joint_loss(new, micro, part, cfg)
+            objectives.reduce(unreduced, micro.mask, part, cfg).backward()
+            with torch.no_grad():
+                learner_module.observe(Sums(), new.detach(), objectives.with_ref(new, micro), part, logs, cfg)
+        assert not +waits.names or micro.tokens.shape[1] == 2
+    with Waits() as waits:
+        learner.wrapped(replace(micros[0][1], facts=None), Needs(), share)
+    assert waits.names["nonzero"]  # without the facts that `Batch.to` computes
+
+
+def test_the_fused_adamw_equals_the_plain_one(monkeypatch):
+    """On a GPU one kernel updates all weights. Low-bit layers see that they have changed."""
+    weights = {}
+    for kinds in (set(), {"cpu"}):
+        monkeypatch.setattr(optim, "FUSED", kinds)
+        flags = dict(rollout_quant="int8", learner_quant="aligned", lr=1e-3, weight_decay=0.1)
+        learner = make_learner(make_cfg(objective="grpo", **flags), torch.float32)
+        assert learner.optimizers["policy"][0].defaults["fused"] == bool(kinds)
+        layer = learner.models.policy.base_model.layers[0].mlp.up_proj
+        for step in range(3):
+            before = layer.quantized()
+            for i, p in enumerate(learner.models.parameters()):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
+            learner._step(1.0)
+            assert layer.quantized() is not before
+            assert torch.equal(layer.quantized()[0], layer.format.quantize(layer.weight.detach())[0])
+        weights[bool(kinds)] = torch.cat([p.detach().flatten() for p in learner.models.parameters()])
+        learner.make_states({f"{key}/step": ((), torch.float32) for key in learner._learning("policy").values()})
+    assert torch.allclose(weights[True], weights[False], rtol=1e-6, atol=1e-8)
 
 
 SHORT, LONG, slow = (2, 3), (30, 34), pytest.mark.slow  # prompts; long ones are shared

@@ -102,7 +102,7 @@ def test_activations_equal_autograds_saved_tensors(kind):
 
     cfg = make_cfg(objective="grpo", **kind)
     rows, prompt, response = 3, 37, 90
-    kept = plan.measure(cfg, {"policy": small()}, rows, prompt, response).kept["policy"]
+    kept = plan.measure(cfg, {"policy": small()}, rows, prompt, response, 0).kept["policy"]
     model = AutoModelForCausalLM.from_config(small(), dtype=torch.float32).eval()
     if cfg.rollout_quant != "none":
         quant.align(model, quant.format_of("int8", cfg.quant_group))
@@ -201,9 +201,13 @@ def test_the_weight_check_by_hand():
     cases = ((cfg, False), (rounded, False), (cfg, True))
     sizes = [footprint.of_proof(case, config, ids, gathered) for case, gathered in cases]
     assert sizes == pytest.approx([piece, embedding + piece, embedding + piece], rel=0.02)
-    assert footprint.of_scoring(cfg, {"policy": config}, *ids.shape) == pytest.approx(2 * all_logits, rel=0.02)
+    assert footprint.of_scoring(cfg, {"policy": config}, 80 * plan.GIB, *ids.shape) == pytest.approx(
+        2 * all_logits, rel=0.02
+    )
     models = {"policy": plan.States.of(cfg, "policy", config)}
-    assert plan.publishing(cfg, {"policy": config}, models, 237, False) == pytest.approx(2 * all_logits, rel=0.02)
+    assert plan.publishing(cfg, {"policy": config}, models, 237, False, 80 * plan.GIB) == pytest.approx(
+        2 * all_logits, rel=0.02
+    )
 
 
 def test_vllm_sleeps_on_a_gpu(unmeasured):
@@ -308,9 +312,17 @@ def test_proposals_are_tried_in_order(monkeypatch):
 def test_the_largest_micro_batch_that_fits(monkeypatch):
     """A power of two, or one row."""
     monkeypatch.setattr(plan, "plan_of", lambda cfg, *more: SimpleNamespace(peak=cfg.micro_tokens * plan.GIB // 1024))
-    cfg, made = make_cfg(**BIG), SimpleNamespace(micro=(3, 700), ranks=2)
-    for gpu_gib, tokens in ((4.0, 4096), (3.99, 2048), (100.0, 32768), (0.9, 700)):
-        assert plan.largest_micro(cfg, made, {}, 37, gpu_gib) == tokens
+    cfg = make_cfg(**BIG)
+    for gpu_gib, tokens in ((4.0, 4096), (3.99, 2048), (100.0, 32768), (0.4, 437)):
+        assert plan.largest_micro(cfg, {}, 37, 2, gpu_gib) == tokens
+
+
+def test_the_plan_counts_the_chunks_of_this_gpu():
+    """The logits of a step without gradient: 1/64 of the GPU's memory, with a vocabulary that fills a chunk."""
+    cfg, config = make_cfg(objective="grpo", max_tokens=2000, micro_tokens=16_000), small(vocab_size=100_000)
+    sizes = [plan.plan_of(cfg, {"policy": config}, 40, 1, gib).categories for gib in (8.0, 16.0, 0.0)]
+    logits = [size["logits, or a layer's backward"] for size in sizes]
+    assert logits[0] < logits[1] < logits[2]
 
 
 def test_the_command(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +21,7 @@ from machinery.ranks import Comm
 from machinery.run import check_models
 from model import Needs, memory
 from model.engines import HFEngine
-from model.in_vllm import engine_config
+from model.in_vllm import engine_config, import_vllm
 from quant import LowBitLinear, dequantize, format_of, quantize
 from rollout import Sampling, as_groups
 from sync import SyncError, WeightCheck
@@ -79,6 +80,55 @@ def test_gradients_are_straight_through(fmt):
     assert torch.allclose(y, want, atol=1e-5) and torch.allclose(x.grad, rounded.grad, atol=1e-5)
     assert torch.allclose(layer.weight.grad, plain.weight.grad, atol=1e-4)
     assert torch.allclose(layer.bias.grad, plain.bias.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_vllms_kernels_compute_the_aligned_layer(name, monkeypatch):
+    """A stand-in for vLLM on a GPU, with its layouts. A float32 layer, or one with a size that is no multiple of 16,
+    multiplies in plain torch."""
+    fmt, multiplied = format_of(name), []
+
+    def cutlass_scaled_mm(a, b, scale_a, scale_b, out_dtype):
+        assert a.stride(1) == b.stride(0) == 1 and scale_a.is_contiguous() and scale_b.is_contiguous()
+        assert scale_a.shape == (len(a), 1) and scale_b.numel() == b.shape[1] and out_dtype == torch.bfloat16
+        multiplied.append(b.shape)
+        return ((a.float() @ b.float()) * scale_a * scale_b.t()).to(out_dtype)
+
+    def scaled_quant(x, use_per_token_if_dynamic=True):
+        assert x.is_contiguous() and use_per_token_if_dynamic
+        return *quantize(x, fmt.activation_qmax, fmt.dtype), *([None] if name == "int8" else [])
+
+    kernels = dict(scaled_int8_quant=scaled_quant, scaled_fp8_quant=scaled_quant, cutlass_scaled_mm=cutlass_scaled_mm)
+    for dtype, columns, used in ((torch.bfloat16, 32, 1), (torch.bfloat16, 24, 0), (torch.float32, 32, 0)):
+        layer = LowBitLinear.from_linear(torch.nn.Linear(64, columns, bias=False, dtype=dtype), fmt)
+        x = torch.randn(64, 5, dtype=dtype).t().requires_grad_()
+        plain = layer(x)
+        gradient = torch.autograd.grad(plain.sum(), (x, layer.weight))
+        with monkeypatch.context() as patch:
+            patch.setattr(quant, "vllm_kernels", lambda device: SimpleNamespace(**kernels))
+            y = layer(x)
+            again = torch.autograd.grad(y.sum(), (x, layer.weight))
+        assert torch.equal(y, plain) and all(map(torch.equal, again, gradient))
+        assert multiplied == [(64, columns)] * used
+        multiplied.clear()
+    assert quant.vllm_kernels("cpu") is None
+
+
+@pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.0), (torch.bfloat16, 1e-3)], ids=str)
+def test_vllm_quantizes_activations_like_the_aligned_layer(dtype, most):
+    """The same scales and numbers. vLLM multiplies by 1 / s: of bfloat16 numbers some of those midway round to the
+    other side. It gives a row of zeros the scale 0."""
+    import_vllm()
+    from vllm import _custom_ops
+
+    x = torch.randn(400, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[7] = 0
+    (q, s, _), (ours, scale) = _custom_ops.scaled_int8_quant(x), quantize(x, 127.0, torch.int8)
+    nonzero = torch.arange(400) != 7
+    assert torch.equal(s[nonzero], scale[nonzero]) and not q[7].any() and not ours[7].any()
+    assert torch.equal(q[nonzero], (x.float() * (1 / scale)).round().to(torch.int8)[nonzero])
+    assert (q != ours).float().mean() <= most and (q.int() - ours.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("bias", [True, False])

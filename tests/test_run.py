@@ -16,6 +16,8 @@ import torch
 from conftest import TINY_TASK, copied, make_cfg, write_rows
 from safetensors.torch import load_file, save_file
 
+import config
+import plan
 from learner import Learner
 from machinery import run, settings
 from machinery.flags import UserError, check_result
@@ -115,6 +117,52 @@ def test_steps_and_epochs_on_the_command_line_take_precedence(folders, tmp_path)
     steps("lr_schedule = 'cosine'", "--epochs=2", "--overwrite")
     with pytest.raises(UserError, match="--resume with a changed configuration: --epochs was 2.0 and is now 4.0"):
         steps("", "--resume", "--epochs=4")
+
+
+def test_the_plan_chooses_micro_tokens_on_a_gpu(folders, tmp_path, monkeypatch, capsys):
+    """A stand-in for the GPU's memory. The plan of the chosen number fits into nine tenths of it, and the plan of twice
+    the number does not; all ranks take the smallest. config.json has the number, and a resumed run keeps it."""
+    text = {**flags(folders, tmp_path, actor="none", lr=1e-3, dtype="float32"), "rollout": "hf", "task": "arith"}
+    text["max_tokens"] = 100
+    argv = [f"--{key}={value}" for key, value in text.items()]
+    assert settings.parse(argv).micro_tokens == config.MICRO_TOKENS  # on a CPU
+    monkeypatch.setattr(settings.torch.cuda, "is_available", lambda: True)
+    cfg = settings.parse(argv)
+    monkeypatch.undo()
+    assert cfg.micro_tokens is None
+    made = {
+        n: plan.plan_of(replace(cfg, micro_tokens=n), *known, 1).peak for known in [shape(cfg)] for n in (512, 2048)
+    }
+    assert made[512] < made[2048]
+    between = sum(made.values()) / 2 / 0.9
+    monkeypatch.setattr(run, "memory_of", lambda device: between)
+    with locked(cfg, Comm()):
+        r = open_run(cfg, Comm())
+        prepare_folder(r)
+    chosen = r.cfg.micro_tokens
+    fits = [
+        plan.plan_of(replace(cfg, micro_tokens=n), *shape(cfg), 1, 0.9 * between / plan.GIB)
+        for n in (chosen, 2 * chosen)
+    ]
+    assert chosen in (512, 1024) and fits[0].peak <= 0.9 * between < fits[1].peak
+    assert f"--micro_tokens={chosen}: the plan of memory allows it" in capsys.readouterr().out
+    assert config_of_run(tmp_path)["config"]["micro_tokens"] == chosen
+    monkeypatch.setattr(run, "memory_of", None)  # not asked again
+    assert open_run(settings.parse(["--resume", f"--out={cfg.out}"]), Comm()).cfg.micro_tokens == chosen
+    assert settings.parse(["--resume", f"--out={cfg.out}", "--micro_tokens=256"]).micro_tokens == 256
+    monkeypatch.setattr(run, "memory_of", lambda device: between)
+    other = Comm()
+    monkeypatch.setattr(other, "max", lambda values: [max(values[0], -128)])  # a rank with a smaller GPU
+    assert open_run(cfg, other).cfg.micro_tokens == 128
+    monkeypatch.setattr(plan, "largest_micro", lambda *args: {}["Zamba2"])
+    assert open_run(cfg, Comm()).cfg.micro_tokens == config.MICRO_TOKENS
+    assert "the plan cannot measure this model (KeyError)" in capsys.readouterr().out
+
+
+def shape(cfg) -> tuple[dict, int]:
+    """(the models' configs, the tokens of the longest prompt) of a run."""
+    r = open_run(replace(cfg, micro_tokens=1), Comm())
+    return {"policy": r.configs["policy"].get_text_config()}, r.context - cfg.max_tokens
 
 
 def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypatch):
