@@ -76,9 +76,7 @@ def mean(xs: list[float]) -> float:
     return sum(xs) / len(xs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The step
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The step ---------------------------------------------------------------------------------------------------------
 
 
 def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: float) -> Result:
@@ -137,9 +135,7 @@ def advantages(responses: list[Response], cfg) -> list[float]:
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reductions: the factor of each token's value
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Reductions: the factor of each token's value ---------------------------------------------------------------------
 
 
 def shares(responses: list[Response], cfg) -> list[float]:
@@ -167,9 +163,7 @@ def one_share(n: float, tokens: float, sequences: float, cfg) -> float:
     return 1 / sequences / cfg.max_tokens
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Corrections: (weight, keep) of each token that is on
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Corrections: (weight, keep) of each token that is on -------------------------------------------------------------
 
 
 def weights_of(r: Response, advantage: float, cfg, lam: float, kappa: float) -> list[tuple[float, float]]:
@@ -306,9 +300,7 @@ def largest_kl(r: Response, cfg) -> float:
     return max(kls)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# OBRS
-# ---------------------------------------------------------------------------------------------------------------------
+# -- OBRS -------------------------------------------------------------------------------------------------------------
 
 
 def target(cfg) -> str:
@@ -402,9 +394,7 @@ def budget(ratios: list[float], rate: float) -> float:
     return math.exp(middle)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Surrogates: values and derivatives of each token that is on
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Surrogates: values and derivatives of each token that is on ------------------------------------------------------
 
 
 def surrogate(r: Response, responses: list[Response], A: float, cfg):
@@ -535,9 +525,7 @@ def entropy(p: list[float]) -> float:
     return -sum(x * math.log(x) for x in p)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The actor: PPO and distillation
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The actor: PPO and distillation ----------------------------------------------------------------------------------
 
 
 def actors_part(result: Result, responses: list[Response], adv, share, distill_lambda: float, cfg) -> list[float]:
@@ -566,9 +554,7 @@ def kl(p: list[float], q: list[float], cfg) -> float:
     return sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Derivatives in logits
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Derivatives in logits --------------------------------------------------------------------------------------------
 
 
 def policy_logits(token: Token, g: float, g_entropy: float, temperature: float) -> list[float]:

@@ -73,9 +73,7 @@ def test_no_circle_of_imports():
         visit(path, ())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Functions declare a flag group that contains the flags they read
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Functions declare a flag group that contains the flags they read -------------------------------------------------
 
 GROUPS = {kind.__name__: kind for kind in vars(config).values() if dataclasses.is_dataclass(kind)}
 COMMANDS = {

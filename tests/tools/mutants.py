@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,146 +30,113 @@ os.environ |= {"OMP_NUM_THREADS": "1"}
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 900  # seconds; a hanging test counts as failed
 
-ONE_RANK = ["-k", "not two_ranks"]
-LEARNER = ["test_learner.py", "test_oracle.py", *ONE_RANK]
-MATHS = ["test_golden.py", "test_corrections.py", "test_obrs.py", "test_gepo.py", "test_objectives.py"]
-
 # the tests of each file, most sensitive first
 TESTS = {
-    "tasks/preflight.py": ["test_preflight.py", "-k", "contradict or gold_answers"],
-    "objectives.py": ["test_regularisers.py", *MATHS, "test_oracle.py"],
-    "corrections.py": [*MATHS, "test_config.py", "test_oracle.py"],
-    "obrs.py": [*MATHS, "test_oracle.py"],
-    "batching.py": ["test_objectives.py", "test_poison.py", "test_rollout.py", "test_oracle.py", "-k", "not vllm"],
-    "model/head.py": ["test_head.py", "test_models.py", "-k", "(naive or granite) and not vllm"],
-    "model/__init__.py": [
-        "test_head.py",
-        "test_sampling.py",
-        "test_models.py",
-        "test_moe.py",
-        "test_learner.py",
-        "test_oracle.py",
-        "-k",
-        "not two_ranks and not vllm",
-    ],
-    "model/attention.py": ["test_models.py", "-k", "groups or masks_ask"],
-    "model/in_vllm.py": ["test_rollout.py", "-k", "uniforms or drawn_at_once"],
-    "model/kernels.py": ["test_learner.py", "-k", "(compiled_layers and aot_eager) or second_learner"],
-    "machinery/speed.py": ["test_speed.py"],
-    "bench/gpu.py": ["test_bench.py", "-k", "started or appends"],
-    "machinery/optim.py": ["test_learner.py", "test_moe.py", "-k", "muon or schedules or non_finite_weight or fused"],
-    "learner.py": [
-        "test_learner.py",
-        *("test_checkpoint.py", "test_run.py::test_published_weights_are_verified_in_every_format"),
-        *("-k", "not compiled_layers and not fsdp"),
-    ],
-    "machinery/ranks.py": ["test_placement.py::test_a_rank_uses_only_its_gpu"],
-    "model/agreement.py": ["test_learner.py", "-k", "agree"],
-    "model/exact.py": ["test_exact.py"],
-    "model/lora.py": [
-        *("test_lora.py", "test_memory.py::test_new_adapters_are_small_and_change_nothing"),
-        *("-k", "not vllm"),
-    ],
-    "model/memory.py": ["test_memory.py", "test_run.py::test_files_with_unknown_tensor_names_are_refused"],
-    "model/decoding.py": [
-        "test_rollout.py",
-        "test_sampling.py",
-        "-k",
-        "(ragged or sampled_distribution or after_the_end) and not vllm",
-    ],
-    "sync.py": ["test_sync.py", "-k", "not vllm and not prefixes"],
-    "model/streamed.py": ["test_sync.py", "-k", "stream or nudge"],
-    "plan/__init__.py": ["test_plan.py", "-k", "largest_micro"],
-    "quant.py": [
-        *("test_quant.py", "test_moe.py", "test_sync.py::test_a_streamed_model_does_not_change_the_configuration"),
-        *("-k", "not vllm"),
-    ],
-    "sampling.py": [
-        "test_sampling.py",
-        "test_rollout.py",
-        "-k",
-        "(by_hand or sampled_distribution or modes_of or follow) and not vllm",
-    ],
-    "model/engines.py": [
-        "test_rollout.py",
-        "test_sampling.py",
-        "-k",
-        "(ragged or batch or sampled_distribution or logprobs_modes or free_memory) and not vllm",
-    ],
-    "rollout.py": ["test_rollout.py", "test_sampling.py", "-k", "(uniforms or sampled_distribution) and not vllm"],
-    "source.py": [
-        "test_rollout.py",
-        "test_poison.py",
-        "test_placement.py",
-        "-k",
-        "spread or resumes or ranks_sample or ranks_of_one or invalid",
-    ],
-    "delay.py": ["test_delay.py", "-k", "not killed and not plain_loop"],
-    "tasks/__init__.py": [
-        *("test_data.py", "test_grading.py", "test_tasks.py", "test_eval.py"),
-        *("-k", "are_refused or separate_settings or before_a_model or only_finished or is_evaluated_with_its"),
-    ],
-    "tasks/arith.py": ["test_tasks.py", "-k", "verifiable"],
-    "tasks/data.py": [
-        *("test_data.py", "test_preflight.py"),
-        *("-k", "named_columns or gpqa or one_shuffle or long_prompts or digests or damaged"),
-    ],
-    "tasks/prompts.py": [
-        *("test_data.py", "test_preflight.py", "test_tasks.py"),
-        *("-k", "every_stage or messages_and or date_in or stop_tokens_of_tokenizer"),
-    ],
-    "tasks/rewards.py": ["test_preflight.py", "test_grading.py", "-k", "inexact or think or weights_and or its_row"],
-    "tasks/builtin.py": ["test_grading.py", "-k", "last_box or table_of_graded or earlier_answers"],
-    "tasks/grading.py": ["test_grading.py", "-k", "waiting or raises or ends_its_process or endless"],
-    "eval.py": ["test_eval.py", "test_poison.py::test_temperature_0_samples_the_most_likely_token"],
-    "probe/gaps.py": ["test_mismatch.py", "-k", "by_hand"],
-    "probe/floor.py": ["test_mismatch.py", "-k", "by_hand or floor"],
-    "probe/page.py": ["test_mismatch.py", "test_ladder.py", "-k", "(test_the_command and hf) or errors_are"],
-    "probe/verdicts.py": ["test_mismatch.py", "-k", "verdicts or rounding"],
-    "presets.py": ["test_config.py", "test_objectives.py"],
-    "probe/ladder.py": ["test_ladder.py", "-k", "by_hand or errors_are or last_rung or different_model"],
-    "probe/faults.py": ["test_ladder.py", "-k", "fewer or planted"],
-    "machinery/measure.py": [
-        "test_metrics.py",
-        "test_worth.py::test_estimates_are_right_on_average_and_within_their_errors",
-    ],
-    "machinery/checkpoint/__init__.py": [
-        "test_checkpoint.py",
-        "test_run.py::test_samplers_of_a_different_number_of_ranks_are_refused",
-    ],
-    "machinery/checkpoint/state.py": ["test_checkpoint.py"],
-    "tasks/turns.py": ["test_turns.py", "-k", "not vllm and (conversation or draws or replies or allowed)"],
-    "machinery/checkpoint/tensors.py": ["test_checkpoint.py", "test_weights.py"],
-    "machinery/checkpoint/models.py": ["test_checkpoint.py", "test_models.py", "-k", "not vllm"],
-    "machinery/run.py": ["test_run.py"],
-    "worth.py": ["test_worth.py", "-k", "not worth_1 and not different_models"],
-    "train.py": ["test_train.py", "-k", "logs_every or fault or counters or in_order"],
-    "machinery/session.py": ["test_train.py", "-k", "too_many or signals_save or fault"],
-    "machinery/settings.py": [
-        "test_config.py",
-        "test_run.py::test_an_edited_configuration_is_refused",
-        "test_run.py::test_steps_and_epochs_on_the_command_line_take_precedence",
-    ],
-    "machinery/flags.py": [
-        "test_run.py::test_a_result_replaces_only_an_earlier_result",
-        "test_flags.py",
-    ],
-    "remote/keys.py": ["test_guard.py", "test_hub.py", "-k", "name_belongs or known_keys"],
-    "remote/wire.py": ["test_wire.py"],
-    "remote/hub.py": [
-        "test_hub.py",
-        "test_guard.py",
-        "-k",
-        "arrives_once or refuses or bounded or identity or valid_names",
-    ],
-    "remote/source.py": ["test_hub.py", "-k", "one_fate or held_after"],
-    "remote/weights.py": ["test_weights.py", "-k", "one_copy or restarted"],
-    "remote/link.py": ["test_hub.py", "-k", "unchanged_weights"],
-    "remote/files.py": ["test_door.py", "-k", "welcome"],
-    "remote/sampler.py": ["test_weights.py", "-k", "loads_weights or engines_model"],
-    "remote/delta.py": ["test_delta.py"],
-    "remote/account.py": ["test_wire.py", "test_hub.py", "-k", "account or spool or arrives_once"],
-    "remote/groups.py": ["test_wire.py"],
+    "tasks/preflight.py": "test_preflight.py -k 'contradict or gold_answers'",
+    "objectives.py": (
+        "test_regularisers.py test_golden.py test_corrections.py test_obrs.py test_gepo.py test_objectives.py "
+        "test_oracle.py"
+    ),
+    "corrections.py": (
+        "test_golden.py test_corrections.py test_obrs.py test_gepo.py test_objectives.py test_config.py test_oracle.py"
+    ),
+    "obrs.py": "test_golden.py test_corrections.py test_obrs.py test_gepo.py test_objectives.py test_oracle.py",
+    "batching.py": "test_objectives.py test_poison.py test_rollout.py test_oracle.py -k 'not vllm'",
+    "model/head.py": "test_head.py test_models.py -k '(naive or granite) and not vllm'",
+    "model/__init__.py": (
+        "test_head.py test_sampling.py test_models.py test_moe.py test_learner.py test_oracle.py -k "
+        "'not two_ranks and not vllm'"
+    ),
+    "model/attention.py": "test_models.py -k 'groups or masks_ask'",
+    "model/in_vllm.py": "test_rollout.py -k 'uniforms or drawn_at_once'",
+    "model/kernels.py": "test_learner.py -k '(compiled_layers and aot_eager) or second_learner'",
+    "machinery/speed.py": "test_speed.py",
+    "bench/gpu.py": "test_bench.py -k 'started or appends'",
+    "machinery/optim.py": "test_learner.py test_moe.py -k 'muon or schedules or non_finite_weight or fused'",
+    "learner.py": (
+        "test_learner.py test_checkpoint.py test_run.py::test_published_weights_are_verified_in_every_format -k "
+        "'not compiled_layers and not fsdp'"
+    ),
+    "machinery/ranks.py": "test_placement.py::test_a_rank_uses_only_its_gpu",
+    "model/agreement.py": "test_learner.py -k agree",
+    "model/exact.py": "test_exact.py",
+    "model/lora.py": "test_lora.py test_memory.py::test_new_adapters_are_small_and_change_nothing -k 'not vllm'",
+    "model/memory.py": "test_memory.py test_run.py::test_files_with_unknown_tensor_names_are_refused",
+    "model/decoding.py": (
+        "test_rollout.py test_sampling.py -k '(ragged or sampled_distribution or after_the_end) and not vllm'"
+    ),
+    "sync.py": "test_sync.py -k 'not vllm and not prefixes'",
+    "model/streamed.py": "test_sync.py -k 'stream or nudge'",
+    "plan/__init__.py": "test_plan.py -k largest_micro",
+    "quant.py": (
+        "test_quant.py test_moe.py test_sync.py::test_a_streamed_model_does_not_change_the_configuration -k 'not vllm'"
+    ),
+    "sampling.py": (
+        "test_sampling.py test_rollout.py -k '(by_hand or sampled_distribution or modes_of or follow) and not vllm'"
+    ),
+    "model/engines.py": (
+        "test_rollout.py test_sampling.py -k "
+        "'(ragged or batch or sampled_distribution or logprobs_modes or free_memory) and not vllm'"
+    ),
+    "rollout.py": "test_rollout.py test_sampling.py -k '(uniforms or sampled_distribution) and not vllm'",
+    "source.py": (
+        "test_rollout.py test_poison.py test_placement.py -k "
+        "'spread or resumes or ranks_sample or ranks_of_one or invalid'"
+    ),
+    "delay.py": "test_delay.py -k 'not killed and not plain_loop'",
+    "tasks/__init__.py": (
+        "test_data.py test_grading.py test_tasks.py test_eval.py -k "
+        "'are_refused or separate_settings or before_a_model or only_finished or is_evaluated_with_its'"
+    ),
+    "tasks/arith.py": "test_tasks.py -k verifiable",
+    "tasks/data.py": (
+        "test_data.py test_preflight.py -k 'named_columns or gpqa or one_shuffle or long_prompts or digests or damaged'"
+    ),
+    "tasks/prompts.py": (
+        "test_data.py test_preflight.py test_tasks.py -k "
+        "'every_stage or messages_and or date_in or stop_tokens_of_tokenizer'"
+    ),
+    "tasks/rewards.py": "test_preflight.py test_grading.py -k 'inexact or think or weights_and or its_row'",
+    "tasks/builtin.py": "test_grading.py -k 'last_box or table_of_graded or earlier_answers'",
+    "tasks/grading.py": "test_grading.py -k 'waiting or raises or ends_its_process or endless'",
+    "eval.py": "test_eval.py test_poison.py::test_temperature_0_samples_the_most_likely_token",
+    "probe/gaps.py": "test_mismatch.py -k by_hand",
+    "probe/floor.py": "test_mismatch.py -k 'by_hand or floor'",
+    "probe/page.py": "test_mismatch.py test_ladder.py -k '(test_the_command and hf) or errors_are'",
+    "probe/verdicts.py": "test_mismatch.py -k 'verdicts or rounding'",
+    "presets.py": "test_config.py test_objectives.py",
+    "probe/ladder.py": "test_ladder.py -k 'by_hand or errors_are or last_rung or different_model'",
+    "probe/faults.py": "test_ladder.py -k 'fewer or planted'",
+    "machinery/measure.py": (
+        "test_metrics.py test_worth.py::test_estimates_are_right_on_average_and_within_their_errors"
+    ),
+    "machinery/checkpoint/__init__.py": (
+        "test_checkpoint.py test_run.py::test_samplers_of_a_different_number_of_ranks_are_refused"
+    ),
+    "machinery/checkpoint/state.py": "test_checkpoint.py",
+    "tasks/turns.py": "test_turns.py -k 'not vllm and (conversation or draws or replies or allowed)'",
+    "machinery/checkpoint/tensors.py": "test_checkpoint.py test_weights.py",
+    "machinery/checkpoint/models.py": "test_checkpoint.py test_models.py -k 'not vllm'",
+    "machinery/run.py": "test_run.py",
+    "worth.py": "test_worth.py -k 'not worth_1 and not different_models'",
+    "train.py": "test_train.py -k 'logs_every or fault or counters or in_order'",
+    "machinery/session.py": "test_train.py -k 'too_many or signals_save or fault'",
+    "machinery/settings.py": (
+        "test_config.py test_run.py::test_an_edited_configuration_is_refused "
+        "test_run.py::test_steps_and_epochs_on_the_command_line_take_precedence"
+    ),
+    "machinery/flags.py": "test_run.py::test_a_result_replaces_only_an_earlier_result test_flags.py",
+    "remote/keys.py": "test_guard.py test_hub.py -k 'name_belongs or known_keys'",
+    "remote/wire.py": "test_wire.py",
+    "remote/hub.py": "test_hub.py test_guard.py -k 'arrives_once or refuses or bounded or identity or valid_names'",
+    "remote/source.py": "test_hub.py -k 'one_fate or held_after'",
+    "remote/weights.py": "test_weights.py -k 'one_copy or restarted'",
+    "remote/link.py": "test_hub.py -k unchanged_weights",
+    "remote/files.py": "test_door.py -k welcome",
+    "remote/sampler.py": "test_weights.py -k 'loads_weights or engines_model'",
+    "remote/delta.py": "test_delta.py",
+    "remote/account.py": "test_wire.py test_hub.py -k 'account or spool or arrives_once'",
+    "remote/groups.py": "test_wire.py",
 }
 
 MUTANTS = {
@@ -611,9 +579,7 @@ MUTANTS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Runs -------------------------------------------------------------------------------------------------------------
 
 
 def copy_of_the_repository(folder: Path) -> None:
@@ -628,7 +594,7 @@ def copy_of_the_repository(folder: Path) -> None:
 
 def arguments(file: str) -> list[str]:
     """Arguments of pytest for the tests of one file."""
-    return [f"tests/{a}" if a.startswith("test_") else a for a in TESTS[file]]
+    return [f"tests/{a}" if a.startswith("test_") else a for a in shlex.split(TESTS[file])]
 
 
 def test(folder: Path, file: str) -> str:
