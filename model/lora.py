@@ -37,8 +37,8 @@ def learns(cfg: OptimizerFlags, name: str) -> bool:
 
 
 def attach(model, cfg: Config, folder: Path | None = None):
-    """Add adapters to the model, new or from `folder`, freeze all other weights, and return the
-    model.
+    """Add adapters to the model, freeze all other weights, and return the model. folder: adapters of
+    a checkpoint, or None.
 
     For a model without weights (memory.unread) call `start` when the model's weights are read."""
     import peft
@@ -58,8 +58,8 @@ def attach(model, cfg: Config, folder: Path | None = None):
 
 @torch.no_grad()
 def start(model, seed: int, folder: Path | None = None) -> None:
-    """Initialize the adapters: from `folder`, or with B = 0 and A (rank, in) uniform in
-    +-1 / sqrt(in), equal on every rank. Collective if they are sharded."""
+    """Initialize the adapters with B = 0 and A (rank, in) uniform in +-1 / sqrt(in), equal on every
+    rank; check `folder`, the adapters of a checkpoint. Collective if they are sharded."""
     generator = torch.Generator().manual_seed(seed)
     for layer in layers(model):
         A, B = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
@@ -67,7 +67,7 @@ def start(model, seed: int, folder: Path | None = None) -> None:
         copy_into(A, (2 * draws - 1) / A.shape[1] ** 0.5)
         copy_into(B, torch.zeros(B.shape))
     if folder is not None:
-        read_adapter(model, folder)
+        check_adapter(model, folder)
 
 
 def copy_into(p, tensor) -> None:
@@ -165,9 +165,9 @@ def in_file(name: str) -> str:
     return "base_model.model." + name.replace(f".{NAME}.", ".")
 
 
-@torch.no_grad()
-def read_adapter(model, folder: Path) -> None:
-    """Fill the model's adapters from a folder. Raises UserError if they do not fit."""
+def check_adapter(model, folder: Path) -> None:
+    """Raise UserError if the adapters in a checkpoint's folder do not fit the model. Their values are
+    also in the checkpoint's shards, which the learner reads."""
     from safetensors.torch import load_file
 
     saved = load_file(folder / FILE)
@@ -180,8 +180,6 @@ def read_adapter(model, folder: Path) -> None:
         fit and same_base,
         f"{folder}: its adapters do not fit this model; give the base model that they were trained on, unchanged",
     )
-    for name, p in adapters.items():
-        copy_into(p, saved[name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

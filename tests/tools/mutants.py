@@ -319,7 +319,6 @@ MUTANTS = {
         ("(config.lora_alpha / config.r) * (B @ A)", "(config.lora_alpha * config.r) * (B @ A)"),
         ("layer.set_scale(NAME, 1.0)", "pass"),
         ("torch.Generator().manual_seed(seed)", "torch.Generator()"),
-        ("        copy_into(p, saved[name])", "        pass"),
     ],
     "plan/__init__.py": [
         ("if made.peak <= gpu_gib * GIB:\n            break", "if made.peak < gpu_gib * GIB:\n            break"),
