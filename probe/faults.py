@@ -169,6 +169,27 @@ def put(parameters: dict, values: dict):
             parameters[name].data = x
 
 
+@contextlib.contextmanager
+def body_once(model):
+    """Inside, the model's body computes each input once: for faults of the head and of
+    temperature."""
+    body, outputs = model.base_model, {}
+    forward = body.forward
+
+    def remembered(*args, **more):
+        tensors = [x for x in (*args, *more.values()) if isinstance(x, torch.Tensor)]
+        key = tuple(x.cpu().numpy().tobytes() for x in tensors)
+        if key not in outputs:
+            outputs[key] = forward(*args, **more)
+        return outputs[key]
+
+    body.forward = remembered
+    try:
+        yield
+    finally:
+        body.forward = forward
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Stale weights
 # ---------------------------------------------------------------------------------------------------------------------
@@ -442,6 +463,7 @@ FAULTS = {
 
 STALE = (stale_weights, stale_head, stale_layer)  # need the older weights
 BY_LAYER = (stale_layer, scale_of_one)
+OF_HEAD = (truncated_head, wrong_temperature, raw, kept_sets)
 FINAL = 4  # number of layers that are tested on all responses
 
 
@@ -451,7 +473,8 @@ def best_finding(fault, case: Case) -> Finding | None:
     if fault in BY_LAYER:
         tried = sorted(fault(case.shortest()), key=lambda finding: finding.left.sum())
         case = replace(case, only=frozenset(finding.variant for finding in tried[:FINAL]))
-    return min(fault(case), key=lambda finding: finding.left.sum(), default=None)
+    with body_once(case.model) if fault in OF_HEAD else contextlib.nullcontext():
+        return min(fault(case), key=lambda finding: finding.left.sum(), default=None)
 
 
 def suspects(case: Case) -> list[dict]:
