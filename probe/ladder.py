@@ -123,8 +123,8 @@ def steps(learner: Recipe, engine: Recipe) -> Iterator[tuple[str, Recipe]]:
         if getattr(recipe, field.name) == value:
             continue
         recipe = replace(recipe, **{field.name: value})
-        if field.name == "activations" and recipe.weights is None:
-            continue  # without a format no activations are rounded
+        if field.name == "activations" and not (recipe.weights and recipe.weights.activations):
+            continue  # the format of the weights rounds no activations
         name = SOURCES[field.name]
         if field.name == "folder" and same_shape(learner.folder, engine.folder):
             name = "weight age"

@@ -98,7 +98,7 @@ PROBE = ("--explain", "--rollout=hf", "--dtype=float32", "--rollout_dtype=float3
 HEAD, BODY, WEIGHTS, ACTIVATIONS = "head precision", "body precision", "weight rounding", "activation rounding"
 CASES = [  # flags, sources
     ("--rollout_quant=int8 --temperature=0.7", [WEIGHTS, ACTIVATIONS]),
-    ("--rollout_quant=w2a16 --learner_quant=int8 --quant_group=32", [WEIGHTS, ACTIVATIONS]),
+    ("--rollout_quant=w2a16 --learner_quant=int8 --quant_group=32", [WEIGHTS]),
     ("--top_p=0.8 --top_k=12 --temperature=1.2", []),
     ("--top_p=0.8 --keep_sampling_mask=off --rollout_quant=fp8", [WEIGHTS, ACTIVATIONS, "truncation"]),
     ("--min_p=0.1 --keep_sampling_mask=recompute --rollout_dtype=bfloat16 --lm_head_fp32=True", [BODY]),
