@@ -205,6 +205,8 @@ def test_an_export_equals_save_pretrained(family, dtype, tmp_path):
     weights = {name: x.float() for name, x in model.state_dict().items()}
     weights |= {name: weights[name].clone() for name in model.all_tied_weights_keys}  # gathered from ranks
     models.save_model(config, weights, standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
+    modes = {path.stat().st_mode for path in (tmp_path / "ours").iterdir()}
+    assert len(modes) == 1  # all files are readable by the same users
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     loaded = models.load_model(tmp_path / "ours").state_dict()
     assert all(torch.equal(x, loaded[name]) for name, x in weights.items())

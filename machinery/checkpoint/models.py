@@ -33,6 +33,8 @@ def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> N
         if name not in model.all_tied_weights_keys
     }
     model.save_pretrained(folder, state_dict=kept)
+    for weights in folder.glob("*.safetensors"):  # else only its owner can read it
+        weights.chmod((folder / "config.json").stat().st_mode)
     generation = Path(origin) / "generation_config.json"
     if generation.is_file():
         shutil.copyfile(generation, folder / generation.name)

@@ -508,7 +508,7 @@ MUTANTS = {
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("        self.shift(direction, 0.0)\n        return logp", "        return logp"),
         ("size = STEP / self.spread(batch, unshifted, v)", "size = STEP"),
-        ("(1 << 20) // learner.comm.size", "0"),
+        ("(1 << 20) // learner.comm.size", "0", "both samplers may then have the same problems"),
         ("\n                0, batch.group, shares\n            ", "0, batch.group * 0, shares"),
     ],
     "machinery/flags.py": [
