@@ -4,8 +4,9 @@ python train.py --config=configs/x.toml --key=value
 
 The type of a parameter `cfg` is the smallest group with all flags that the function reads: `def
 needs_of_exact_kappa(cfg: ObrsFlags)`. A flag with the default None is filled from `--objective`
-(presets.py), then by machinery/settings.py. machinery/settings.py also reads command lines and TOML
-files and checks combinations of flags across files. Each file checks its own flags."""
+(presets.py), then by machinery/settings.py; a remaining None means off. machinery/settings.py also
+reads command lines and TOML files and checks combinations of flags across files. Each file checks
+its own flags."""
 
 from __future__ import annotations
 

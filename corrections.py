@@ -331,7 +331,7 @@ class Correction:
     parameter name (`call`)."""
 
     function: Callable
-    # "token" or "sequence": cap and bounds are of r or of R; metrics count ratios beyond them
+    # "token" or "sequence": a cap, else bounds, of r or of R; metrics count ratios beyond these
     level: str = ""
     drops: bool = False  # the correction rejects tokens or responses
     counts_drops_as_zero: bool = False  # metrics count a dropped weight as 0

@@ -177,7 +177,7 @@ WEIGHTS = [
         "rollout_corr/rollout_is_ratio_fraction_low",
         weighted,
         lambda v: v.ratio < v.edges[0],
-        "the same share below --rs_low if the correction has it, else below 1/C",
+        "the same share below 1/C, or below --rs_low if C is --rs_high",
     ),
     Derived(
         "rollout_corr/seq_eff_sample_size",
@@ -477,7 +477,10 @@ ELSEWHERE = {
         "answer"
     ),
     "grade/inexact": "share of the same responses that `math` accepts with a different last number; warning above 0.2",
-    "poisoned": "responses left out of the loss: a log-probability of the engine is non-finite, positive or below -200",
+    "poisoned": (
+        "responses left out of the loss: log p_inf of a sampled token is NaN, above 1e-3 or below -200, or log p_inf "
+        "of a top-K token is NaN or above 1e-3"
+    ),
     "reward/NAME": "mean of each part of --reward, unweighted, if there are several (tasks/rewards.py)",
     "dynamic_sampling/dropped": "groups with equal rewards, replaced by other prompts",
     "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",

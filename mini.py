@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-# Settings. A setting that train.py also has has the name of train.py's flag. The command line
+# Settings. A name that is also a flag of train.py has the same meaning there. The command line
 # changes a setting: --steps=100.
 MODEL = ""  # policy: a folder or an id of the Hugging Face hub; "": the toy models
 ACTOR = ""  # the model that samples, with the same tokenizer

@@ -25,8 +25,9 @@ Z is a sum over the vocabulary, but an engine returns only its top-K. Let the su
 top-K(p_inf) and the sampled token, and p_K the engine's K-th probability. If an actor is the
 sampler and the target is new, S also has the policy's top-K. With --obrs_z=approx, S is the union
 of both top-K: the sampled token is in S only if a top-K contains it. The sum over S is a lower
-bound of Z. Adding a bound on the sum outside S gives an upper bound (`z_bracket`). One scalar kappa
-per update scales the lower bound to the observed acceptance rate (section 4.4.2)."""
+bound of Z, except with approx if the actor is not the sampler. Adding a bound on the sum outside S
+gives an upper bound (`z_bracket`). One scalar kappa per update scales the lower bound to the
+observed acceptance rate (section 4.4.2)."""
 
 from __future__ import annotations
 
@@ -116,8 +117,8 @@ def token_z(support_logp_inf, support_logp_tgt, tail, exact, lam, kappa, how: st
     bracket  clip(kappa Z_low, Z_low, Z_high)
     approx   kappa Z_approx, a sum over top-K(p_inf) and top-K(p_ref). The paper has
              top-K(p_new), the same set before a batch's first update; here the ids are chosen once
-             per rollout batch. Not a bound. If the actor is not the sampler, p_inf on top-K(p_ref)
-             is unknown and min(p_ref, p_K) is used"""
+             per rollout batch. If the actor is not the sampler, p_inf on top-K(p_ref)
+             is unknown, min(p_ref, p_K) is used, and Z_approx is not a bound"""
     if how == "exact":
         return {"z": exact}
     low, high = z_bracket(support_logp_inf, support_logp_tgt, lam, tail)

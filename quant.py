@@ -102,7 +102,7 @@ def vllm_kernels(device: str):
     activations, one multiplies and scales. None on a CPU, or if vLLM cannot be imported.
 
     They round like the engine. Its int8 kernel multiplies by a reciprocal, so that of bfloat16
-    activations 4 in 10,000 round differently than a quotient."""
+    activations 2 to 4 in 10,000 round differently than a quotient."""
     if device == "cpu":
         return None
     try:
