@@ -128,7 +128,7 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     )
     shared = dtypes + [f"--{k}={v}" for k, v in pairs]
     of_all = [f"--{k}={v}" for k, v in pairs if k in OF_ROWS - {"advantage", "reduction"}]
-    if of_all and flags.from_environment("RANK", 0) == 0:
+    if of_all and flags.is_first_rank():
         print(
             f"note: every row uses {' '.join(of_all)}, and its name does not show it",
             file=sys.stderr,

@@ -190,6 +190,11 @@ def from_environment(name: str, usual: int) -> int:
     return int(value)
 
 
+def is_first_rank() -> bool:
+    """Whether this process prints for all ranks. Without other ranks, RANK may be left over."""
+    return from_environment("WORLD_SIZE", 1) == 1 or from_environment("RANK", 0) == 0
+
+
 def run_command(command: Callable[[], object], silent: bool = False) -> None:
     """Run a command and exit with its return code, if any. A UserError or a file error prints one
     sentence and exits with code 1.

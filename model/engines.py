@@ -29,7 +29,7 @@ import torch.distributed as dist
 import quant
 from config import Config, RolloutFlags
 from machinery.checkpoint.models import load_model
-from machinery.flags import from_environment, need
+from machinery.flags import from_environment, is_first_rank, need
 from model import Routing
 from model.decoding import Records, Rows, give_routed, grouped, responses_of
 from model.exact import InOrder, as_sampler
@@ -173,7 +173,7 @@ class VLLMEngine:
         ):
             started = time.perf_counter()
             self.llm = make_llm(folder, **settings)
-        if cuda and from_environment("RANK", 0) == 0:
+        if cuda and is_first_rank():
             seconds = time.perf_counter() - started
             print(f"vLLM started in {seconds:.0f} s; later starts reuse its compiled code")
         if fmt is not None:

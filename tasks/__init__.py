@@ -23,7 +23,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from config import COLDEST, Config, PromptFlags, SampleFlags, TaskFlags
-from machinery.flags import from_environment, need, need_each, number, read_json
+from machinery.flags import is_first_rank, need, need_each, number, read_json
 from tasks import arith, builtin, data, prompts, rewards
 from tasks.data import OwnTask, Table
 from tasks.prompts import Answer, Style
@@ -219,7 +219,7 @@ def check(cfg: Config) -> None:
         return
     held_out = places_of(names_of(getattr(cfg, "eval_task", "")))
     shared = held_out.keys() & places_of([cfg.task])
-    if shared and from_environment("RANK", 0) == 0:
+    if shared and is_first_rank():
         print(
             f"warning: --eval_task={held_out[min(shared)]}: some of its problems are in --task, so its score is not a "
             "held-out accuracy",

@@ -424,6 +424,7 @@ def test_evaluation_sets_have_separate_settings(tmp_path):
 
 def test_the_problems_of_the_task_are_not_held_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "5")  # left over from a scheduler
     for name in ("a", "copy"):
         write(tmp_path / f"{name}.jsonl", {"question": "?", "answer": "1"})
     for task, held_out in (
