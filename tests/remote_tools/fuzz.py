@@ -141,7 +141,7 @@ def nonsense(r: random.Random, name: str) -> bytes:
     odd, large = r.choice(ODD_NUMBERS), r.randrange(10**6)
     text = r.choice([*ODD_NAMES, f"{name}/1/{large}", f"{name}/{odd}/{odd}", f"{HONEST}/1/{r.randrange(99)}"])
     of = {"name": text, "nbytes": r.choice([odd, 1, 1 << 20]), "leaves": [r.randbytes(32)] * r.choice([0, 1, 1, 99])}
-    names = [text] * r.choice([0, 1, 100, 70_000 if r.random() < 0.02 else 2])
+    names = [text] * r.choice([0, 1, 100, 70_000 if r.random() < 0.005 else 2])
     hello = {"sampler": r.choice([name, text]), "incarnation": r.choice([odd, large]), "handed": r.choice([odd, large])}
     bodies = [
         {"type": "hello", "session": r.choice(["session", "", text]), "lost": names, "newest": text, **hello},
