@@ -642,5 +642,5 @@ def test_the_optimal_token_baseline(correction):
                 want = r.reward - sum(w * x.reward for w, x in zip(W, here, strict=True)) / sum(W)
                 some_differ |= abs(want - (r.reward - sum(x.reward for x in group) / len(group))) > 0.01
             assert close(float(batch.adv[b, t]), want), (b, t)
-    assert some_differ
+    assert some_differ and not batch.adv[~batch.spread].any()  # equal rewards: exactly 0, without rounding
     assert batch.select([2, 0]).adv.shape[1] == batch.select([2, 0]).tokens.shape[1]
