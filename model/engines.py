@@ -219,9 +219,9 @@ class VLLMEngine:
                     params.append(self.make_params(**settings, seed=seed))
         requested = self.llm.enqueue(requests, params, use_tqdm=False)
         first = sum(len(group) for _, theirs in before[:offset] for group in theirs)
-        names = [name.partition("-")[0] for name in requested[first:]]  # as the outputs have them
-        here = chain.from_iterable([i] * len(group) for i, group in enumerate(seeds))
-        prompt_of = {name: i for i, name in zip(here, names, strict=False)}
+        names = (name.partition("-")[0] for name in requested[first:])  # as the outputs have them
+        here = [i for i, group in enumerate(seeds) for _ in group]
+        prompt_of = dict(zip(names, here, strict=False))
         responses, core = {}, self.llm.llm_engine
         try:
             while core.has_unfinished_requests():  # the same steps on all ranks

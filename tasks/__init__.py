@@ -314,8 +314,8 @@ def answer_of(tokenizer, problem, response) -> Answer:
 @contextmanager
 def grading_thread(task, tokenizer, problems):
     """A callback for finished responses, and a dict of their results (rewards.Reward.values), which
-    a thread computes while the engine decodes other responses. At the end of the `with` block the
-    dict is complete; until then nothing else may use `graders()`.
+    a thread computes while the engine decodes other responses. At the end of the `with` block all
+    of them are graded; until then nothing else may use `graders()`.
 
     `grade_all` computes rewards and counts from the results, in the order of the responses, so that
     they do not depend on time. The callback takes pairs (index of the problem, response)."""

@@ -113,9 +113,7 @@ class Reward:
 
     def values(self, part: Part, answers: list[Answer], known: dict | None = None) -> list:
         """The pool's result for each answer. Equal answers are graded once; an answer without a box
-        gets 0 from `math`.
-
-        known: (part, key) -> result of earlier calls; new results are added."""
+        gets 0 from `math`. known: (part, key) -> result of earlier calls; it gets the new results."""
         known = {} if known is None else known
         calls = {}
         keys = [self.call(part, answer, calls) for answer in answers]
