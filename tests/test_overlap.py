@@ -30,6 +30,8 @@ def third(row, text, finish_reason):
 def seventh(row, text, finish_reason):
     return {"part": len(text) / 7, "n": int(row["answer"])}
 def hangs(row, text, finish_reason):
+    if text == row["answer"]:  # the trial before a run
+        return 0.0
     print("hangs", file=open(__file__ + ".log", "a"))
     time.sleep(600)
 """
