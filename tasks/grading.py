@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -77,6 +78,7 @@ def grading_process(fd: int) -> None:
                 connection.send((number, result))
 
 
+@functools.cache  # with several parts of --reward a process gets calls of each in turn
 def function_of(name: str):
     """The function of a name: a built-in (tasks/builtin.py), FILE.py:FUNCTION or
     FILE.py:CLASS.METHOD."""
@@ -209,6 +211,7 @@ class Graders:
     def __init__(self, size: int):
         self.size = size
         self.processes: list[Grader] = []
+        self.stopped = threading.Event()  # if set, `grade` raises InterruptedError
 
     def grade(self, function: str, calls: list[tuple], seconds: float) -> list:
         """The result of the function for each call: a float, a dict of floats, a text, a Failure if
@@ -218,6 +221,8 @@ class Graders:
         todo = deque(range(len(calls)))
         try:
             while todo or any(p.given for p in self.processes):
+                if self.stopped.is_set():
+                    raise InterruptedError("grading was stopped")
                 while len(self.processes) < min(self.size, len(todo)):
                     self.processes.append(Grader())
                 self._hand_out(function, todo, calls, seconds)

@@ -72,8 +72,8 @@ class Reward:
         columns."""
         return any(part.name in BUILT_IN and part.name not in FORMATS for part in self.parts)
 
-    def of(self, answers: list[Answer]) -> tuple[list[float], Counter]:
-        """(reward of each answer, counts).
+    def of(self, answers: list[Answer], known: dict | None = None) -> tuple[list[float], Counter]:
+        """(reward of each answer, counts). known: as for `values`.
 
         The counts: `answers`; `timeouts`, answers that exceeded the limit and earn 0; `failures`,
         answers that earn 0 because the function raised; if `math` is a part, `unboxed`, answers
@@ -84,7 +84,7 @@ class Reward:
         counts = Counter(answers=len(answers))
         first_values = []
         for part in self.parts:
-            values = self.values(part, answers)
+            values = self.values(part, answers, known)
             first_values = values if part is self.parts[0] else first_values
             for i, value in enumerate(values):
                 counts["timeouts"] += value is None
@@ -111,14 +111,16 @@ class Reward:
             counts["right_inexact"] = len(right - exact)
         return total, counts
 
-    def values(self, part: Part, answers: list[Answer]) -> list:
+    def values(self, part: Part, answers: list[Answer], known: dict | None = None) -> list:
         """The pool's result for each answer. Equal answers are graded once; an answer without a box
-        gets 0 from `math`."""
+        gets 0 from `math`. known: (part, key) -> result of earlier calls; it gets the new results."""
+        known = {} if known is None else known
         calls = {}
         keys = [self.call(part, answer, calls) for answer in answers]
-        results = graders().grade(part.name, list(calls.values()), self.seconds)
-        known = dict(zip(calls, results, strict=True))
-        return [0.0 if key is None else known[key] for key in keys]
+        new = [key for key in calls if (part.name, key) not in known]
+        results = graders().grade(part.name, [calls[key] for key in new], self.seconds)
+        known |= {(part.name, key): x for key, x in zip(new, results, strict=True)}
+        return [0.0 if key is None else known[part.name, key] for key in keys]
 
     def call(self, part: Part, answer: Answer, calls: dict) -> tuple | None:
         """The key of this answer's call, which is added to `calls`; None: the answer is wrong, and

@@ -75,18 +75,20 @@ TESTS = {
         "test_sampling.py test_rollout.py -k '(by_hand or sampled_distribution or modes_of or follow) and not vllm'"
     ),
     "model/engines.py": (
-        "test_rollout.py test_sampling.py -k "
-        "'(ragged or batch or sampled_distribution or logprobs_modes or free_memory) and not vllm'"
+        "test_overlap.py test_rollout.py test_sampling.py -k "
+        "'(of_a_rank or aborted or ragged or batch or sampled_distribution or logprobs_modes or free_memory) and not "
+        "vllm'"
     ),
     "rollout.py": "test_rollout.py test_sampling.py -k '(uniforms or sampled_distribution) and not vllm'",
     "source.py": (
-        "test_rollout.py test_poison.py test_placement.py -k "
-        "'spread or resumes or ranks_sample or ranks_of_one or invalid'"
+        "test_overlap.py test_rollout.py test_poison.py test_placement.py -k "
+        "'first_response or spread or resumes or ranks_sample or ranks_of_one or invalid'"
     ),
     "delay.py": "test_delay.py -k 'not killed and not plain_loop'",
     "tasks/__init__.py": (
-        "test_data.py test_grading.py test_tasks.py test_eval.py -k "
-        "'are_refused or separate_settings or before_a_model or only_finished or is_evaluated_with_its'"
+        "test_overlap.py test_data.py test_grading.py test_tasks.py test_eval.py -k "
+        "'first_response or of_the_thread or a_signal_ends or are_refused or separate_settings or before_a_model or "
+        "only_finished or is_evaluated_with_its'"
     ),
     "tasks/arith.py": "test_tasks.py -k verifiable",
     "tasks/data.py": (
@@ -96,7 +98,10 @@ TESTS = {
         "test_data.py test_preflight.py test_tasks.py -k "
         "'every_stage or messages_and or date_in or stop_tokens_of_tokenizer'"
     ),
-    "tasks/rewards.py": "test_preflight.py test_grading.py -k 'inexact or think or weights_and or its_row'",
+    "tasks/rewards.py": (
+        "test_overlap.py test_preflight.py test_grading.py -k "
+        "'first_response or inexact or think or weights_and or its_row'"
+    ),
     "tasks/builtin.py": "test_grading.py -k 'last_box or table_of_graded or earlier_answers'",
     "tasks/grading.py": "test_grading.py -k 'waiting or raises or ends_its_process or endless'",
     "eval.py": "test_eval.py test_poison.py::test_temperature_0_samples_the_most_likely_token",
@@ -160,6 +165,7 @@ MUTANTS = {
         ("uid, g) for", "uid, 0) for"),
         ("return groups + aside[:missing]", "return groups + aside"),
         ("        source.give_back()\n        raise", "        raise"),
+        (", finished=grade)", ")"),
     ],
     "model/decoding.py": [
         ("self.mask = self.mask[rows]", "pass"),
@@ -370,6 +376,10 @@ MUTANTS = {
         (" self.raw:", " False:"),
         ('", seed) for', '", 0) for'),
         ("mask=mask[prompt_of] if padded else None,", "mask=None,"),
+        ("requested[first:]", "requested"),
+        ("grouped([responses[name] for name in prompt_of], seeds)", "grouped(responses.values(), seeds)"),
+        (" and o.request_id in prompt_of]", "]"),
+        ("core.abort_request(requested, internal=True)", "pass"),
     ],
     "rollout.py": [
         ("prompt_ids=prompt, responses=rows, **about", "prompt_ids=prompts[0], responses=rows, **about"),
@@ -387,7 +397,10 @@ MUTANTS = {
         ("        not wrong,", "        True,"),
         ("sorted(names - given)", "sorted(names)"),
         ("not of_the_run.issuperset(names_of(cfg.task))", "False"),
-        ('r.finish_reason == "stop"', "True"),
+        ('response.finish_reason == "stop"', "True"),
+        ("            call.result()", "            pass"),
+        ("graders().stopped.set()", "pass"),
+        ("(problems[i], response) for", "(problems[0], response) for"),
         ("reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)", "pass"),
     ],
     "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
@@ -410,6 +423,7 @@ MUTANTS = {
         ('part.name == "think" and self.opened', 'part.name == "think"'),
         ("total[i] += part.weight * x", "total[i] += x"),
         ("key = (problem.id, text, finish_reason)", "key = (text, finish_reason)"),
+        ("(part.name, key) not in known]", "True]"),
     ],
     "tasks/grading.py": [
         ("code not in OUT_OF_TIME", "True"),
