@@ -103,7 +103,7 @@ def test_numbers_by_hand(tmp_path):
     result = main([f"--rollouts={dump(tmp_path, rows)}", f"--out={tmp_path / 'r.json'}"])
     p, q = (np.exp(np.concatenate([row[side] for row in rows])) for side in (1, 2))
     r, R = q / p, np.exp([(ref - inf).sum() for _, inf, ref in rows])
-    want = {"kl": (r - 1 - np.log(r)).mean(), "k1": -np.log(r).mean(), "ratio_mean": r.mean()}
+    want = {"k3_kl": (r - 1 - np.log(r)).mean(), "k1_kl": -np.log(r).mean(), "ratio_mean": r.mean()}
     want |= {"token_ess": r.sum() ** 2 / len(r) / (r * r).sum(), "seq_ess": R.sum() ** 2 / len(R) / (R * R).sum()}
     want |= {"tokens": len(r), "responses": RESPONSES}
     assert {name: result[name] for name in want} == pytest.approx(want)
@@ -149,7 +149,7 @@ def test_a_dump_of_verl():
     path = ROOT / "tests" / "golden" / "verl.jsonl"
     dump, result = doctor.read(str(path)), main([f"--rollouts={path}"])
     assert (result["responses"], result["tokens"]) == (12, 121)
-    assert (result["k1"], result["kl"]) == pytest.approx((0.0060356152, 0.0013445971), rel=1e-4)
+    assert (result["k1_kl"], result["k3_kl"]) == pytest.approx((0.0060356152, 0.0013445971), rel=1e-4)
     R = np.exp(np.where(dump.on, dump.log_r, 0).sum(1))
     assert (R.min(), R.mean(), R.max()) == pytest.approx((0.7406134605, 0.9500293732, 1.1940013170), rel=1e-5)
     r = np.exp(dump.log_r[dump.on])
