@@ -146,9 +146,8 @@ def suspects_text(o) -> list[str]:
     if not suspects:
         return ["the remainder is rounding, so there is no search for a fault"]
     first = suspects[0]
-    named = f"{first['fault']} {first['where']}".strip()
-    is_named = first["certain"] or first["explained"] > 0.5
-    lines = [f"remainder: {named}" if is_named else "remainder: no known fault explains it"]
+    fault = f"{first['fault']} {first['where']}".strip()
+    lines = [f"remainder: {fault if first['named'] else 'no known fault explains it'}"]
     for row in suspects[:5]:
         lines.append(
             f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}"
