@@ -387,8 +387,9 @@ def of_r(d: Dump) -> tuple[float, float]:
     return float(np.sqrt((log_r**2).mean())), float(np.exp(log_r).mean())
 
 
-def causes(d: Dump) -> list[dict]:
-    """The causes that fit: name, evidence, check; the most specific first."""
+def causes(d: Dump) -> tuple[list[dict], bool]:
+    """(the causes that fit: name, evidence, check, the most specific first; whether the last one
+    makes all numbers meaningless)."""
     rows = []
     for name, rule, check, broken in CAUSES:
         with np.errstate(all="ignore"):
@@ -396,9 +397,10 @@ def causes(d: Dump) -> list[dict]:
         if evidence:
             rows.append({"cause": name, "evidence": evidence, "check": check})
         if evidence and broken:
-            break
+            return rows, True
     check = "python -m probe --model=..."
-    return rows or [{"cause": "unknown", "evidence": "no known pattern fits", "check": check}]
+    unknown = {"cause": "unknown", "evidence": "no known pattern fits", "check": check}
+    return rows or [unknown], False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -406,24 +408,24 @@ def causes(d: Dump) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def diagnose(cfg: DoctorFlags) -> dict:
-    """Print the report, and return it as a dictionary."""
+def main(argv: list[str] | None = None) -> dict:
+    """Print the report, and return it as a dictionary. UserError: a flag is wrong."""
+    cfg = parse_flags(DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ...")
+    check_ranges(cfg)
+    if cfg.out:
+        check_result("out", cfg.out)
     d = read(cfg.rollouts, cfg.columns)
     report = {"rollouts": cfg.rollouts, "responses": len(d.length), "tokens": int(d.length.sum())}
-    report |= {"notes": d.notes, "causes": causes(d)}
-    if report["causes"][0]["cause"] not in {name for name, *_, broken in CAUSES if broken}:
-        report |= measured(d, cfg.log_ratio_clamp)
+    report["notes"] = d.notes
+    report["causes"], broken = causes(d)
+    if not broken:
+        report |= overview(d.inf, d.ref, d.length, cfg.log_ratio_clamp)
+        evidence = (np.where(d.on, d.ref - d.inf, 0.0), d.length, report["kl"])
+        report |= {"floor": [], "verdicts": judged(*evidence, cfg.log_ratio_clamp, [])}
+        report["largest"] = largest(d)
     print(text(report))
     write_result(cfg.out, report)
     return report
-
-
-def measured(d: Dump, clamp: float) -> dict:
-    """The distances, tables and verdicts of the report."""
-    numbers = overview(d.inf, d.ref, d.length, clamp)
-    log_r = np.where(d.on, d.ref - d.inf, 0.0)
-    verdicts = judged(log_r, d.length, numbers["kl"], clamp, [])
-    return numbers | {"largest": largest(d), "floor": [], "verdicts": verdicts}
 
 
 def largest(d: Dump) -> list[dict]:
@@ -432,12 +434,9 @@ def largest(d: Dump) -> list[dict]:
     rows = []
     for at in np.argsort(gap, axis=None)[::-1][:SHOWN]:
         b, t = (int(i) for i in np.unravel_index(at, gap.shape))
-        row = {
-            "response": b,
-            "place": t,
-            "token": None if d.tokens is None else int(d.tokens[b, t]),
-        }
-        rows.append(row | {"p_sampler": math.exp(d.inf[b, t]), "p_trainer": math.exp(d.ref[b, t])})
+        token = None if d.tokens is None else int(d.tokens[b, t])
+        p = {"p_sampler": math.exp(d.inf[b, t]), "p_trainer": math.exp(d.ref[b, t])}
+        rows.append({"response": b, "place": t, "token": token} | p)
     return rows
 
 
@@ -453,20 +452,12 @@ def text(o: dict) -> str:
         lines += [f"   {row['cause']}: {row['evidence']}", f"      check {row['check']}"]
     if "kl" not in o:
         return "\n".join(lines)
-    lines += ["", *distances_text(o), "", *lengths_text(o), "", *prefixes_text(o), ""]
-    lines += ["largest gaps: response, place, token, p of sampler and trainer"]
+    for table in (distances_text, lengths_text, prefixes_text, verdicts_text):
+        lines += ["", *table(o)]
+    lines += ["", "largest gaps: response, place, token, p of sampler and trainer"]
     for row in o["largest"]:
         lines.append(
             f"   {row['response']:6d} {row['place']:6d} {row['token'] if row['token'] is not None else '-':>8} "
             f"{row['p_sampler']:10.4f} {row['p_trainer']:10.4f}"
         )
-    return "\n".join([*lines, "", *verdicts_text(o)])
-
-
-def main(argv: list[str] | None = None) -> dict:
-    """Run the command. UserError: a flag is wrong."""
-    cfg = parse_flags(DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ...")
-    check_ranges(cfg)
-    if cfg.out:
-        check_result("out", cfg.out)
-    return diagnose(cfg)
+    return "\n".join(lines)

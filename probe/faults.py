@@ -154,11 +154,7 @@ def truncated_head(case: Case) -> Iterator[tuple]:
     first = int(case.batch.tokens.max()) + 1
     if case.scorer.recipe.cut == "sets":
         first = max(first, *(int(ids.max()) + 1 for _, ids in case.batch.allowed if len(ids)))
-    tried = {rows // n * n for n in (16, 32, 64, 128, 256)} | {
-        1 << k for k in range(rows.bit_length())
-    }
-    tried |= set(np.linspace(first, rows, 9).astype(int).tolist())
-    for n in sorted(n for n in tried - {case.setup.vocabulary} if first <= n <= rows):
+    for n in np.linspace(first, rows, 9).astype(int).tolist():
         yield f"{n} rows", case.logp(vocabulary=n)
 
 
