@@ -55,11 +55,6 @@ def draw_ladder(ladder: dict, path: Path) -> Path:
     return path
 
 
-def column(rows: list[dict], name: str) -> list[float]:
-    """One column of a table, as a list."""
-    return [row[name] for row in rows]
-
-
 def draw_gaps(ax, report, scored) -> None:
     """Plot the largest and the mean gap of each response by its length, and their means by
     bucket."""
@@ -67,10 +62,11 @@ def draw_gaps(ax, report, scored) -> None:
     spread = scored.length + np.random.default_rng(0).uniform(-0.3, 0.3, len(scored.length))
     gap = np.abs(np.exp(scored.inf) - np.exp(scored.ref))
     gaps = {"max": gap.max(1), "mean": gap.sum(1) / scored.length}
-    length = column(report["by_length"], "mean_length")
+    rows = report["by_length"]
+    length = [row["mean_length"] for row in rows]
     for (name, gap), color in zip(gaps.items(), (ORANGE, BLUE), strict=True):
         ax.scatter(spread, gap.clip(1e-9), 8, color, alpha=0.4, lw=0, label=f"{name} of a response")
-        ax.plot(length, column(report["by_length"], name), "o-", color=color, mec="white")
+        ax.plot(length, [row[name] for row in rows], "o-", color=color, mec="white")
     ax.set(
         yscale="log",
         xlabel="tokens of the response",
@@ -82,10 +78,10 @@ def draw_gaps(ax, report, scored) -> None:
 def draw_weights(ax, report) -> None:
     """Plot ESS, low-weight and clamped share of R for responses cut off earlier."""
     rows = report["by_prefix"]
-    tokens = column(rows, "tokens")
-    ax.plot(tokens, column(rows, "ess"), "o-", color=BLUE, label="ESS of R")
-    ax.plot(tokens, column(rows, "low_weight"), "o-", color=ORANGE, label="share with R < 1/4")
-    ax.plot(tokens, column(rows, "clamped"), "o-", color="crimson", label="share at the clamp")
+    lines = {"ess": "ESS of R", "low_weight": "share with R < 1/4", "clamped": "share at the clamp"}
+    for (name, label), color in zip(lines.items(), (BLUE, ORANGE, "crimson"), strict=True):
+        values = [row[name] for row in rows]
+        ax.plot([row["tokens"] for row in rows], values, "o-", color=color, label=label)
     ax.set(
         xlabel="length of responses if cut off here, tokens",
         ylim=(-0.03, 1.05),
