@@ -105,7 +105,11 @@ def test_numbers_by_hand(tmp_path):
     r, R = q / p, np.exp([(ref - inf).sum() for _, inf, ref in rows])
     want = {"k3_kl": (r - 1 - np.log(r)).mean(), "k1_kl": -np.log(r).mean(), "ratio_mean": r.mean()}
     want |= {"token_ess": r.sum() ** 2 / len(r) / (r * r).sum(), "seq_ess": R.sum() ** 2 / len(R) / (R * R).sum()}
-    want |= {"tokens": len(r), "responses": RESPONSES}
+    gaps = [np.abs(np.exp(inf) - np.exp(ref)) for _, inf, ref in rows]
+    largest = np.array([gap.max() for gap in gaps])
+    want |= {"chi2_token": (r * r).mean() - 1, "chi2_seq": (R * R).mean() - 1, "above_half": (largest > 0.5).mean()}
+    want |= {"mean_mismatch": np.mean([gap.mean() for gap in gaps]), "max_mismatch": largest.mean()}
+    want |= {"tokens": len(r), "responses": RESPONSES, "largest_mismatch": largest.max()}
     assert {name: result[name] for name in want} == pytest.approx(want)
     first = result["largest"][0]
     ids, inf, ref = (x[first["place"]] for x in rows[first["response"]])

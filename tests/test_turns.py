@@ -253,7 +253,7 @@ def test_turns_and_tables_by_hand():
     packed = probe.without_replies(torch.arange(1.0, 8.0).repeat(2, 1), mask)
     assert packed.tolist() == [[1, 2, 4, 7, 0, 0, 0], [1, 3, 4, 5, 0, 0, 0]]
     turn = probe.without_replies(torch.from_numpy(turns.turns_of(mask)), mask).numpy()
-    inf = np.log(packed.numpy() / 8).clip(-9)  # p_inf = 1/8, 2/8, ...; p_ref = 1
+    inf = np.log(packed.numpy().clip(1) / 8)  # p_inf = 1/8, 2/8, ...; p_ref = 1
     rows = gaps.by_turn(inf, 0 * inf, turn, np.array([4, 4]))
     assert [row["tokens"] for row in rows] == [3, 4, 1]
     assert [row["max"] for row in rows] == pytest.approx([7 / 8, (4 + 5) / 16, 1 / 8])
