@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from safetensors.numpy import load, save
 
-from remote.account import is_stream
+from remote.account import is_sampler
 from remote.wire import Number, Seconds, Text, WireError, need, printable
 from rollout import LEAST_LOGP, Response, Rollout
 from sampling import Sampling
@@ -150,7 +150,7 @@ def decode_group(data, limits: Limits) -> Rollout:
 def check_head(head: GroupHead) -> None:
     """Raise WireError unless every name and setting outside the arrays is possible."""
     sampler = head.uid[0]
-    need(is_stream(sampler), f"not a group: {printable(sampler, 100)!r} is not a sampler's name")
+    need(is_sampler(sampler), f"not a group: {printable(sampler, 100)!r} is not a sampler's name")
     for name in ("prompt_id", "model", "precision", "digest"):
         text = getattr(head, name)
         need(text.isprintable(), f"{name_of(head.uid)}: its {name} is {printable(text, 100)!r}")
