@@ -93,10 +93,9 @@ class Intake:
         self.is_open = False
         self.broken = ""
 
-    def open(self, held: set[str]) -> None:
-        """Accept samplers. held: the groups that the checkpoint accounts for."""
-        self.held = set(held)
-        self.got = set(held)
+    def open(self) -> None:
+        """Accept samplers."""
+        self.got = set(self.held)
         self.is_open = True
 
     def broadcast(self, offer, path: Path, change: bytes | None) -> None:
@@ -104,7 +103,8 @@ class Intake:
         there is one."""
 
     def hold(self, names: list[str]) -> None:
-        """Report that a checkpoint accounts for these groups: their samplers may delete them."""
+        """Record that a checkpoint accounts for these groups: their samplers may delete them."""
+        self.held.update(names)
 
     def drain(self) -> list[Arrived]:
         """The groups that have arrived since the last call, in order of arrival."""

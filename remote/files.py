@@ -70,8 +70,8 @@ class FilesHub(Intake):
         self.beat = 0.0  # time of the learner's last sign of life
         self.unwritten: dict[Path, bytes] = {}  # messages that wait for room on the disk
 
-    def open(self, held: set[str]) -> None:
-        super().open(held)
+    def open(self) -> None:
+        super().open()
         for sampler in self._samplers("rollouts"):  # also replaces an earlier session's receipts
             self._write_receipt(sampler)
         self._write(self.folder / "welcome", self.welcome)
@@ -81,7 +81,7 @@ class FilesHub(Intake):
         self._write(self.folder / "models" / "newest", offer)
 
     def hold(self, names: list[str]) -> None:
-        self.held.update(names)
+        super().hold(names)
         for sampler in {split(name)[0] for name in names}:
             self._write_receipt(sampler)
 

@@ -48,7 +48,7 @@ MOST_REWARD = 1e6  # rewards are squared in float32
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that a rank of the learner accepts. A larger group is refused before anything is
+    """The sizes that the learner accepts. A larger group is refused before anything is
     allocated."""
 
     group_size: int
@@ -59,7 +59,7 @@ class Limits:
     max_allowed: int  # tokens of a set of allowed tokens; 0: no sets are recorded
     # layers with experts, experts per token, number of experts; 0: not recorded
     routed: tuple[int, int, int] = (0, 0, 0)
-    room: int = 256 << 20  # most bytes of groups that a rank holds or has asked for
+    room: int = 256 << 20  # most bytes of groups that the learner holds or has asked for
 
     @property
     def nbytes(self) -> int:

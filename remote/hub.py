@@ -35,14 +35,6 @@ UNANSWERED = 30.0
 PULLS = 64  # most groups that are fetched from one sampler at the same time
 
 
-class GroupPull(wire.Pull):
-    """A group that is being received."""
-
-    def __init__(self, of: wire.Manifest):
-        super().__init__(of, io.BytesIO())
-        self.moved = time.monotonic()  # time of the last chunk
-
-
 @dataclass
 class Peer:
     """A sampler's connection."""
@@ -51,7 +43,7 @@ class Peer:
     key: str  # the sampler's public key; empty without encryption
     sampler: str
     incarnation: int
-    pulls: dict[str, GroupPull] = field(default_factory=dict)
+    pulls: dict[str, wire.Pull] = field(default_factory=dict)
 
 
 class Hub(threading.Thread, Intake):
@@ -101,7 +93,8 @@ class Hub(threading.Thread, Intake):
         self.todo.append(partial(self._publish, offer, mapped(path), change))
 
     def hold(self, names: list[str]) -> None:
-        self.todo.append(partial(self._hold, names))
+        super().hold(names)
+        self.todo.append(partial(self._report_held, names))
 
     def drain(self) -> list[Arrived]:
         return [self.arrived.popleft() for _ in range(len(self.arrived))]
@@ -145,8 +138,7 @@ class Hub(threading.Thread, Intake):
         for identity in self.peers:
             self._send(identity, self.newest)
 
-    def _hold(self, names: list[str]) -> None:
-        self.held.update(names)
+    def _report_held(self, names: list[str]) -> None:
         for identity, peer in self.peers.items():
             if ours := [name for name in names if is_of(peer.sampler, name)]:
                 self._send(identity, wire.Receipt(held=ours))
@@ -272,7 +264,7 @@ class Hub(threading.Thread, Intake):
         else:
             is_new = name not in peer.pulls
             if is_new and len(peer.pulls) < PULLS and self.take_room(of.nbytes):
-                peer.pulls[name] = GroupPull(of)
+                peer.pulls[name] = wire.Pull(of, io.BytesIO())
             if name in peer.pulls:
                 self._send(peer.identity, wire.Ask(name, peer.pulls[name].at))
             return
@@ -292,7 +284,6 @@ class Hub(threading.Thread, Intake):
         except wire.WireError:
             self._drop(peer, chunk.name)  # the sampler repeats its offer
             raise
-        pull.moved = time.monotonic()
         if not pull.done:
             self._send(peer.identity, wire.Ask(chunk.name, pull.at))
             return

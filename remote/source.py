@@ -181,8 +181,6 @@ class RemoteSource:
     packed: bool = False  # `publish` needs the engine's low-bit tensors
     error: str = ""
     counts: Counter = field(default_factory=Counter)  # fate -> groups
-    # groups that the last checkpoint accounts for; the hub rejects them
-    taken: set[str] = field(default_factory=set)
     since: list[str] = field(default_factory=list)  # groups decided since the last checkpoint
     saving: list[str] = field(default_factory=list)  # those in the checkpoint being written
     ready: deque[Ready] = field(default_factory=deque)
@@ -200,7 +198,7 @@ class RemoteSource:
     def publish(self, version: int, named_tensors) -> None:
         """Offer new weights to the samplers, every --sync_every updates. Collective."""
         if self.broadcast_at is None:
-            self.hub.open(self.taken)
+            self.hub.open()
         elif version - self.broadcast_at < self.cfg.sync_every:
             return
         self.broadcast_at = version
@@ -278,8 +276,9 @@ class RemoteSource:
                 self.record_fate(item.name, fate)
 
     def _no_group_came(self) -> str:
+        account = ", ".join(f"{n} {fate}" for fate, n in self.counts.items() if n) or "none came"
         return (
-            f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({self.account_text()}): start "
+            f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({account}): start "
             f"samplers (python -m remote --connect=...), read {self.cfg.out}/remote.log, or raise --give_up; "
             "--resume continues from here"
         )
@@ -364,10 +363,6 @@ class RemoteSource:
 
     # -- the account
 
-    def account_text(self) -> str:
-        """The account so far, as a short text."""
-        return ", ".join(f"{n} {fate}" for fate, n in self.counts.items() if n) or "none came"
-
     def metrics(self, summed=None) -> dict[str, float]:
         """The account and the traffic, on the first rank."""
         values = {fate: self.counts[fate] for fate in FATES}
@@ -386,7 +381,7 @@ class RemoteSource:
     def state_dict(self) -> dict:
         self.saving = list(self.since)
         return {
-            "account": sorted(self.taken.union(self.since)),
+            "account": sorted(self.hub.held.union(self.since)),
             "counts": dict(self.counts),
             "published": dict(self.published),
             "reports": [[*key, n] for key, n in self.hub.reports.copy().items()],
@@ -394,14 +389,13 @@ class RemoteSource:
 
     def saved(self) -> None:
         """Tell the samplers that a checkpoint now holds the groups of the last `state_dict`."""
-        self.taken.update(self.saving)
         self.hub.hold(self.saving)
         self.since = self.since[len(self.saving) :]
         self.saving = []
 
     def load_state_dict(self, state: dict) -> None:
         self.counts = Counter(state["counts"])
-        self.taken = set(state["account"])
+        self.hub.held = set(state["account"])
         self.published = dict(state["published"])
         self.hub.reports.update(
             {(sampler, incarnation): n for sampler, incarnation, n in state["reports"]}

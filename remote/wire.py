@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 import zlib
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -84,6 +85,7 @@ class Pull:
         self.sink = sink
         self.at = 0  # bytes received
         self.digest = hashlib.sha256()
+        self.moved = time.monotonic()  # time of the last chunk
 
     @property
     def done(self) -> bool:
@@ -101,6 +103,7 @@ class Pull:
         self.sink.write(chunk.data)
         self.digest.update(chunk.data)
         self.at += len(chunk.data)
+        self.moved = time.monotonic()
         need(
             not self.done or self.digest.hexdigest() == self.of.digest,
             f"{self.of.name}: bytes that differ from its manifest",

@@ -49,7 +49,7 @@ def test_odd_files_stop_no_stream(tmp_path):
     assert s.counts == {"trained": 3, "refused": 2, "corrupt": 7} and s.hub.size == 0
     log = (folder / "remote.log").read_text()
     assert "1-7 is too big for a group" in log and "1-6 is damaged" in log
-    assert victim.exists() and s.taken == {}
+    assert victim.exists() and not s.hub.held
     s.state_dict()
     s.saved()
     assert sorted(p.name for p in (folder / "receipts").iterdir()) == ["a-first", "box"]

@@ -107,7 +107,8 @@ class Opened(contextlib.ExitStack):
     def hub(self, keys="none", held=(), **bounds):
         log = remote.open_log(self.folder)
         h = self.add(hub.Hub("tcp://127.0.0.1:*", keys, WELCOME, limits(group(), **bounds), log))
-        h.open(set(held))
+        h.held.update(held)
+        h.open()
         return h
 
     def log(self):
