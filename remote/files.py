@@ -122,15 +122,10 @@ class FilesHub(Intake):
             self._write(self.folder / "receipts" / sampler, wire.Receipt(got, held))
 
     def _stay_alive(self) -> None:
-        """Touch `welcome` while the learner runs, because an update or an evaluation may take
-        long; write the file again if it is missing."""
-        path = self.folder / "welcome"
+        """Touch `welcome` while the learner runs: an update or an evaluation may take long."""
         while not self.closed.wait(BEAT):
             with contextlib.suppress(OSError):
-                if os.path.lexists(path):
-                    os.utime(path, follow_symlinks=False)
-                else:
-                    write_atomically(path, wire.encode(self.welcome))
+                os.utime(self.folder / "welcome", follow_symlinks=False)
 
     # -- reading
 
