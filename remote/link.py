@@ -246,8 +246,10 @@ class Fetcher:
             path = before.path
         else:
             part = self.store / "weights.part"
-            if not (yield from self._rebuild(offer, part)):
-                with open(part, "wb") as sink:
+            with open(part, "wb") as sink:
+                os.posix_fallocate(sink.fileno(), 0, offer.of.nbytes)  # raises if the disk is full
+                if not (yield from self._rebuild(offer, sink)):
+                    sink.seek(0)
                     yield from self._pull(offer.of, sink)
             path = self.store / f"v{offer.version:06d}.safetensors"
             os.replace(part, path)
@@ -257,18 +259,17 @@ class Fetcher:
         if self.wanted == offer:
             self.wanted = None
 
-    def _rebuild(self, offer: wire.Offer, part: Path):
-        """Rebuild the file from the weights in the store and a chain of deltas. False: there is no
-        such chain, or it does not lead to these weights."""
+    def _rebuild(self, offer: wire.Offer, sink):
+        """Write the weights from those in the store and a chain of deltas. False: there is no such
+        chain, or it does not lead to these weights."""
         deltas = []
         try:
             for of in delta.chain_from(self.digest, offer):
-                sink = io.BytesIO()
-                yield from self._pull(of, sink)
-                deltas.append(sink.getvalue())
+                data = io.BytesIO()
+                yield from self._pull(of, data)
+                deltas.append(data.getvalue())
             if deltas:
-                with open(part, "wb") as sink:
-                    yield from delta.rebuild(self.link.newest.path, deltas, offer.of, sink)
+                yield from delta.rebuild(self.link.newest.path, deltas, offer.of, sink)
         except wire.WireError as e:
             print(
                 f"{self.link.address} sent {wire.printable(e)}; its weights are fetched in full",

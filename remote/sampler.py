@@ -273,9 +273,8 @@ class SamplerSource(LocalSource):
     """A LocalSource for groups that carry this sampler's name and incarnation, and start at a
     random place of the task.
 
-    owner: (name, incarnation) of the sampler. skeleton: the learner's model
-    without its weights; low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit
-    format or None."""
+    owner: (name, incarnation) of the sampler. skeleton: the learner's model without its weights;
+    low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None."""
 
     def __init__(self, *args, skeleton, low_bits: bool, fmt, **more):
         super().__init__(*args, **more)

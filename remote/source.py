@@ -296,8 +296,7 @@ class RemoteSource:
         return {sampler for sampler, _ in self.hub.reports.copy()}
 
     def give_back(self) -> None:
-        """Take back the groups of the last `next`: a different rank got no groups, and all ranks
-        stop."""
+        """Take back the groups of the last `next`, which will not be trained on now."""
         for item in self.batch:
             self.since.remove(item.name)
             self.counts["trained"] -= 1

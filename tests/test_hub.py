@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import os
+import resource
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -328,6 +329,18 @@ def test_unchanged_weights_are_fetched_once(opened, tmp_path):
         assert until(lambda version=version: end.newest is not None and end.newest.version == version)
         assert end.newest == (version, 12.5, store / "v000003.safetensors") and end.newest.path.read_bytes() == BLOB
     assert h.counts["bytes_out"] == len(BLOB) and [p.name for p in store.glob("*.part")] == []
+
+
+def test_weights_wait_for_disk_space(opened, tmp_path, capsys):
+    h, (soft, hard) = opened.hub(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    broadcast(h, tmp_path, 3)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(BLOB) - 500, hard))
+    try:
+        end = opened.link(h, tmp_path / "box")
+        assert until(lambda: "box: File too large; waiting for disk space" in capsys.readouterr().out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert until(lambda: end.newest is not None) and end.newest.path.read_bytes() == BLOB
 
 
 def test_withdrawn_weights_are_replaced_by_newer_weights(opened, tmp_path):
