@@ -302,9 +302,9 @@ class RemoteFlags:
     """Remote samplers (remote/)"""
 
     samplers: str = "local"
-    """local: an engine in this process. tcp://HOST:PORT: samplers on any host, over ZeroMQ; rank r
-    listens on PORT + r, and tcp://*:5555 needs --keys. FOLDER: over a shared folder. Start samplers
-    with python -m remote --connect=..."""
+    """local: an engine in this process. tcp://HOST:PORT: samplers on any host, over ZeroMQ;
+    tcp://*:5555 needs --keys. FOLDER: over a shared folder. Start samplers with
+    python -m remote --connect=..."""
     keys: str = "none"
     """ZeroMQ: the learner's folder of keys (python -m remote.keys); none: on this host only."""
     give_up: float = 3600.0

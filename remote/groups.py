@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from safetensors.numpy import load, save
 
-from remote.account import is_stream
+from remote.account import is_sampler
 from remote.wire import Number, Seconds, Text, WireError, need, printable
 from rollout import LEAST_LOGP, Response, Rollout
 from sampling import Sampling
@@ -48,7 +48,7 @@ MOST_REWARD = 1e6  # rewards are squared in float32
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that a rank of the learner accepts. A larger group is refused before anything is
+    """The sizes that the learner accepts. A larger group is refused before anything is
     allocated."""
 
     group_size: int
@@ -59,7 +59,7 @@ class Limits:
     max_allowed: int  # tokens of a set of allowed tokens; 0: no sets are recorded
     # layers with experts, experts per token, number of experts; 0: not recorded
     routed: tuple[int, int, int] = (0, 0, 0)
-    room: int = 256 << 20  # most bytes of groups that a rank holds or has asked for
+    room: int = 256 << 20  # most bytes of groups that the learner holds or has asked for
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +150,7 @@ def decode_group(data, limits: Limits) -> Rollout:
 def check_head(head: GroupHead) -> None:
     """Raise WireError unless every name and setting outside the arrays is possible."""
     sampler = head.uid[0]
-    need(is_stream(sampler), f"not a group: {printable(sampler, 100)!r} is not a sampler's name")
+    need(is_sampler(sampler), f"not a group: {printable(sampler, 100)!r} is not a sampler's name")
     for name in ("prompt_id", "model", "precision", "digest"):
         text = getattr(head, name)
         need(text.isprintable(), f"{name_of(head.uid)}: its {name} is {printable(text, 100)!r}")

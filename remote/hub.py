@@ -1,37 +1,38 @@
-"""The learner's end over ZeroMQ: one socket for all samplers of a rank. HeteroRL, section 4.2.
+"""The learner's end over ZeroMQ: one socket for all samplers. HeteroRL, section 4.2.
 
-    torchrun train.py --samplers=tcp://*:5555 --keys=keys/learner     # rank r binds port 5555 + r
+    torchrun train.py --samplers=tcp://*:5555 --keys=keys/learner
 
-`Hub` is a thread: samplers come and go, offer groups and pull weights (wire.py lists the messages).
-The training loop only reads its inbox (source.py), so no sampler can block training. A malformed
-message is logged, counted and dropped. link.py is the sampler's end; files.py has the same
-interface over a shared folder."""
+`Hub` is a thread of the first rank: samplers come and go, offer groups and fetch weights (wire.py
+lists the messages). The training loop only reads its inbox (source.py), so no sampler can block
+training. A malformed message is logged, counted and dropped. link.py is the sampler's end; files.py
+has the same interface over a shared folder."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
+import io
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from machinery.flags import UserError
 from remote import wire
-from remote.account import VERSIONS, Arrived, Intake, is_of, is_stream, sampler_of
+from remote.account import Arrived, Intake, is_of, is_sampler
 from remote.delta import Chain
 from remote.groups import Limits
 from remote.keys import refusal_of, secure
-from remote.weights import manifest_of, mapped
+from remote.weights import mapped
 
-SILENT = 60.0  # seconds of silence after which a sampler's room is released
-# seconds without a good leaf after which the room of a requested group is released
+# seconds without a chunk after which the room of a requested group is released
 UNANSWERED = 30.0
 PULLS = 64  # most groups that are fetched from one sampler at the same time
-OFFERS = 256  # most remembered offers of one sampler; a sampler has 64 open, and repeats them
 
 
 @dataclass
@@ -42,35 +43,25 @@ class Peer:
     key: str  # the sampler's public key; empty without encryption
     sampler: str
     incarnation: int
-    heard: float  # time of its last message
-    window: wire.Window = field(default_factory=wire.Window)
-    offers: dict[str, wire.Manifest] = field(default_factory=dict)  # not asked for yet
     pulls: dict[str, wire.Pull] = field(default_factory=dict)
 
 
-@dataclass
-class Offered:
-    """Weights that samplers may fetch."""
-
-    offer: wire.Offer
-    data: mmap.mmap
-    deltas: dict[str, bytes]  # name -> delta of the offer's chain
-
-
 class Hub(threading.Thread, Intake):
-    """The socket, the thread, and the account of one rank. The training loop calls the first part
-    of the methods."""
+    """The socket, the thread, and the account. The training loop calls the first part of the
+    methods."""
 
     def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: Limits, log):
         threading.Thread.__init__(self, daemon=True, name="hub")
-        Intake.__init__(self, limits.room, log)
+        Intake.__init__(self, limits.room)
         self.welcome = welcome
         self.limits = limits
+        self.log = log
         self.arrived: deque[Arrived] = deque()  # the inbox
-        self.todo: deque[Offered | wire.Held] = deque()  # messages from the training loop
+        self.todo: deque[Callable[[], None]] = deque()  # work from the training loop
         self.stopping = False
         self.peers: dict[bytes, Peer] = {}
-        self.weights: dict[str, Offered] = {}  # in order of publication
+        self.newest: wire.Offer | None = None
+        self.objects: dict[str, bytes] = {}  # the weights and deltas that samplers may fetch
         self.chain = Chain()
         self.context = zmq.Context()
         self.authenticator = None
@@ -98,24 +89,14 @@ class Hub(threading.Thread, Intake):
 
     # -- called by the training loop
 
-    def broadcast(
-        self, version: int, path: Path, published: float, change: bytes | None = None
-    ) -> None:
-        """Offer these weights to all samplers. change: the delta from the previous weights, if
-        there is one."""
-        of, data = manifest_of(path), mapped(path)
-        self.chain.add(of, change)
-        offer = wire.Offer(of, version, published, [step for step, _ in self.chain.steps])
-        self.todo.append(
-            Offered(offer, data, {step.of.name: delta for step, delta in self.chain.steps})
-        )
+    def broadcast(self, offer: wire.Offer, path: Path, change: bytes | None) -> None:
+        self.todo.append(partial(self._publish, offer, mapped(path), change))
 
-    def held(self, names: list[str]) -> None:
-        """Report that a checkpoint accounts for these groups: their samplers may delete them."""
-        self.todo.append(wire.Held(names))
+    def hold(self, names: list[str]) -> None:
+        super().hold(names)
+        self.todo.append(partial(self._report_held, names))
 
     def drain(self) -> list[Arrived]:
-        """The groups that have arrived since the last call, in order of arrival."""
         return [self.arrived.popleft() for _ in range(len(self.arrived))]
 
     def close(self) -> None:
@@ -135,36 +116,32 @@ class Hub(threading.Thread, Intake):
         try:
             while not self.stopping:
                 self.socket.poll(10)
-                self._send_todo()
+                while self.todo:
+                    self.todo.popleft()()
                 self._receive()
-                self._give_up_silent(time.monotonic())
-                self._ask(time.monotonic())
+                self._give_up_unanswered(time.monotonic())
         except Exception as e:
             self.broken = repr(e)
             raise
         finally:
             self.socket.close(linger=0)  # closed by the thread that uses it
 
-    def _send_todo(self) -> None:
-        while self.todo:
-            match self.todo.popleft():
-                case wire.Held() as held:
-                    self._send_held(held.names)
-                case Offered() as published:
-                    self.weights[published.offer.of.name] = published
-                    for old in list(self.weights)[:-VERSIONS]:
-                        del self.weights[old]
-                    for identity in self.peers:
-                        self._send(identity, published.offer)
+    def _publish(self, offer: wire.Offer, data, change: bytes | None) -> None:
+        """Offer new weights, and keep the previous weights for samplers that still fetch them."""
+        self.chain.add(offer.of, change)
+        deltas = [step for step, _ in self.chain.steps]
+        self.newest = msgspec.structs.replace(offer, deltas=deltas)
+        weights = [name for name in self.objects if name.endswith(".safetensors")]
+        kept = {name: self.objects[name] for name in weights[-1:]}
+        served = {step.of.name: delta for step, delta in self.chain.steps}
+        self.objects = kept | served | {offer.of.name: data}
+        for identity in self.peers:
+            self._send(identity, self.newest)
 
-    def _send_held(self, names: list[str]) -> None:
-        by_sampler: dict[str, list[str]] = {}
-        for name in names:
-            self.held_names.add(name)
-            by_sampler.setdefault(sampler_of(name), []).append(name)
+    def _report_held(self, names: list[str]) -> None:
         for identity, peer in self.peers.items():
-            if peer.sampler in by_sampler:
-                self._send(identity, wire.Held(by_sampler[peer.sampler]))
+            if ours := [name for name in names if is_of(peer.sampler, name)]:
+                self._send(identity, wire.Receipt(held=ours))
 
     def _receive(self) -> None:
         """Handle at most a thousand messages that have arrived."""
@@ -183,82 +160,44 @@ class Hub(threading.Thread, Intake):
                 self.counts["faults"] += 1
                 self.log.error("a fault in a message, which is dropped: %r", e)
 
-    def _give_up_silent(self, now: float) -> None:
-        """Release the room of silent samplers, and of requested groups without progress."""
-        for identity, peer in list(self.peers.items()):
-            if now - peer.heard > SILENT:
-                self.log.info(
-                    "sampler %s sends nothing: the requested groups are given up", peer.sampler
-                )
-                self._drop_all(self.peers.pop(identity))
-                continue
+    def _give_up_unanswered(self, now: float) -> None:
+        """Release the room of requested groups without progress."""
+        for peer in self.peers.values():
             for name, pull in list(peer.pulls.items()):
-                if pull.moved is not None and now - pull.moved > UNANSWERED:
-                    self.log.info(
-                        "sampler %s does not send the groups it offered: %s is given up",
-                        peer.sampler,
-                        name,
-                    )
+                if now - pull.moved > UNANSWERED:
+                    self.log.info("sampler %s does not send %s", peer.sampler, name)
                     self._drop(peer, name)
 
-    def _ask(self, now: float) -> None:
-        """Ask for offered groups while there is room."""
-        for peer in self.peers.values():
-            for name, pull in peer.pulls.items():
-                self._ask_for(peer, name, pull, now)
-            while peer.offers and len(peer.pulls) < PULLS and not peer.window.is_full:
-                name, of = next(iter(peer.offers.items()))
-                if not self.take_room(of.nbytes):
-                    break
-                del peer.offers[name]
-                peer.pulls[name] = wire.Pull(of, memoryview(bytearray(of.nbytes)), peer.window)
-                self._ask_for(peer, name, peer.pulls[name], now)
-
-    def _ask_for(self, peer: Peer, name: str, pull: wire.Pull, now: float) -> None:
-        while (leaves := pull.ask(now)) is not None:
-            self._send(peer.identity, wire.Ask(name, *leaves))
-
-    def _send(self, identity: bytes, message: wire.Message, payload=None) -> None:
-        frames = [identity, wire.encode(message)]
-        if payload is not None:
-            frames.append(payload)
+    def _send(self, identity: bytes, message: wire.Message) -> None:
         with contextlib.suppress(zmq.ZMQError):  # a peer that is gone will say hello again
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
+            self.socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
 
     # -- one method for each message
 
     def _handle(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         """Handle a message. WireError: it is not a message, or not allowed now."""
-        wire.need(1 <= len(frames) <= 2, f"a message of {len(frames)} parts")
+        wire.need(len(frames) == 1, f"a message of {len(frames)} parts")
         message = wire.decode(frames[0].buffer)
         try:
             key = frames[0].get("User-Id")
         except zmq.ZMQError:  # without encryption
             key = ""
+        peer = self.peers.get(identity)
         if isinstance(message, wire.Hello):
             self._on_hello(identity, key, message)
-            return
-        peer = self.peers.get(identity)
-        if peer is None or peer.key != key:  # it must introduce itself
-            self._send(identity, wire.Gone(""))
-            return
-        peer.heard = time.monotonic()
-        match message:
-            case wire.Offer():
-                self._on_offer(peer, message.of)
-            case wire.Leaves() if len(frames) == 2:
-                self._on_leaves(peer, message, frames[1].buffer)
-            case wire.Ask():
-                self._on_ask(peer, message)
-            case wire.Gone() if message.name in peer.pulls:
-                self._drop(peer, message.name)
+        elif peer is not None and peer.key == key:  # others must introduce themselves
+            match message:
+                case wire.Offer():
+                    self._on_offer(peer, message.of)
+                case wire.Chunk():
+                    self._on_chunk(peer, message)
+                case wire.Ask():
+                    self._on_ask(peer, message)
 
     def _on_hello(self, identity: bytes, key: str, hello: wire.Hello) -> None:
         refusal = self._refusal(hello, key)
         if refusal:
-            self.log.warning(
-                "sampler %s is refused: %s", wire.printable(hello.sampler, 100), refusal
-            )
+            self.log.warning("sampler %s is refused: %s", hello.sampler, refusal)
             self._send(identity, wire.Refuse(refusal))
             return
         peer = self.peers.get(identity)
@@ -268,18 +207,18 @@ class Hub(threading.Thread, Intake):
         )
         if not same or hello.session != self.welcome.session:
             peer = self._let_in(identity, key, hello)
-        elif hello.newest != next(reversed(self.weights), ""):
-            self._send_newest(identity)
-        peer.heard = time.monotonic()
-        self.report((hello.sampler, hello.incarnation), hello.handed)
+        self.report(hello.sampler, hello.incarnation, hello.handed)
         for name in hello.lost:
             if is_of(peer.sampler, name):
                 self._on_lost(peer, name)
-        self._send(identity, wire.Got([]))  # the answer shows that the learner is alive
+        if self.newest is not None and hello.newest != self.newest.version:
+            self._send(identity, self.newest)
+        held = [name for name in hello.lost if name in self.held]
+        self._send(identity, wire.Receipt(held=held))  # also shows that the learner is alive
 
     def _refusal(self, hello: wire.Hello, key: str) -> str:
         """Why this sampler is rejected; empty if it is accepted."""
-        if not is_stream(hello.sampler):
+        if not is_sampler(hello.sampler):
             name = wire.printable(hello.sampler, 100)
             return f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _"
         if key and (refusal := refusal_of(hello.sampler, self.known[key])):
@@ -290,32 +229,20 @@ class Hub(threading.Thread, Intake):
         return ""
 
     def _let_in(self, identity: bytes, key: str, hello: wire.Hello) -> Peer:
+        """Replace what this connection and this sampler had before."""
         self.log.info("sampler %s, incarnation %d, connected", hello.sampler, hello.incarnation)
-        peer = Peer(identity, key, hello.sampler, hello.incarnation, heard=time.monotonic())
-        if identity in self.peers and self.peers[identity].sampler != hello.sampler:  # a new name
-            self._drop_all(self.peers.pop(identity))
-        # Pulls of an older connection or process of the same sampler continue here from their last
-        # good leaf.
-        for old in [other for other in self.peers.values() if other.sampler == hello.sampler]:
-            peer.pulls |= self.peers.pop(old.identity).pulls
-        for pull in peer.pulls.values():
-            pull.forget_asked()
-            pull.window = peer.window
-        self.peers[identity] = peer
+        for old in list(self.peers.values()):
+            if old.identity == identity or old.sampler == hello.sampler:
+                for name in list(old.pulls):
+                    self._drop(old, name)
+                del self.peers[old.identity]
+        self.peers[identity] = Peer(identity, key, hello.sampler, hello.incarnation)
         self._send(identity, self.welcome)
-        self._send_newest(identity)
-        return peer
-
-    def _send_newest(self, identity: bytes) -> None:
-        if self.weights:
-            self._send(identity, next(reversed(self.weights.values())).offer)
+        return self.peers[identity]
 
     def _on_lost(self, peer: Peer, name: str) -> None:
         """Record that the sampler cannot send this group any more."""
-        if self.held_names.has(name):
-            self._send(peer.identity, wire.Held([name]))
-        elif not self.got.has(name):
-            peer.offers.pop(name, None)
+        if name not in self.got:
             if name in peer.pulls:
                 self._drop(peer, name)
             self._enter(Arrived(name, time.time(), fate="lost"))
@@ -326,64 +253,51 @@ class Hub(threading.Thread, Intake):
         self.arrived.append(arrived)
 
     def _on_offer(self, peer: Peer, of: wire.Manifest) -> None:
-        wire.need(
-            is_of(peer.sampler, of.name),
-            f"{wire.printable(of.name, 100)} is not a group of sampler {peer.sampler}",
-        )
-        if self.got.has(of.name):
+        """Ask for an offered group if there is room; if not, the sampler repeats its offer."""
+        name = of.name
+        wire.need(is_of(peer.sampler, name), f"{name} is not a group of sampler {peer.sampler}")
+        if name in self.got:
             self.counts["duplicate"] += 1
-            answer = wire.Held if self.held_names.has(of.name) else wire.Got
-            self._send(peer.identity, answer([of.name]))
+        elif of.nbytes > self.limits.nbytes:
+            self.log.warning("offer refused: %s has %d bytes", name, of.nbytes)
+            self._enter(Arrived(name, time.time(), fate="refused"))
+        else:
+            is_new = name not in peer.pulls
+            if is_new and len(peer.pulls) < PULLS and self.take_room(of.nbytes):
+                peer.pulls[name] = wire.Pull(of, io.BytesIO())
+            if name in peer.pulls:
+                self._send(peer.identity, wire.Ask(name, peer.pulls[name].at))
             return
-        try:
-            of.check(self.limits.nbytes)
-        except wire.WireError as e:
-            self.log.warning("offer refused: %s", e)
-            self._enter(Arrived(of.name, time.time(), fate="refused"))
-            self._send(peer.identity, wire.Got([of.name]))
-            return
-        if of.name not in peer.pulls and len(peer.offers) < OFFERS:
-            peer.offers[of.name] = of
+        self._send_receipt(peer, name)
 
-    def _on_leaves(self, peer: Peer, message: wire.Leaves, data) -> None:
-        pull = peer.pulls.get(message.name)
+    def _send_receipt(self, peer: Peer, name: str) -> None:
+        held = [name] if name in self.held else []
+        self._send(peer.identity, wire.Receipt([name], held))
+
+    def _on_chunk(self, peer: Peer, chunk: wire.Chunk) -> None:
+        pull = peer.pulls.get(chunk.name)
         if pull is None:
             return
-        corrupt_before = pull.corrupt
-        pull.put(message.first, data, peer.heard)
-        self.counts["bad_leaves"] += pull.corrupt - corrupt_before
-        if pull.done:
-            del peer.pulls[message.name]
-            self.counts["received"] += 1
-            self.counts["bytes_in"] += pull.of.nbytes
-            self._enter(Arrived(message.name, time.time(), data=bytes(pull.sink)))
-            self._send(peer.identity, wire.Got([message.name]))
+        try:
+            if not pull.put(chunk):
+                return
+        except wire.WireError:
+            self._drop(peer, chunk.name)  # the sampler repeats its offer
+            raise
+        if not pull.done:
+            self._send(peer.identity, wire.Ask(chunk.name, pull.at))
+            return
+        del peer.pulls[chunk.name]
+        self.counts["received"] += 1
+        self.counts["bytes_in"] += pull.of.nbytes
+        self._enter(Arrived(chunk.name, time.time(), data=pull.sink.getvalue()))
+        self._send_receipt(peer, chunk.name)
 
     def _drop(self, peer: Peer, name: str) -> None:
         """Stop fetching a group that was asked for."""
-        pull = peer.pulls.pop(name)
-        pull.forget_asked()
-        self.free(pull.of.nbytes)
-
-    def _drop_all(self, peer: Peer) -> None:
-        for name in list(peer.pulls):
-            self._drop(peer, name)
+        self.free(peer.pulls.pop(name).of.nbytes)
 
     def _on_ask(self, peer: Peer, ask: wire.Ask) -> None:
-        data = self._object(ask.name)
-        if data is None:
-            self._send(peer.identity, wire.Gone(ask.name))
-            return
-        part = wire.leaves(data, ask.first, ask.count)
-        self.counts["bytes_out"] += len(part)
-        self._send(peer.identity, wire.Leaves(ask.name, ask.first), part)
-
-    def _object(self, name: str) -> mmap.mmap | bytes | None:
-        """The weights or the delta with this name that samplers may fetch; None if there are
-        none."""
-        for published in self.weights.values():
-            if published.offer.of.name == name:
-                return published.data
-            if name in published.deltas:
-                return published.deltas[name]
-        return None
+        chunk = wire.chunk_of(self.objects.get(ask.name, b""), ask)
+        self.counts["bytes_out"] += len(chunk.data)
+        self._send(peer.identity, chunk)

@@ -115,9 +115,8 @@ def secure(context, socket, keys: str) -> tuple[ThreadAuthenticator, dict[str, s
     return authenticator, known
 
 
-def refusal_of(stream: str, owner: str) -> str:
+def refusal_of(sampler: str, owner: str) -> str:
     """Why a sampler with the keys of the folder `owner` may not use this name; empty if it may."""
-    sampler = stream.partition(".")[0]
     if sampler == owner or sampler.startswith(f"{owner}-"):
         return ""
     return f"--name={sampler}: these keys belong to {owner}; use this name, or {owner}-NAME"

@@ -1,15 +1,17 @@
-"""The sampler's end over ZeroMQ: offers the groups in its spool, answers asks, fetches the newest
+"""The sampler's end over ZeroMQ: offers the groups in its spool, sends them, fetches the newest
 weights. HeteroRL, section 4.2.
 
-`Link` is a thread with one `Line`, a ZeroMQ DEALER socket, for each rank of the learner. The
-sampling loop (sampler.py) reads `newest` and `error`, and never waits for the thread. A malformed
-message is dropped. hub.py is the learner's end; wire.py lists the messages."""
+`Link` is a thread with one ZeroMQ DEALER socket. The sampling loop (sampler.py) reads `welcome`,
+`newest` and `error`, and never waits for the thread. A malformed message is dropped. hub.py is the
+learner's end; wire.py lists the messages; files_link.py is the sampler's end over a shared
+folder."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import math
 import os
-import queue
 import threading
 import time
 from pathlib import Path
@@ -18,116 +20,102 @@ import zmq
 
 from machinery.flags import UserError
 from remote import delta, wire
-from remote.account import Spool, is_of, retain_weights
+from remote.account import Spool, retain_weights
 from remote.keys import SamplerKeys
 
 BEAT = 2.0  # seconds between two hellos
-# bytes of groups that are read and hashed before the thread looks for asks again
-OFFERED_AT_ONCE = 4 << 20
-OFFERS = 64  # most groups that are offered and not yet fetched
+OFFERS = 16  # most groups that are offered and not yet fetched; their bytes are in memory
 PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that does not answer
 
 
-class Link(threading.Thread):
-    """One line to each rank of the learner; the newest weights come from the first rank.
+class Connection(threading.Thread):
+    """The part that does not depend on the transport.
 
-    flags: sampler.SamplerFlags. store: the folder for weights. keys: None for an unencrypted
-    connection."""
+    flags: sampler.SamplerFlags. address: of the learner. welcome: the last one, None before the
+    first. newest: None until the first weights are complete. error: the reason why the thread has
+    ended."""
 
-    def __init__(
-        self,
-        addresses: list[str],
-        streams: list[str],
-        flags,
-        spool: Spool,
-        store: Path,
-        keys: SamplerKeys | None,
-    ):
+    def __init__(self, address: str, flags, spool: Spool):
         super().__init__(daemon=True, name="link")
+        self.address = address
         self.flags = flags
         self.spool = spool
-        self.store = store
-        self.keys = keys
-        self.welcome: queue.Queue[wire.Welcome] = queue.Queue(maxsize=16)
-        self.newest: wire.ReceivedWeights | None = None  # None until the first weights are complete
-        self.newest_name = ""  # name of the weights in the last offer
+        self.welcome: wire.Welcome | None = None
+        self.newest: wire.ReceivedWeights | None = None
+        self.got: set[str] = set()  # groups that the learner has received completely
         self.error = ""
         self.stopping = False
-        self.context = zmq.Context()
-        try:
-            self.lines = {
-                stream: Line(self, a, stream) for a, stream in zip(addresses, streams, strict=True)
-            }
-        except Exception:
-            self.context.destroy(linger=0)  # otherwise the process would wait for open sockets
-            raise
-        first = self.lines[streams[0]]
-        first.fetcher = Fetcher(self, first)
-        self.start()
+        self.heard = self.printed = time.monotonic()  # time of the learner's last message
+        self.beat = -math.inf  # time of the last hello
 
-    def behind(self, stream: str) -> int:
+    @property
+    def behind(self) -> int:
         """The number of groups that the learner has not fetched. Fetched groups do not count: the
         learner holds them only after a checkpoint, and it needs more groups to reach one."""
-        return len(self.spool.waiting[stream]) - len(self.lines[stream].got)
+        return len(self.spool.waiting) - len(self.got)
 
     def close(self) -> None:
         self.stopping = True
         self.join(timeout=5)
 
-    def run(self) -> None:
-        try:
-            poller = zmq.Poller()
-            for line in self.lines.values():
-                poller.register(line.socket, zmq.POLLIN)
-            while not self.stopping and not self.error:
-                poller.poll(10)
-                for line in self.lines.values():
-                    self._turn(line)
-        except Exception as e:
-            self.error = f"the link failed: {e!r}"
-            raise
-        finally:
-            self.context.destroy(linger=200)
+    def hello(self) -> wire.Hello:
+        """The sampler's sign of life."""
+        return wire.Hello(
+            self.spool.sampler,
+            self.spool.incarnation,
+            self.welcome.session if self.welcome else "",
+            self.spool.handed,
+            self.spool.lost[:100],
+            self.newest.version if self.newest else -1,
+        )
 
-    def _turn(self, line: Line) -> None:
-        try:
-            line.turn(time.monotonic())
-        except OSError as e:  # no room for the new weights: the fetch is repeated
-            print(f"{self.store}: {e.strerror or e}; waiting for disk space", flush=True)
-            time.sleep(1.0)
-        if line.silence > self.flags.give_up:
+    def on_welcome(self, message: wire.Welcome) -> None:
+        """Begin a session: what was fetched in an earlier one may be lost."""
+        self.got.clear()
+        self.welcome = message
+
+    def on_receipt(self, receipt: wire.Receipt) -> None:
+        self.spool.forget(receipt.held)
+        with self.spool.lock:
+            self.got = self.got.union(receipt.got).intersection(self.spool.waiting)
+
+    def check_silence(self, now: float) -> None:
+        """Print a line about a learner that does not answer; set `error` after --give_up
+        seconds."""
+        silence = now - self.heard
+        if silence > self.flags.give_up:
             self.error = (
-                f"no answer from {line.address} for {self.flags.give_up:.0f} s: check that the learner runs, that "
+                f"no answer from {self.address} for {self.flags.give_up:.0f} s: check that the learner runs, that "
                 "this is its address, that its revision is the same, and that it knows these keys (--keys). Groups "
                 "that were handed over stay in the spool"
             )
+        elif now - max(self.heard, self.printed) > PRINT_EVERY:
+            self.printed = now
+            print(
+                f"no answer from {self.address} for {silence:.0f} s, trying again "
+                f"(at most {self.flags.give_up:.0f} s, --give_up)",
+                flush=True,
+            )
 
 
-class Line:
-    """A connection to one rank of the learner."""
+class Link(Connection):
+    """store: the folder for weights. keys: None for an unencrypted connection."""
 
-    def __init__(self, link: Link, address: str, stream: str):
-        self.link = link
-        self.address = address
-        self.stream = stream
-        self.fetcher: Fetcher | None = None  # only on the line that brings weights
-        self.session = ""  # the learner's session, after its welcome
-        self.offered: dict[str, float] = {}  # name -> time of the offer
-        self.got: set[str] = set()  # groups that the learner has received completely
-        self.sent: tuple[str, bytes] = ("", b"")  # name and bytes of the last group asked for
-        self.heard = time.monotonic()  # time of the learner's last message
-        self.printed = self.heard
-        self.beat = 0.0  # time of the last hello
-        self.socket = self.connect()
+    def __init__(self, address: str, flags, spool: Spool, store: Path, keys: SamplerKeys | None):
+        super().__init__(address, flags, spool)
+        self.offered: dict[str, tuple[bytes, float]] = {}  # name -> (data, time of the last word)
+        self.fetcher = Fetcher(self, store)
+        self.context = zmq.Context()
+        try:
+            self.socket = self._connect(keys)
+        except Exception:
+            self.context.destroy(linger=0)  # otherwise the process would wait for open sockets
+            raise
+        self.start()
 
-    @property
-    def silence(self) -> float:
-        """Seconds since the learner's last message."""
-        return time.monotonic() - self.heard
-
-    def connect(self) -> zmq.Socket:
+    def _connect(self, keys: SamplerKeys | None) -> zmq.Socket:
         """The socket, which connects again by itself."""
-        socket, keys = self.link.context.socket(zmq.DEALER), self.link.keys
+        socket = self.context.socket(zmq.DEALER)
         if keys is not None:
             socket.curve_publickey = keys.public
             socket.curve_secretkey = keys.secret
@@ -142,235 +130,163 @@ class Line:
             ) from None
         return socket
 
-    def send(self, message: wire.Message, payload=None) -> None:
-        frames = [wire.encode(message)]
-        if payload is not None:
-            frames.append(payload)
+    def send(self, message: wire.Message) -> None:
         with contextlib.suppress(zmq.Again):  # lost messages are repeated later
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=payload is None)
+            self.socket.send_multipart([wire.encode(message)], zmq.NOBLOCK)
 
-    # -- the work of a turn
+    def run(self) -> None:
+        try:
+            while not self.stopping and not self.error:
+                self.socket.poll(10)
+                try:
+                    self._turn(time.monotonic())
+                except OSError as e:  # no room for the new weights: the fetch is repeated
+                    print(
+                        f"{self.fetcher.store}: {e.strerror or e}; waiting for disk space",
+                        flush=True,
+                    )
+                    time.sleep(1.0)
+        except Exception as e:
+            self.error = f"the link failed: {e!r}"
+            raise
+        finally:
+            self.context.destroy(linger=200)
 
-    def turn(self, now: float) -> None:
+    def _turn(self, now: float) -> None:
         """Receive and send what is due. OSError: no room for the weights."""
-        self.receive()
-        if now - self.beat > min(BEAT, self.link.flags.patience / 2):
+        self._receive()
+        if now - self.beat > min(BEAT, self.flags.patience / 2):
             self.beat = now
-            self.send_hello()
-        self.print_silence(now)
-        if self.session:
-            self.offer(now)
-            if self.fetcher is not None:
-                self.fetcher.turn()
+            self.send(self.hello())
+        self.check_silence(now)
+        if self.welcome is not None:
+            self._offer(now)
+            self.fetcher.turn()
 
-    def receive(self) -> None:
+    def _receive(self) -> None:
         """Handle at most a thousand messages that have arrived."""
         for _ in range(1000):
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
             with contextlib.suppress(wire.WireError):  # damaged on the way: it is asked for again
-                self.handle(wire.decode(frames[0].buffer), frames)
+                self._handle(wire.decode(frame))
 
-    def send_hello(self) -> None:
-        spool = self.link.spool
-        handed, lost = spool.handed[self.stream], spool.lost[self.stream][:OFFERS]
-        newest = self.link.newest_name
-        self.send(wire.Hello(self.stream, spool.incarnation, self.session, handed, lost, newest))
-
-    def print_silence(self, now: float) -> None:
-        if now - max(self.heard, self.printed) > PRINT_EVERY:
-            self.printed = now
-            print(
-                f"no answer from {self.address} for {self.silence:.0f} s, trying again "
-                f"(at most {self.link.flags.give_up:.0f} s, --give_up)",
-                flush=True,
-            )
-
-    def offer(self, now: float) -> None:
-        """Offer the oldest waiting groups, and repeat offers that were not answered."""
-        for name, when in list(self.offered.items()):
-            if now - when > 3 * self.link.flags.patience:
-                del self.offered[name]
-        if len(self.offered) >= OFFERS:
-            return
-        spool = self.link.spool
-        with spool.lock:
-            waiting = [
-                n for n in spool.waiting[self.stream] if n not in self.got and n not in self.offered
-            ]
-        read = 0
+    def _offer(self, now: float) -> None:
+        """Offer the oldest waiting groups, and repeat offers without an answer."""
+        for name, (data, when) in self.offered.items():
+            if now - when > self.flags.patience:
+                self._offer_group(name, data, now)
+        known = self.got.union(self.offered)
+        with self.spool.lock:
+            waiting = [name for name in self.spool.waiting if name not in known]
         for name in waiting[: OFFERS - len(self.offered)]:
-            data = spool.read(name)
+            data = self.spool.read(name)
             if data is not None:
-                self.offered[name] = now
-                self.send(wire.Offer(wire.manifest(name, data)))
-                read += len(data)
-            if read >= OFFERED_AT_ONCE:  # asks may be waiting
-                break
+                self._offer_group(name, data, now)
+
+    def _offer_group(self, name: str, data: bytes, now: float) -> None:
+        self.offered[name] = data, now
+        self.send(wire.Offer(wire.manifest(name, data)))
 
     # -- one method for each message
 
-    def handle(self, message: wire.Message, frames: list[zmq.Frame]) -> None:
+    def _handle(self, message: wire.Message) -> None:
         self.heard = time.monotonic()
         match message:
-            case wire.Welcome() if not self.link.welcome.full():  # otherwise the hello is repeated
+            case wire.Welcome():
                 self.on_welcome(message)
+                self.offered.clear()
             case wire.Refuse():
-                self.link.error = wire.printable(message.why, 2000)
-            case wire.Got():
-                self.on_got(message)
-            case wire.Held():
-                self.on_held(message)
-            case wire.Ask():
-                self.on_ask(message)
-            case wire.Offer() if self.fetcher is not None:
-                self.fetcher.on_offer(message)
-            case wire.Leaves() if self.fetcher is not None and len(frames) == 2:
-                self.fetcher.on_leaves(message, frames[1].buffer, self.heard)
-            case wire.Gone(name=""):
-                self.session, self.beat = "", 0.0  # the learner does not know this connection
-            case wire.Gone() if self.fetcher is not None:
-                self.fetcher.on_gone(message.name)
-
-    def on_welcome(self, message: wire.Welcome) -> None:
-        """Begin a session: offers, fetched groups and asks of an earlier one have ended."""
-        self.session = message.session
-        self.offered.clear()
-        self.got.clear()
-        if self.fetcher is not None and self.fetcher.pull is not None:
-            self.fetcher.pull.forget_asked()
-        self.link.welcome.put(message)
-
-    def on_got(self, message: wire.Got) -> None:
-        with self.link.spool.lock:
-            waiting = set(self.link.spool.waiting[self.stream])
-        for name in waiting.intersection(message.names):
-            self.offered.pop(name, None)
-            self.got.add(name)
-
-    def on_held(self, message: wire.Held) -> None:
-        for name in message.names:
-            self.offered.pop(name, None)
-            self.got.discard(name)
-        spool = self.link.spool
-        with spool.lock:
-            known = {*spool.waiting[self.stream], *spool.lost[self.stream]}
-        spool.forget(known.intersection(message.names))
-
-    def on_ask(self, ask: wire.Ask) -> None:
-        if self.sent[0] != ask.name:
-            data = self.link.spool.read(ask.name) if is_of(self.stream, ask.name) else None
-            if data is None:
-                self.send(wire.Gone(ask.name))
-                return
-            self.sent = (ask.name, data)
-        self.offered[ask.name] = time.monotonic()
-        self.send(wire.Leaves(ask.name, ask.first), wire.leaves(self.sent[1], ask.first, ask.count))
+                self.error = wire.printable(message.why, 2000)
+            case wire.Receipt():
+                self.on_receipt(message)
+                for name in (*message.got, *message.held):
+                    self.offered.pop(name, None)
+            case wire.Ask() if message.name in self.offered:
+                data, _ = self.offered[message.name]
+                self.offered[message.name] = data, self.heard
+                self.send(wire.chunk_of(data, message))
+            case wire.Offer() if message.version >= 0 and message.of.nbytes <= wire.MOST_WEIGHTS:
+                self.fetcher.wanted = message
+            case wire.Chunk():
+                self.fetcher.chunk = message
 
 
 class Fetcher:
-    """Fetches the newest weights over a line into the store, one complete set after the other."""
+    """Fetches the newest weights over a link into the store, one complete set after the other."""
 
-    def __init__(self, link: Link, line: Line):
+    def __init__(self, link: Link, store: Path):
         self.link = link
-        self.line = line
-        self.window = wire.Window(link.flags.patience)
+        self.store = store
         self.wanted: wire.Offer | None = None  # the last offer, until its weights are complete
-        self.fetching: wire.Offer | None = None  # the offer that `work` fetches
         self.work = None  # the running generator `fetch`
-        self.pull: wire.Pull | None = None  # the running pull of a delta or of the whole weights
-        self.root = ""  # root of the weights in the store
+        self.chunk: wire.Chunk | None = None  # the last answer
+        self.digest = ""  # of the weights in the store
 
     def turn(self) -> None:
         """Continue the fetch for a moment. OSError: no room in the store; the fetch starts over."""
-        if self.work is None and self.wanted is not None:
-            self.fetching = self.wanted
-            self.work = self.fetch(self.wanted)
         if self.work is None:
-            return
+            if self.wanted is None:
+                return
+            self.work = self._fetch(self.wanted)
+        work, self.work = self.work, None
         try:
-            next(self.work)
-        except StopIteration:
-            self.stop()
-        except OSError:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        if self.pull is not None:
-            self.pull.forget_asked()
-        if self.work is not None:
-            self.work.close()
-        self.work = self.pull = None
-
-    def on_offer(self, offer: wire.Offer) -> None:
-        wire.need(offer.version >= 0, "an offer of weights without a version")
-        offer.of.check(wire.MOST_WEIGHTS)
-        self.wanted = offer
-        self.link.newest_name = offer.of.name
-
-    def on_leaves(self, message: wire.Leaves, data, now: float) -> None:
-        if self.pull is not None and self.pull.of.name == message.name:
-            try:
-                self.pull.put(message.first, data, now)
-            except OSError:
-                self.stop()
-                raise
-
-    def on_gone(self, name: str) -> None:
-        """Stop the fetch: newer weights are published. If their offer was lost, the next hello
-        gets it."""
-        if self.pull is not None and self.pull.of.name == name:
-            self.stop()
-            if self.wanted is self.fetching:
-                self.wanted = None
-
-    def fetch(self, offer: wire.Offer):
-        """Bring these weights into the store. A generator that yields while it waits and after each
-        block."""
-        store, before = self.link.store, self.link.newest
-        if offer.of.root == self.root:  # same weights, new version
-            path = before.path
-        else:
-            part = store / "weights.part"
-            if not (yield from self.fetch_deltas(offer, part)):
-                with contextlib.closing(wire.FileSink(part, offer.of.nbytes)) as sink:
-                    yield from self.wait_for(wire.Pull(offer.of, sink, self.window))
-            path = store / f"v{offer.version:06d}.safetensors"
-            os.replace(part, path)
-            self.root = offer.of.root
-            retain_weights(path, [before.path] if before else [])
-        self.link.newest = wire.ReceivedWeights(offer.version, offer.published, path)
-        if self.wanted is offer:
+            if next(work, "complete") is None:
+                self.work = work
+        except wire.WireError:  # withdrawn: the next hello gets the newest offer
             self.wanted = None
 
-    def fetch_deltas(self, offer: wire.Offer, part: Path):
-        """Rebuild the file from the weights in the store and a chain of deltas. False: there is no
-        such chain, or it does not lead to these weights."""
+    def _fetch(self, offer: wire.Offer):
+        """Bring these weights into the store. A generator that yields while it waits and after each
+        block."""
+        before = self.link.newest
+        if offer.of.digest == self.digest:  # same weights, new version
+            path = before.path
+        else:
+            part = self.store / "weights.part"
+            with open(part, "wb") as sink:
+                os.posix_fallocate(sink.fileno(), 0, offer.of.nbytes)  # raises if the disk is full
+                if not (yield from self._rebuild(offer, sink)):
+                    sink.seek(0)
+                    yield from self._pull(offer.of, sink)
+            path = self.store / f"v{offer.version:06d}.safetensors"
+            os.replace(part, path)
+            self.digest = offer.of.digest
+            retain_weights(path, [before.path] if before else [])
+        self.link.newest = wire.ReceivedWeights(offer.version, offer.published, path)
+        if self.wanted == offer:
+            self.wanted = None
+
+    def _rebuild(self, offer: wire.Offer, sink):
+        """Write the weights from those in the store and a chain of deltas. False: there is no such
+        chain, or it does not lead to these weights."""
         deltas = []
         try:
-            for of in delta.chain_from(self.root, offer):
-                pull = wire.Pull(of, memoryview(bytearray(of.nbytes)), self.window)
-                yield from self.wait_for(pull)
-                deltas.append(pull.sink)
+            for of in delta.chain_from(self.digest, offer):
+                data = io.BytesIO()
+                yield from self._pull(of, data)
+                deltas.append(data.getvalue())
             if deltas:
-                with contextlib.closing(wire.FileSink(part, offer.of.nbytes)) as sink:
-                    yield from delta.rebuild(self.link.newest.path, deltas, offer.of, sink)
+                yield from delta.rebuild(self.link.newest.path, deltas, offer.of, sink)
         except wire.WireError as e:
             print(
-                f"{self.line.address} sent {wire.printable(e)}; its weights are fetched in full",
+                f"{self.link.address} sent {wire.printable(e)}; its weights are fetched in full",
                 flush=True,
             )
             return False
         return bool(deltas)
 
-    def wait_for(self, pull: wire.Pull):
-        """Ask for leaves until the object is complete."""
-        self.pull = pull
+    def _pull(self, of: wire.Manifest, sink):
+        """Ask for the chunks of an object until it is complete."""
+        pull, at, asked = wire.Pull(of, sink), -1, -math.inf
         while not pull.done:
-            while (leaves := pull.ask(time.monotonic())) is not None:
-                self.line.send(wire.Ask(pull.of.name, *leaves))
+            now = time.monotonic()
+            if pull.at != at or now - asked > self.link.flags.patience:
+                at, asked = pull.at, now
+                self.link.send(wire.Ask(of.name, at))
             yield
-        self.pull = None
+            chunk, self.chunk = self.chunk, None
+            if chunk is not None and chunk.name == of.name:
+                pull.put(chunk)

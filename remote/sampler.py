@@ -41,10 +41,10 @@ from machinery.settings import check_engine
 from model.engines import make_engine
 from remote import wire
 from remote.account import Spool, is_sampler
-from remote.files_link import FilesLink, wait_for_ranks
+from remote.files_link import FilesLink
 from remote.groups import encode_group, name_of
 from remote.keys import SamplerKeys, sampler_keys
-from remote.link import Link
+from remote.link import Connection, Link
 from rollout import Rollout, request_seed
 from source import LocalSource
 from sync import WeightCheck
@@ -59,8 +59,7 @@ class SamplerFlags(EngineFlags):
     """A sampler for a learner on another machine"""
 
     connect: str = ""
-    """Address of the learner, tcp://HOST:PORT (with several ranks one for each, separated by
-    commas), or a shared folder."""
+    """Address of the learner, tcp://HOST:PORT, or a shared folder."""
     keys: str = "none"
     """This machine's folder of keys (python -m remote.keys makes them); none: no encryption, for
     addresses of this host only."""
@@ -77,8 +76,8 @@ class SamplerFlags(EngineFlags):
     """Folder of groups handed over but not yet held by the learner; default out/samplers/NAME. The
     folder stays after the process ends."""
     spool_groups: int = 4096
-    """Stop sampling for a rank of the learner when it has this number of groups to fetch. Fetched
-    groups stay on disk until a checkpoint holds them."""
+    """Stop sampling while the learner has this number of groups to fetch. Fetched groups stay on
+    disk until a checkpoint holds them."""
     task: str = ""
     """This host's copy of the learner's task file, if the task is a file."""
 
@@ -103,57 +102,58 @@ def sample(flags: SamplerFlags) -> None:
 
 @dataclass
 class RemoteSampler:
-    """The loop: load the newest weights, sample for the rank with the fewest groups, hand over.
+    """The loop: load the newest weights, sample, hand over.
 
-    spool: of this sampler's streams, one for each rank of the learner. folder: used by this sampler
-    only."""
+    folder: used by this sampler only."""
 
     flags: SamplerFlags
-    link: Link | FilesLink
+    link: Connection
     spool: Spool
     folder: Path
     welcome: wire.Welcome | None = None
     source: SamplerSource | None = None  # opened at the first welcome
     loaded: wire.ReceivedWeights | None = None
+    sampled: int = 0  # groups
     printed: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self):
-        self.sampled = dict.fromkeys(self.spool.waiting, 0)  # stream -> groups
 
     def run(self) -> None:
         """Run the loop until the link has an error; raise it as UserError."""
         while not self.link.error:
-            self.read_welcomes()
+            self.read_welcome()
             if self.loaded is not None and time.monotonic() - self.printed > PRINT_EVERY:
                 self.print_progress()
-            hungry = [s for s in self.sampled if self.link.behind(s) < self.flags.spool_groups]
             is_ready = self.source is not None and self.link.newest is not None
             # The loop waits only for the first weights, and for a learner that does not keep up.
-            if not is_ready or not hungry or not self.load_newest(self.link.newest):
+            keeps_up = self.link.behind < self.flags.spool_groups
+            if not is_ready or not keeps_up or not self.load_newest(self.link.newest):
                 time.sleep(0.02)
                 continue
-            # the ranks in turn
-            self.sample_for(min(hungry, key=self.sampled.get), self.flags.groups)
+            groups = self.source.sample(range(self.sampled, self.sampled + self.flags.groups))
+            self.sampled += self.flags.groups
+            for group in groups:
+                self.hand_over(group)
         raise UserError(self.link.error)
 
-    def read_welcomes(self) -> None:
+    def read_welcome(self) -> None:
         """Open the source at the first welcome. Raise UserError if the learner has restarted with a
         different run."""
-        while not self.link.welcome.empty():
-            welcome = self.link.welcome.get()
-            if self.source is None:
-                self.welcome = welcome
-                self.source = open_source(welcome, self.flags, self.folder)
+        welcome = self.link.welcome
+        if welcome is not None and self.source is None:
+            self.welcome = welcome
+            self.source = open_source(welcome, self.flags, self.folder)
+            self.source.owner = (self.spool.sampler, self.spool.incarnation)
+        elif welcome is not self.welcome:
             need(
                 msgspec.structs.replace(welcome, session=self.welcome.session) == self.welcome,
                 "the learner restarted as a different run: restart this sampler",
             )
+            self.welcome = welcome
 
     def print_progress(self) -> None:
         self.printed = time.monotonic()
-        groups, waiting = sum(self.sampled.values()), sum(map(self.link.behind, self.sampled))
         print(
-            f"{groups} groups, version {self.loaded.version}, {waiting} to be fetched", flush=True
+            f"{self.sampled} groups, version {self.loaded.version}, {self.link.behind} to be fetched",
+            flush=True,
         )
 
     def load_newest(self, newest: wire.ReceivedWeights) -> bool:
@@ -167,21 +167,12 @@ class RemoteSampler:
             self.loaded = newest
         return True
 
-    def sample_for(self, stream: str, n: int) -> None:
-        """Sample n groups for one rank and hand them over."""
-        self.source.owner = (stream, self.spool.incarnation)
-        first = self.sampled[stream]
-        groups = self.source.sample(range(first, first + n))
-        self.sampled[stream] += n
-        for group in groups:
-            self.hand_over(stream, group)
-
-    def hand_over(self, stream: str, group: Rollout) -> None:
+    def hand_over(self, group: Rollout) -> None:
         """Hand over a group. If the disk is full, the sampler waits and loses nothing."""
         data = encode_group(group)
         while not self.link.error:
             try:
-                self.spool.hand_over(stream, name_of(group.uid), data)
+                self.spool.hand_over(name_of(group.uid), data)
                 return
             except OSError as e:
                 print(f"{self.spool.folder}: {e.strerror}; waiting for disk space", flush=True)
@@ -211,28 +202,20 @@ def connect(flags: SamplerFlags, incarnation: int) -> RemoteSampler:
         not file or Path(file).is_file(),
         f"--task={flags.task}: no such file; copy the learner's file here and name it with --task",
     )
-    if "://" in flags.connect:
-        addresses = flags.connect.split(",")
-        keys = checked_keys(flags, addresses)
-        streams = streams_of(name, len(addresses))
-        folder = sampler_folder(flags, name)
-        spool = Spool(folder / "spool", streams, incarnation)
-        link = Link(addresses, streams, flags, spool, folder, keys)
-        return RemoteSampler(flags, link, spool, folder)
-    shared = Path(flags.connect)
+    over_zmq = "://" in flags.connect
+    keys = checked_keys(flags) if over_zmq else None
     need(
-        shared.is_dir(),
+        over_zmq or Path(flags.connect).is_dir(),
         f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor an existing folder",
     )
     folder = sampler_folder(flags, name)
-    streams = streams_of(name, wait_for_ranks(shared, flags))
-    spool = Spool(shared / "rollouts", streams, incarnation)  # groups here are handed over
-    return RemoteSampler(flags, FilesLink(str(shared), streams, flags, spool), spool, folder)
-
-
-def streams_of(name: str, ranks: int) -> list[str]:
-    """The names of the streams, one for each rank; with one rank, the sampler's name."""
-    return [name] if ranks == 1 else [f"{name}.{rank}" for rank in range(ranks)]
+    if over_zmq:
+        spool = Spool(folder / "spool" / name, name, incarnation)
+        link = Link(flags.connect, flags, spool, folder, keys)
+    else:  # groups in the shared folder are handed over
+        spool = Spool(Path(flags.connect) / "rollouts" / name, name, incarnation)
+        link = FilesLink(flags.connect, flags, spool)
+    return RemoteSampler(flags, link, spool, folder)
 
 
 LOCKS = []  # open until the process ends
@@ -266,18 +249,18 @@ def sampler_name(flags: SamplerFlags) -> str:
     return name
 
 
-def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | None:
-    """The keys for the addresses of a learner's ranks. Raise UserError for an invalid address, or
-    if keys are needed and missing."""
-    for address in addresses:
-        wire.check_address("connect", address, 1)
+def checked_keys(flags: SamplerFlags) -> SamplerKeys | None:
+    """The sampler's keys. Raise UserError for an invalid address, or if keys are needed and
+    missing."""
+    address = flags.connect
+    wire.check_address("connect", address, 1)
     keys = None if flags.keys == "none" else sampler_keys(flags.keys)
-    on_this_host = all(a.startswith(("tcp://127.0.0.1:", "tcp://localhost:")) for a in addresses)
-    if keys is None and not on_this_host:
-        raise UserError(
-            f"--connect={flags.connect}: a connection over a network needs keys (--keys; `python -m remote.keys OUT "
-            "--samplers=N` makes them)"
-        )
+    on_this_host = address.startswith(("tcp://127.0.0.1:", "tcp://localhost:"))
+    need(
+        keys or on_this_host,
+        f"--connect={address}: a connection over a network needs keys (--keys; `python -m remote.keys OUT "
+        "--samplers=N` makes them)",
+    )
     return keys
 
 
@@ -287,12 +270,11 @@ def checked_keys(flags: SamplerFlags, addresses: list[str]) -> SamplerKeys | Non
 
 
 class SamplerSource(LocalSource):
-    """A LocalSource for groups that carry this sampler's stream and incarnation, and start at a
+    """A LocalSource for groups that carry this sampler's name and incarnation, and start at a
     random place of the task.
 
-    owner: (stream, incarnation) of the groups to be sampled next. skeleton: the learner's model
-    without its weights; low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit
-    format or None."""
+    owner: (name, incarnation) of the sampler. skeleton: the learner's model without its weights;
+    low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None."""
 
     def __init__(self, *args, skeleton, low_bits: bool, fmt, **more):
         super().__init__(*args, **more)

@@ -1,7 +1,8 @@
 """Groups from samplers on other machines, for the training loop. HeteroRL, section 4.2.
 
 `RemoteSource` has the interface of a LocalSource (source.py): it publishes weights, returns groups
-in order of arrival, and keeps the account. hub.py or files.py brings the groups.
+in order of arrival, and keeps the account. hub.py or files.py brings the groups to the first rank,
+which deals them to all ranks.
 No group is trained on twice. A sampler keeps each group (account.py) until the learner says
 `held`, which it says only of groups that a checkpoint accounts for. A learner that restarts from
 this checkpoint is offered all other groups again. Every group has one fate:
@@ -24,22 +25,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-import sys
 import time
 from collections import Counter, deque
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch.distributed as dist
+
 from config import Config, PrecisionFlags, PromptFlags, RemoteFlags, TaskFlags
-from machinery.flags import UserError, need
 from model import routing_of
 from remote import wire
-from remote.account import Account, Arrived, split
+from remote.account import Arrived, Intake, split
 from remote.files import FilesHub
 from remote.groups import Limits, decode_group, name_of
 from remote.hub import Hub
-from remote.weights import Store, change_of
+from remote.weights import Store, mapped
 from rollout import Rollout
 from sampling import Sampling
 from source import has_spread
@@ -47,7 +47,7 @@ from tasks.data import digest_of
 from tasks.prompts import contents
 
 FATES = ("trained", "staleness", "window", "no_spread", "orphan", "refused", "corrupt", "lost")
-TRAFFIC = ("received", "duplicate", "bad_leaves", "malformed", "faults")
+TRAFFIC = ("received", "duplicate", "malformed", "faults")
 PRINT_EVERY = 60.0  # seconds between two lines on the screen while the learner waits
 
 # The flags of train.py that a sampler needs: task and prompt flags, and those below.
@@ -71,7 +71,7 @@ def open_remote_source(
     UserError: the address is in use, or the keys are missing."""
     welcome = wire.Welcome(
         session=secrets.token_hex(8),
-        run=describe_run(cfg, run, model, topk, max_allowed, comm.size),
+        run=describe_run(cfg, run, model, topk, max_allowed),
         setup=wire.pack_setup(getattr(run, model)),
     )
     limits = Limits(
@@ -83,19 +83,17 @@ def open_remote_source(
         max_allowed=max_allowed,
         routed=routing_of(getattr(run, model)) if cfg.router_replay else (0, 0, 0),
     )
-    log = open_log(cfg.out, comm.rank)
-    if "://" not in cfg.samplers:
-        hub = FilesHub(cfg.samplers, welcome, limits, log, comm.rank, comm.size)
-        folder = Path(cfg.samplers) / "models"
+    log = open_log(cfg.out)
+    over_zmq = "://" in cfg.samplers
+    if over_zmq:
+        wire.check_address("samplers", cfg.samplers, 0)
+    if comm.rank > 0:
+        hub = Intake(limits.room)
+    elif over_zmq:
+        hub = Hub(cfg.samplers, cfg.keys, welcome, limits, log)
     else:
-        folder = Path(cfg.out) / "versions"
-        address = address_of_rank(cfg.samplers, comm.rank, comm.size)
-        try:
-            hub = Hub(address, cfg.keys, welcome, limits, log)
-        except UserError as e:
-            if comm.rank > 0:  # the first rank may have found its port free
-                print(f"error: rank {comm.rank}: {e}", file=sys.stderr, flush=True)
-            raise
+        hub = FilesHub(cfg.samplers, welcome, limits, log)
+    folder = Path(cfg.out) / "versions" if over_zmq else Path(cfg.samplers) / "models"
     packed = travels_packed(cfg)
     store = Store(folder, comm, sends_deltas(cfg))
     return RemoteSource(hub, cfg, limits, Sampling.of(cfg), store, comm, log, run.task, packed)
@@ -112,9 +110,7 @@ def sends_deltas(cfg: Config) -> bool:
     return "://" in cfg.samplers and (travels_packed(cfg) or cfg.rollout_dtype != "float32")
 
 
-def describe_run(
-    cfg: Config, run, model: str, topk: int, max_allowed: int, ranks: int
-) -> wire.Description:
+def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int) -> wire.Description:
     """Everything that a sampler must know of a run, except the model's files."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
     return wire.Description(
@@ -123,30 +119,12 @@ def describe_run(
         topk=topk,
         max_allowed=max_allowed,
         context=run.context,
-        world=ranks,
         task_digest=digest_of(cfg.task),
         sampling=Sampling.of(cfg),
         probe=run.probe_ids().tolist(),
         packed=travels_packed(cfg),
         stop_ids=run.stop_ids,
     )
-
-
-def address_of_rank(bind: str, rank: int, ranks: int) -> str:
-    """The address of a rank: its number is added to the port of --samplers. A port that is not a
-    number is not changed.
-
-    UserError, the same on all ranks: some rank has no address."""
-    wire.check_address("samplers", bind, 0)
-    port = bind.rpartition(":")[2]
-    if not port.isdigit() or not int(port):
-        return bind
-    last = int(port) + ranks - 1
-    need(
-        last <= 65535,
-        f"--samplers={bind}: rank {ranks - 1} would listen on port {last}; name a lower port",
-    )
-    return f"{bind.removesuffix(port)}{int(port) + rank}"
 
 
 class PrintableFormatter(logging.Formatter):
@@ -156,16 +134,12 @@ class PrintableFormatter(logging.Formatter):
         return wire.printable(super().format(record), 500)
 
 
-def log_path(out: str | Path, rank: int) -> Path:
-    return Path(out) / ("remote.log" if rank == 0 else f"remote{rank}.log")
-
-
-def open_log(out: str | Path, rank: int) -> logging.Logger:
+def open_log(out: str | Path) -> logging.Logger:
     """The log of samplers that were accepted and rejected."""
-    log = logging.getLogger(f"remote.{out}.{rank}")
+    log = logging.getLogger(f"remote.{out}")
     if not log.handlers:
         # the first line makes the file, so a refused run has no log
-        handler = logging.FileHandler(log_path(out, rank), delay=True)
+        handler = logging.FileHandler(Path(out) / "remote.log", delay=True)
         handler.setFormatter(PrintableFormatter("%(asctime)s %(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
@@ -193,10 +167,10 @@ class RemoteSource:
     """The interface of a LocalSource over a hub: groups in order of arrival, within the bounds of
     staleness and age.
 
-    store: folder of the published weights, for all ranks on one disk (weights.py). task: must
-    contain each group's problem; None: not checked."""
+    store: folder of the published weights (weights.py). task: must contain each group's problem;
+    None: not checked."""
 
-    hub: Hub | FilesHub
+    hub: Intake
     cfg: RemoteFlags
     limits: Limits
     sampling: Sampling
@@ -207,8 +181,6 @@ class RemoteSource:
     packed: bool = False  # `publish` needs the engine's low-bit tensors
     error: str = ""
     counts: Counter = field(default_factory=Counter)  # fate -> groups
-    # groups that the last checkpoint accounts for; the hub rejects them
-    taken: Account = field(default_factory=Account)
     since: list[str] = field(default_factory=list)  # groups decided since the last checkpoint
     saving: list[str] = field(default_factory=list)  # those in the checkpoint being written
     ready: deque[Ready] = field(default_factory=deque)
@@ -226,31 +198,46 @@ class RemoteSource:
     def publish(self, version: int, named_tensors) -> None:
         """Offer new weights to the samplers, every --sync_every updates. Collective."""
         if self.broadcast_at is None:
-            self.hub.open(deepcopy(self.taken))
+            self.hub.open()
         elif version - self.broadcast_at < self.cfg.sync_every:
             return
-        path, self.published[version] = self.store.publish(version, named_tensors)
         self.broadcast_at = version
-        self.hub.broadcast(version, path, self.published[version], change_of(path))
+        path, change = self.store.publish(version, named_tensors)
+        if self.comm.rank == 0:
+            self.published[version] = path.stat().st_mtime
+            of = wire.manifest(path.name, mapped(path))
+            self.hub.broadcast(wire.Offer(of, version, self.published[version]), path, change)
 
     # -- groups
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
-        """The next n groups. Waits for them, and prints a line once a minute.
+        """The next n groups for each rank. Waits for them, and prints a line once a minute.
+        Collective.
 
-        An empty list if `stop` fills, or, with `error` set, after --give_up seconds without any
-        group."""
+        An empty list if `stop` fills on the first rank, or, with `error` set, after --give_up
+        seconds without any group."""
         self.batch = []
-        start = time.monotonic()
-        batch = self._collect(n_groups, learner_version, stop)
-        self.waited += time.monotonic() - start
-        if len(batch) < n_groups:
-            self.ready.extendleft(reversed(batch))
-            return []
-        for item in batch:
+        if self.comm.rank == 0:
+            start = time.monotonic()
+            n = n_groups * self.comm.size
+            batch = self._collect(n, learner_version, stop)
+            self.waited += time.monotonic() - start
+            if len(batch) == n:
+                self.batch = batch
+            else:
+                self.ready.extendleft(reversed(batch))
+        for item in self.batch:
             self.record_fate(item.name, "trained")
-        self.batch = batch
-        return [item.group for item in batch]
+        return self._deal([item.group for item in self.batch], n_groups)
+
+    def _deal(self, groups: list[Rollout], n: int) -> list[Rollout]:
+        """This rank's n groups of the first rank's groups. Collective."""
+        if self.comm.size == 1:
+            return groups
+        parts = [groups[rank * n : (rank + 1) * n] for rank in range(self.comm.size)]
+        mine: list = [None]
+        dist.scatter_object_list(mine, parts if self.comm.rank == 0 else None)
+        return mine[0]
 
     def _collect(self, n_groups: int, learner_version: int, stop) -> list[Ready]:
         """Up to n groups to train on: fewer if `stop` fills or `error` is set first."""
@@ -289,10 +276,11 @@ class RemoteSource:
                 self.record_fate(item.name, fate)
 
     def _no_group_came(self) -> str:
+        account = ", ".join(f"{n} {fate}" for fate, n in self.counts.items() if n) or "none came"
         return (
-            f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({self.account_text()}): start "
-            f"samplers (python -m remote --connect=...), read {log_path(self.cfg.out, self.comm.rank)}, or raise "
-            "--give_up; --resume continues from here"
+            f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({account}): start "
+            f"samplers (python -m remote --connect=...), read {self.cfg.out}/remote.log, or raise --give_up; "
+            "--resume continues from here"
         )
 
     def _print_waiting(self, n: int, n_groups: int) -> None:
@@ -308,8 +296,7 @@ class RemoteSource:
         return {sampler for sampler, _ in self.hub.reports.copy()}
 
     def give_back(self) -> None:
-        """Take back the groups of the last `next`: a different rank got no groups, and all ranks
-        stop."""
+        """Take back the groups of the last `next`, which will not be trained on now."""
         for item in self.batch:
             self.since.remove(item.name)
             self.counts["trained"] -= 1
@@ -370,39 +357,30 @@ class RemoteSource:
         """Record a group's fate; the next checkpoint stores it."""
         self.counts[fate] += 1
         self.since.append(name)
-        key, n = split(name)  # a killed sampler may not have reported this group
-        self.hub.report(key, n + 1)
+        sampler, incarnation, n = split(name)  # a killed sampler may not have reported this group
+        self.hub.report(sampler, incarnation, n + 1)
 
     # -- the account
 
-    def account_text(self) -> str:
-        """The account so far, as a short text."""
-        return ", ".join(f"{n} {fate}" for fate, n in self.counts.items() if n) or "none came"
-
     def metrics(self, summed=None) -> dict[str, float]:
-        """The account and the traffic, summed over ranks. Collective."""
-        local = {fate: self.counts[fate] for fate in FATES}
-        local |= {kind: self.hub.counts[kind] for kind in TRAFFIC}
-        local |= {
+        """The account and the traffic, on the first rank."""
+        values = {fate: self.counts[fate] for fate in FATES}
+        values |= {kind: self.hub.counts[kind] for kind in TRAFFIC}
+        values |= {
             "handed": sum(self.hub.reports.copy().values()),
             "waiting": len(self.ready),
-            "wait_s": self.waited / self.comm.size,
+            "wait_s": self.waited,
             "MiB_in": self.hub.counts["bytes_in"] / 2**20,
             "MiB_out": self.hub.counts["bytes_out"] / 2**20,
+            "samplers": len(self._samplers()),
         }
         self.waited = 0.0
-        total = self.comm.sum(list(local.values()))
-        out = {f"remote/{name}": value for name, value in zip(local, total, strict=True)}
-        out["remote/samplers"] = self.comm.max([len(self._samplers())])[0]
-        return out
+        return {f"remote/{name}": float(value) for name, value in values.items()}
 
     def state_dict(self) -> dict:
-        account = deepcopy(self.taken)
-        for name in self.since:
-            account.add(name)
         self.saving = list(self.since)
         return {
-            "account": account.state(),
+            "account": sorted(self.hub.held.union(self.since)),
             "counts": dict(self.counts),
             "published": dict(self.published),
             "reports": [[*key, n] for key, n in self.hub.reports.copy().items()],
@@ -410,15 +388,13 @@ class RemoteSource:
 
     def saved(self) -> None:
         """Tell the samplers that a checkpoint now holds the groups of the last `state_dict`."""
-        for name in self.saving:
-            self.taken.add(name)
-        self.hub.held(self.saving)
+        self.hub.hold(self.saving)
         self.since = self.since[len(self.saving) :]
         self.saving = []
 
     def load_state_dict(self, state: dict) -> None:
         self.counts = Counter(state["counts"])
-        self.taken = Account.of(state["account"])
+        self.hub.held = set(state["account"])
         self.published = dict(state["published"])
         self.hub.reports.update(
             {(sampler, incarnation): n for sampler, incarnation, n in state["reports"]}

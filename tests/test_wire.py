@@ -1,12 +1,11 @@
 """The wire without sockets: manifests, pulls with losses and damage, invalid groups, the account."""
 
+import io
 import json
 import random
-import resource
 import zlib
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 from conftest import make_groups
@@ -14,122 +13,65 @@ from safetensors.numpy import load, save
 
 from machinery.flags import UserError
 from remote import account, groups, wire
-from remote.source import address_of_rank
-from remote.wire import LEAF
+from remote.wire import CHUNK
 from sampling import Sampling
 
 rng = np.random.default_rng(0)
-BLOB = rng.integers(0, 256, 5 * LEAF + 12345, dtype=np.uint8).tobytes()
+BLOB = rng.integers(0, 256, 2 * CHUNK + 12345, dtype=np.uint8).tobytes()
 RUN = wire.Description(
     config=dict(rollout_quant="none", quant_group=32, seed=3, group_size=4, task="arith", max_tokens=16),
-    model="policy", topk=4, max_allowed=0, context=64, world=1, task_digest="", sampling=Sampling(seed=3),
+    model="policy", topk=4, max_allowed=0, context=64, task_digest="", sampling=Sampling(seed=3),
     probe=[[1, 2], [3, 4]], packed=False, stop_ids=[1, 7],
 )  # fmt: skip
 
 
-def transfer(pull, data, link, limit=10_000):
+def transfer(pull, data, link):
     """Simulate both ends of a transfer; `link` may drop, damage, double or delay answers. Return the number of asks."""
-    asks, now = 0, 0.0
-    flying = []
-    while not pull.done and asks < limit:
-        now += 0.05
-        while (span := pull.ask(now)) is not None:
-            asks += 1
-            flying += link(span[0], bytes(wire.leaves(data, *span)))
-        if flying:
-            pull.put(*flying.pop(0), now)
-        else:
-            now += 1.0
+    asks = 0
+    while not pull.done:
+        asks += 1
+        for chunk in link(wire.chunk_of(data, wire.Ask("x", pull.at))):
+            pull.put(chunk)
     return asks
 
 
-def clean(first, data):
-    return [(first, data)]
+def test_lost_doubled_and_shuffled_answers_give_the_same_bytes():
+    r, before = random.Random(1), []
 
+    def bad_link(chunk):
+        before.append(chunk)
+        return r.choice([[], [chunk, chunk], [r.choice(before), chunk], [before[0], before[0]]])
 
-def test_lost_damaged_doubled_and_shuffled_answers_give_the_same_bytes():
-    r = random.Random(1)
-
-    def bad_link(first, data):
-        i = r.randrange(len(data))
-        kinds = {
-            "lost": [],
-            "damaged": [(first, data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])],
-            "cut short": [(first, data[:-1])],
-            "under a wrong number first": [(first + 1, data), (first, data)],
-            "twice": [(first, data), (first, data)],
-        }
-        return kinds[r.choice(list(kinds))]
-
-    corrupt = 0
     for _ in range(5):
-        pull = wire.Pull(wire.manifest("x", BLOB), sink := bytearray(len(BLOB)), wire.Window(patience=3.0))
+        pull = wire.Pull(wire.manifest("x", BLOB), sink := io.BytesIO())
         transfer(pull, BLOB, bad_link)
-        assert pull.done and bytes(sink) == BLOB
-        corrupt += pull.corrupt
-    assert corrupt > 0
-    pull = wire.Pull(wire.manifest("x", BLOB), sink := bytearray(len(BLOB)), wire.Window())
-    assert transfer(pull, BLOB, clean) == 2 and bytes(sink) == BLOB and pull.corrupt == 0
+        assert sink.getvalue() == BLOB
+    pull = wire.Pull(wire.manifest("x", BLOB), sink := io.BytesIO())
+    assert transfer(pull, BLOB, lambda chunk: [chunk]) == 3 and sink.getvalue() == BLOB
 
 
-def test_a_full_disk_loses_no_leaf(tmp_path):
-    """A leaf that could not be written is still missing, and is asked for again."""
-    sink, (soft, hard) = wire.FileSink(tmp_path / "part", len(BLOB)), resource.getrlimit(resource.RLIMIT_FSIZE)
-    pull = wire.Pull(wire.manifest("a", BLOB), sink, wire.Window())
-    first, count = pull.ask(0.0)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * LEAF - 500, hard))
-    try:
-        with pytest.raises(OSError, match="part: 1048076 of 1048576 bytes written; is the disk full"):
-            pull.put(first, wire.leaves(BLOB, first, count), 0.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    transfer(pull, BLOB, clean)
-    assert (tmp_path / "part").read_bytes() == BLOB
-    sink.close()
-
-
-def test_asks_are_bounded_and_repeated(monkeypatch):
-    """A peer without good leaves is dropped (hub.UNANSWERED); a new connection starts the timer again."""
-    monkeypatch.setattr(wire, "IN_FLIGHT", 6 * LEAF)
-    blob = BLOB + BLOB
-    pull = wire.Pull(wire.manifest("x", blob), bytearray(len(blob)), wire.Window(patience=5.0))
-    assert [pull.ask(0.0) for _ in range(3)] == [(0, 4), (4, 4), None] and pull.moved == 0.0
-    pull.put(4, wire.leaves(blob, 4, 4), 1.0)
-    assert pull.moved == 1.0 and pull.ask(1.0) == (8, 3)
-    assert pull.ask(6.0) is None and pull.ask(6.1) == (0, 4)  # no answer for 5 s: everything is asked for again
-    pull.put(0, b"no good", 7.0)
-    assert pull.moved == 1.0 and [pull.ask(8.0) for _ in range(3)] == [(0, 4), (8, 3), None]
-    pull.forget_asked()
-    assert pull.moved is None and [pull.ask(9.0) for _ in range(3)] == [(0, 4), (8, 3), None] and pull.moved == 9.0
-
-
-def test_sizes_are_checked_before_allocation():
+def test_objects_that_differ_from_their_manifest_are_refused():
     of = wire.manifest("x", BLOB)
-    assert of.root == wire.manifest("y", BLOB).root != wire.manifest("x", BLOB[:-1] + b"?").root
-    of.check(len(BLOB))
-    for changes, most in (
-        (dict(), len(BLOB) - 1),
-        (dict(nbytes=1 << 60), 1 << 61),
-        (dict(nbytes=0), 10),
-        (dict(leaves=of.leaves[1:]), 1 << 40),
-        (dict(leaves=[b"short"] * len(of.leaves)), 1 << 40),
+    assert of.digest == wire.manifest("y", BLOB).digest != wire.manifest("x", BLOB[:-1] + b"?").digest
+    for data, sentence in (
+        (BLOB[:-1] + b"?", "bytes that differ from its manifest"),
+        (BLOB + b"x", "too many bytes"),
+        (b"", "no longer there"),
+        (BLOB[:CHUNK], "no longer there"),
     ):
-        with pytest.raises(wire.WireError):
-            msgspec.structs.replace(of, **changes).check(most)
-    for first, count in ((-1, 1), (6, 1), (0, 0), (0, 5)):
-        with pytest.raises(wire.WireError, match="of an object of"):
-            wire.leaves(BLOB, first, count)
+        with pytest.raises(wire.WireError, match=f"x: {sentence}"):
+            transfer(wire.Pull(of, io.BytesIO()), data, lambda chunk: [chunk])
 
 
 def test_messages_survive_and_damaged_messages_do_not():
     for m in (
-        wire.Hello("box", 7, "", 3, ["box/7/1"], "v"),
+        wire.Hello("box", 7, "", 3, ["box/7/1"], 2),
         wire.Welcome("s", RUN, {"config.json": b"x"}),
         wire.Offer(wire.manifest("a/1/0", b"abc"), 3, 1.5, [wire.Step("0", wire.manifest("b", b"d"))]),
-        *(wire.Refuse("no"), wire.Ask("a", 0, 2), wire.Leaves("a", 0), wire.Gone("a"), wire.Got(["a"]), wire.Held([])),
+        *(wire.Refuse("no"), wire.Ask("a", 2), wire.Chunk("a", 0, b"x"), wire.Receipt(["a"], ["b"])),
     ):
         assert wire.decode(wire.encode(m)) == m
-    whole = wire.encode(wire.Ask("box/1/2", 3, 4))
+    whole = wire.encode(wire.Ask("box/1/2", 3))
     flipped = [(int.from_bytes(whole) ^ 1 << i).to_bytes(len(whole)) for i in range(8 * len(whole))]
     for bad in (b"", whole[:-1], whole + b"x", *flipped):
         with pytest.raises(wire.WireError, match="not a message, or a damaged one"):
@@ -277,47 +219,33 @@ def test_groups_beyond_the_limits_and_garbage_are_refused():
     assert groups.decode_group(spoil(lambda rs: [r.topk_logp[:, 2:].fill(-np.inf) for r in rs]), limits(g))
 
 
-def test_received_and_account():
-    seen, order = account.Received(), [*range(200), 7, 9]
-    random.Random(0).shuffle(order)
-    for n in order:
-        seen.add(n)
-        assert n in seen
-    assert seen.upto == 200 and not seen.beyond and 200 not in seen
-    seen.add(205)
-    assert 205 in seen and 204 not in seen
-    held = account.Account()
-    for name in ("a/1/0", "a/1/2", "b.0/5/0"):
-        held.add(name)
-    back = account.Account.of(held.state())
-    assert back.state() == held.state()
-    assert all(back.has(name) for name in ("a/1/2", "b.0/5/0"))
-    assert not any(back.has(name) for name in ("a/1/1", "b/5/0", "a/2/0"))
-    assert account.split("x-y.7/3/4") == (("x-y.7", 3), 4) and account.split(f"{'x' * 64}/0/{'9' * 18}")
+def test_names_of_groups():
+    assert account.split("x-y/3/4") == ("x-y", 3, 4) and account.split(f"{'x' * 64}/0/{'9' * 18}")
     odd = ["a", "", "a/b/c", "x/y/3/4", "a/01/2", "a/1/2 ", "a/1/2\n", "a/-1/2", "a/1/\u00b2", "a.b/1/2", "../a/1/2"]
     for bad in (*odd, f"a/1/{10**18}", f"{'x' * 65}/1/2"):
         with pytest.raises(ValueError):
             account.split(bad)
+    names = account.names_of_files("box", ["10-1", "9-11", "9-2", "9-3.lost", ".9-4.77", "9-1-2"])
+    assert names == ["box/9/2", "box/9/11", "box/10/1"]
 
 
 def test_lost_groups_of_a_spool_among_odd_files_are_reported_until_held(tmp_path):
-    spool, box = account.Spool(tmp_path, ["box"], 7), tmp_path / "box"
+    spool = account.Spool(tmp_path, "box", 7)
     for n in range(3):
-        spool.hand_over("box", f"box/7/{n}", b"group %d" % n)
-    (box / "7-0").write_bytes(b"damaged")
-    (box / "7-1").unlink()
+        spool.hand_over(f"box/7/{n}", b"group %d" % n)
+    (tmp_path / "7-0").write_bytes(b"damaged")
+    (tmp_path / "7-1").unlink()
     assert [spool.read(f"box/7/{n}") for n in range(3)] == [None, None, b"group 2"]
     for name in ("1-\u00b2", "01-2", "1-2-3", f"1-{10**18}", "x-y", "1-3.lost~", ".1-9.77"):
-        (box / name).touch()
+        (tmp_path / name).touch()
     for name in (".folder", "v000001.safetensors"):
-        (box / name).mkdir()
-    again = account.Spool(tmp_path, ["box"], 8)  # a new incarnation
+        (tmp_path / name).mkdir()
+    again = account.Spool(tmp_path, "box", 8)  # a new incarnation
     for one in (spool, again):
-        assert one.lost["box"] == ["box/7/0", "box/7/1"] and list(one.waiting["box"]) == ["box/7/2"]
-    again.forget(["box/7/0", "box/7/2"])
-    assert again.lost["box"] == ["box/7/1"] and [p.name for p in box.glob("7-*")] == ["7-1.lost"]
-    assert not (box / ".1-9.77").exists()
-    new = box / "v000002.safetensors"
+        assert one.lost == ["box/7/0", "box/7/1"] and list(one.waiting) == ["box/7/2"]
+    again.forget(["box/7/0", "box/7/2", "other/1/1"])
+    assert again.lost == ["box/7/1"] and [p.name for p in tmp_path.glob("7-*")] == ["7-1.lost"]
+    new = tmp_path / "v000002.safetensors"
     assert account.retain_weights(new, []) == [new]  # a folder cannot be deleted
 
 
@@ -329,11 +257,3 @@ def test_file_names_of_a_sent_model(tmp_path):
         with pytest.raises(UserError, match="the learner sent a file called"):
             wire.unpack_setup({name: zlib.compress(b"x")}, tmp_path / "model")
     assert wire.printable("a\x1b[2Jb\nc\u00e9", 7) == "a?[2Jb?" and wire.printable(17) == "17"
-
-
-def test_each_rank_has_a_port():
-    for address in ("tcp://*:0", "tcp://*:*"):
-        assert address_of_rank(address, 3, 4) == address
-    assert address_of_rank("tcp://*:65534", 1, 2) == "tcp://*:65535"
-    with pytest.raises(UserError, match="rank 2 would listen on port 65536"):
-        address_of_rank("tcp://*:65534", 0, 3)  # all ranks refuse, so the first rank refuses too

@@ -298,8 +298,8 @@ def to_resume(cfg: Config, comm) -> Path | None:
     before = shared_by_ranks(folder, mmap=True)["n_ranks"]
     need(
         before == comm.size or (cfg.delay == "none" and cfg.samplers == "local"),
-        f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; each rank has separate "
-        "samplers, delayed or remote, and groups of samplers cannot be redistributed: use the same number of ranks",
+        f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; groups of delayed or "
+        "remote samplers cannot be redistributed: use the same number of ranks",
     )
     return folder
 

@@ -16,6 +16,7 @@ Without keys, no attacker uses the honest sampler's name, because everyone may d
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import resource
 import sys
@@ -94,7 +95,7 @@ def mutate(r: random.Random, data: bytes) -> bytes:
 
 def frame_of(body: bytes) -> bytes:
     """A message's bytes after their correct digest."""
-    return wire.digest(body) + body
+    return hashlib.sha256(body).digest() + body
 
 
 def poison(r: random.Random, group: Rollout) -> bytes:
@@ -140,16 +141,16 @@ def nonsense(r: random.Random, name: str) -> bytes:
     """A message of the correct form with odd values. name: of the attacker."""
     odd, large = r.choice(ODD_NUMBERS), r.randrange(10**6)
     text = r.choice([*ODD_NAMES, f"{name}/1/{large}", f"{name}/{odd}/{odd}", f"{HONEST}/1/{r.randrange(99)}"])
-    of = {"name": text, "nbytes": r.choice([odd, 1, 1 << 20]), "leaves": [r.randbytes(32)] * r.choice([0, 1, 1, 99])}
+    of = {"name": text, "nbytes": r.choice([odd, 1, 1 << 20]), "digest": r.choice(["", "0" * 64, text])}
     names = [text] * r.choice([0, 1, 100, 70_000 if r.random() < 0.005 else 2])
     hello = {"sampler": r.choice([name, text]), "incarnation": r.choice([odd, large]), "handed": r.choice([odd, large])}
     bodies = [
-        {"type": "hello", "session": r.choice(["session", "", text]), "lost": names, "newest": text, **hello},
+        {"type": "hello", "session": r.choice(["session", "", text]), "lost": names, "newest": odd, **hello},
         {"type": "offer", "of": of, "version": odd, "published": odd},
-        {"type": "ask", "name": text, "first": odd, "count": odd},
-        {"type": "leaves", "name": text, "first": odd},
+        {"type": "ask", "name": text, "start": odd},
+        {"type": "chunk", "name": text, "start": odd, "data": r.randbytes(r.choice([0, 100]))},
         {"type": "welcome", "session": text, "run": {}, "setup": {text: b"x"}},
-        *({"type": kind, "name": text, "names": names} for kind in ("gone", "got", "held", text)),
+        *({"type": kind, "got": names, "held": names} for kind in ("receipt", text)),
     ]
     return frame_of(r.choice(GARBAGE) if r.random() < 0.25 else msgspec.msgpack.encode(r.choice(bodies)))
 
@@ -176,8 +177,8 @@ class Attacker(Raw):
             case 1 | 2 | 3:
                 self.say(self.not_honest(self.mutant()))
             case 4 | 5 | 6:
-                leaf = [self.r.randbytes(100)] if self.r.random() < 0.3 else []
-                self.say((self.not_honest(nonsense(self.r, self.name)), *leaf))
+                more = [self.r.randbytes(100)] if self.r.random() < 0.3 else []
+                self.say((self.not_honest(nonsense(self.r, self.name)), *more))
             case 7 | 8:
                 self.offer_poison()
             case _:
@@ -189,7 +190,7 @@ class Attacker(Raw):
         """The frame, without hellos in the honest sampler's name, which are legitimate without keys."""
         with contextlib.suppress(wire.WireError):
             if self.in_the_clear and getattr(wire.decode(frame), "sampler", "") == HONEST:
-                return wire.encode(wire.Held([]))
+                return wire.encode(wire.Receipt())
         return frame
 
     def mutant(self) -> bytes:
@@ -197,11 +198,10 @@ class Attacker(Raw):
         messages = [
             wire.Hello(self.r.choice([self.name, HONEST]), 1, "", self.r.randrange(5)),
             wire.Offer(wire.manifest(group, b"x"), deltas=[wire.Step("", wire.manifest(group, b"y"))]),
-            *(wire.Ask("v000000.safetensors", 0, 1), wire.Leaves(group, 0)),
-            *(wire.Gone(group), wire.Got([group]), wire.Held([group])),
+            *(wire.Ask("v000000.safetensors", 0), wire.Chunk(group, 0, b"x"), wire.Receipt([group], [group])),
         ]
         frame = wire.encode(self.r.choice(messages))
-        return frame_of(mutate(self.r, frame[8:])) if self.r.random() < 0.7 else mutate(self.r, frame)
+        return frame_of(mutate(self.r, frame[32:])) if self.r.random() < 0.7 else mutate(self.r, frame)
 
     def offer_poison(self) -> None:
         """Offer a group; `answer_asks` sends it."""
@@ -213,11 +213,9 @@ class Attacker(Raw):
         self.say(wire.Offer(wire.manifest(name, data)))
 
     def answer_asks(self) -> None:
-        while (message := self.hear((wire.Ask, wire.Gone), within=0.002)) is not None:
-            if isinstance(message, wire.Gone):
-                self.hello()
-            elif message.name in self.offered:
-                self.say((wire.Leaves(message.name, message.first), self.offered.pop(message.name)))
+        while (message := self.hear(wire.Ask, within=0.002)) is not None:
+            if message.name in self.offered:
+                self.say(wire.chunk_of(self.offered.pop(message.name), message))
 
 
 def resident_mib() -> float:
@@ -265,7 +263,7 @@ def attack(root: Path, r: random.Random, frames: int, keys: bool) -> Report:
         for i in range(frames):
             if i % EVERY == 0:
                 group = make_group(r, (HONEST, 1, handed), source.published[0])
-                link.spool.hand_over(HONEST, f"{HONEST}/1/{handed}", encode_group(group))
+                link.spool.hand_over(f"{HONEST}/1/{handed}", encode_group(group))
                 handed += 1
             if i == frames // 10:
                 begin = resident_mib()
