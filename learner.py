@@ -276,7 +276,6 @@ class Learner:
         norms = {name: self._clip(name) for name in self.names}
         finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
         factor, out = schedule(self.version, self.cfg), {}
-        # if the second model's step raises, version != step, and `rescue` does not save
         self.version += 1
         for name in self.names:
             prefix = "" if name == "policy" else "actor/"

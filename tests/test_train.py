@@ -395,46 +395,6 @@ def test_three_signals_are_collected_and_a_second_ctrl_c_interrupts():
             signal.signal(number, handler)
 
 
-def raise_at(monkeypatch, owner, name: str, call: int, error) -> None:
-    """Let the call-th call of a function fail with `error`."""
-    original, calls = getattr(owner, name), []
-
-    def function(*args, **more):
-        calls.append(1)
-        if len(calls) == call:
-            raise error
-        return original(*args, **more)
-
-    monkeypatch.setattr(owner, name, function)
-
-
-FAULTS = {  # place of the fault: (owner, name, call, newest checkpoint afterwards, error)
-    "before an update": (train.objectives, "prepare", 5, 4, ZeroDivisionError("ours")),
-    "between two models' steps": (session.Learner, "_optimize", 10, 3, ZeroDivisionError("ours")),
-    "while sampling": (HFEngine, "_decode", 7, 4, UserError("bound it")),
-    "while logging": (session.Log, "write", 6, 5, ZeroDivisionError("ours")),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_saves_a_checkpoint_and_keeps_its_traceback(
-    fault, whole, solvers, tmp_path, train_here, monkeypatch, capsys
-):
-    """The run resumes from the boundary of the last update and equals the uninterrupted run bit for bit."""
-    owner, name, call, newest, error = FAULTS[fault]
-    out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        raise_at(patch, owner, name, call, error)
-        with pytest.raises(type(error), match=str(error)):
-            train_here(flags(solvers, out))
-    printed = capsys.readouterr().err
-    assert checkpoint.newest(out).name == f"step_{newest:06d}"
-    assert ("saved: continue with --resume" in printed) == (newest != 3)
-    train_here(["--resume", f"--out={out}"])
-    assert ["sync/MiB" in row for row in read_metrics(out)[1:]] == [True, False] * 3  # of the rollout before a fault
-    assert timeless(out) == timeless(whole[0])
-
-
 def test_too_many_skipped_updates_save_and_end_the_run(solvers, tmp_path, train_here, monkeypatch):
     loss = train.objectives.reduce
     monkeypatch.setattr(train.objectives, "reduce", lambda *args: loss(*args) * math.nan)
