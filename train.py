@@ -75,8 +75,6 @@ class Training(Session):
         # 1. publish the rollout model's weights to the engine, and check that it has them
         with timer(self.clock, "sync_s"):
             published = learner.published(self.run.rollout_model, source.packed)
-            if cfg.check_sync:
-                published = learner.verified(self.run.rollout_model, source.packed, published)
             source.publish(learner.version, published)
         # 2. sample and grade whole groups
         n = self.groups_per_update

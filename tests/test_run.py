@@ -24,7 +24,6 @@ from machinery.flags import UserError, check_result
 from machinery.ranks import Comm
 from machinery.run import Log, locked, open_run, prepare_folder, read_metrics, truncate
 from remote.source import travels_packed
-from sync import SyncError
 
 # -- Opening -----------------------------------------------------------------------------------------------------------
 
@@ -242,25 +241,17 @@ def test_prompts_are_checked_before_models_load(folders, tmp_path, no_models):
         ("files", "w2a16", "aligned", "float32"),
     ],
 )
-def test_published_weights_are_verified_in_every_format(samplers, quant, learner_quant, dtype, folders, tmp_path):
+def test_published_weights_have_the_engines_format(samplers, quant, learner_quant, dtype, folders, tmp_path):
     """Weights are in the engine's format and dtype, or in full for remote samplers that round on their own."""
     place = "local" if samplers == "local" else str(tmp_path / "shared")
     quants = dict(rollout_quant=quant, learner_quant=learner_quant, quant_group=16, rollout_dtype=dtype)
     r = opened(folders, tmp_path, samplers=place, rollout="hf", actor="none", **quants)
     learner = Learner(*r.load_models(), r.cfg, Comm(), r.vocabulary)
     packed = travels_packed(r.cfg) if samplers == "files" else quant == "int8"
-
-    def published():
-        return [(name, x.clone()) for name, x in learner.published("policy", packed)]
-
-    old = published()
-    assert (torch.bfloat16 in {x.dtype for _, x in old}) == (dtype == "bfloat16" and quant == "none")
-    with torch.no_grad():
-        for p in learner.models.policy.parameters():
-            p.mul_(1 + 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    assert len(list(learner.verified("policy", packed, published()))) == len(old)
-    with pytest.raises(SyncError, match="differs from the learner's"):
-        list(learner.verified("policy", packed, old))
+    published = dict(learner.published("policy", packed))
+    assert (torch.bfloat16 in {x.dtype for x in published.values()}) == (dtype == "bfloat16" and quant == "none")
+    packed_names = [name for name in published if name.endswith("_scale")]
+    assert bool(packed_names) == (packed and quant != "none")
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from conftest import make_cfg, tiny_model
+from conftest import tiny_model
 from tools.sync_faults import CASES, FAULTS, FORMATS, IDS, Rig
 
 import quant
 import sync
-from learner import Learner
-from machinery.ranks import Comm
-from model import lora, streamed
+from model import streamed
 from model.engines import HFEngine
 from model.streamed import StreamedModel
 from sync import SyncError, WeightCheck, checksum, rolled, totals, wrap
@@ -229,48 +227,6 @@ def test_prefixes_of_old_weights_are_never_used(tmp_path, vllm_engines):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 + 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(version)))
-
-
-# -- Publications of the learner --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "flags", [{}, {"rollout_quant": "int8"}, {"rollout_quant": "int8", "learner_quant": "aligned"}]
-)
-def test_an_outdated_publication_is_found(flags):
-    learner = Learner(tiny_model(1), None, make_cfg(objective="grpo", **flags), Comm())
-    old = [(name, x.clone()) for name, x in learner.published("policy", True)]
-    assert len(list(learner.verified("policy", True, old))) == len(old)
-    with torch.no_grad():
-        for p in learner.models.parameters():
-            p.mul_(1 + 1e-6)
-    learner.version += 1
-    assert len(list(learner.verified("policy", True, learner.published("policy", True)))) == len(old)
-    with pytest.raises(SyncError, match="differs from the learner's: the engine would sample from old weights"):
-        list(learner.verified("policy", True, old))
-    with pytest.raises(SyncError, match="was not published"):
-        list(learner.verified("policy", True, []))
-    if "learner_quant" in flags:  # an optimizer that changes weights without a change of torch's version counter
-        for p in learner.models.parameters():
-            p.data.mul_(1.01)
-            p.data = p.data
-        with pytest.raises(SyncError, match="differs from the learner's"):
-            list(learner.verified("policy", True, learner.published("policy", True)))
-
-
-def test_different_tensors_are_compared_at_each_version(monkeypatch):
-    learner, compared = Learner(tiny_model(1, layers=2), None, make_cfg(objective="grpo"), Comm()), set()
-    merged = lora.merged
-
-    def watched(*args):
-        if isinstance(args[-1], set):
-            compared.update(args[-1])
-        return merged(*args)
-
-    monkeypatch.setattr(lora, "merged", watched)
-    for learner.version in range(8):
-        list(learner.verified("policy", False, learner.published("policy", False)))
-    assert len(compared) >= 8
 
 
 # -- Forward pass of the published tensors ----------------------------------------------------------------------------

@@ -54,7 +54,7 @@ TESTS = {
     "bench/gpu.py": "test_bench.py -k 'started or appends'",
     "machinery/optim.py": "test_learner.py test_moe.py -k 'muon or schedules or non_finite_weight or fused'",
     "learner.py": (
-        "test_learner.py test_checkpoint.py test_run.py::test_published_weights_are_verified_in_every_format -k "
+        "test_learner.py test_checkpoint.py test_run.py::test_published_weights_have_the_engines_format -k "
         "'not compiled_layers and not fsdp'"
     ),
     "machinery/ranks.py": "test_placement.py::test_a_rank_uses_only_its_gpu",
@@ -265,7 +265,6 @@ MUTANTS = {
         ("base_model.layers.", ""),
     ],
     "learner.py": [
-        ("not same_bytes(x, expected.pop(key))", "expected.pop(key) is None"),
         ("self.scaler.scale(loss * self.comm.size).backward()", "self.scaler.scale(loss).backward()"),
         ("rounding, self.models.autocast = self.models.autocast, None", "rounding = self.models.autocast"),
         ("                    loss = loss * 0.0", "                    pass"),
