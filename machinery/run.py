@@ -36,7 +36,6 @@ from machinery import checkpoint, warmstart
 from machinery.checkpoint import models
 from machinery.flags import UserError, is_hub_id, need
 from machinery.ranks import LOCAL_RANK
-from machinery.settings import digest_of_flags, unlike_paper
 from model import exact, lora, memory
 from model.engines import make_engine, sleep_level
 from model.head import memory_of
@@ -182,8 +181,6 @@ def open_run(cfg: config.Config, comm) -> Run:
         )
     if cfg.micro_tokens is None:
         cfg = dataclasses.replace(cfg, micro_tokens=largest_micro(cfg, configs, longest, comm))
-    if comm.rank == 0:
-        print(unlike_paper(cfg), end="")
     chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
     return Run(
         cfg,
@@ -293,52 +290,25 @@ WRITTEN += ("metrics.jsonl", checkpoint.SAVED, "config.json")
 def locked(cfg: RunFlags, comm):
     """The run folder, checked and locked for this run while the context lasts. UserError: one
     sentence."""
-    with claim_folder(cfg) if comm.rank == 0 else nullcontext():
+    if comm.rank == 0:
+        check_folder(cfg)
+    with lock_folder("out", cfg.out) if comm.rank == 0 else nullcontext():
         comm.barrier()
         yield
 
 
-@contextmanager
-def claim_folder(cfg: RunFlags):
-    """Check, create and lock the run folder, on one rank, while the context lasts."""
-    check_folder(cfg)
-    folder = Path(cfg.out)
-    before = {path.name for path in folder.glob("*")}
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)
-    except OSError as e:
-        raise UserError(
-            f"--out={cfg.out}: cannot be written ({e.strerror}); name a different folder"
-        ) from None
-    need(
-        lock,
-        f"--out={cfg.out}: another process uses this folder; wait until it ends, or name a different folder",
-    )
-    try:
-        yield
-    finally:
-        if {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was rejected
-            with suppress(OSError):
-                (folder / LOCK).unlink()
-                for path in new:
-                    path.rmdir()
-        lock.close()
-
-
-def lock_folder(folder: Path):
-    """An open file that holds the lock of the folder; None if a different process holds it."""
+def lock_folder(flag: str, name: str):
+    """An open file that holds the lock of the folder, which is created. UserError: a different
+    process holds it."""
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / LOCK, "a")  # noqa: SIM115  closing it releases the lock
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # false if the previous owner has just removed the file
-        is_held = os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))
-    except OSError:
-        is_held = False
-    if not is_held:
-        lock.close()
-        return None
+    except BlockingIOError:
+        raise UserError(
+            f"--{flag}={name}: another process uses this folder; wait until it ends, or name a different folder"
+        ) from None
     return lock
 
 
@@ -350,19 +320,6 @@ def check_folder(cfg: RunFlags) -> None:
         folder.is_dir() or not folder.exists(),
         f"--out={cfg.out}: a file, not a folder; name a folder",
     )
-    encodable = cfg.out.encode("utf-8", "surrogateescape").decode("utf-8", "replace") == cfg.out
-    need(
-        encodable,
-        f"--out={ascii(cfg.out)}: the name is not UTF-8, or the locale is not (set LC_ALL=C.UTF-8); name a different "
-        "folder",
-    )
-    for path in folder.glob("*"):  # also a link to nowhere
-        kind = "file" if path.suffix else "folder"
-        right = (path.is_file() if path.suffix else path.is_dir()) and os.access(path, os.W_OK)
-        need(
-            right or not any(map(path.match, (*WRITTEN, "*.tmp"))),
-            f"{path}: the run cannot write a {kind} there; move it, or name a different --out",
-        )
     ours = holds_run(folder)
     foreign = (folder / "config.json").exists() and not ours
     need(
@@ -375,7 +332,7 @@ def check_folder(cfg: RunFlags) -> None:
                 not path.is_dir() or not path.resolve().is_relative_to(folder.resolve()),
                 f"--overwrite: --out={cfg.out} holds --{flag}={path}; name the folder of one run",
             )
-        empty = not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
+        empty = all(path.name == LOCK for path in folder.glob("*"))
         need(
             ours or empty,
             f"--overwrite: --out={cfg.out} holds files but no run; name a different folder",
@@ -412,8 +369,8 @@ def prepare_folder(run: Run) -> None:
         checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         again = {key: made[key] for key in ("command", "git")}
-        now = {key: made[key] for key in ("config", "config_digest")}
-        made = {**first, **now, "resumed": [*first.get("resumed", []), again]}
+        resumed = [*first.get("resumed", []), again]
+        made = {**first, "config": made["config"], "resumed": resumed}
     scratch = folder / "config.tmp"
     scratch.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     os.replace(scratch, folder / "config.json")
@@ -430,7 +387,6 @@ def provenance(cfg: Config, task=None) -> dict:
     return {
         "id": secrets.token_hex(4),  # distinguishes runs with the same name
         "config": dataclasses.asdict(cfg),
-        "config_digest": digest_of_flags(dataclasses.asdict(cfg)),
         "command": " ".join(sys.argv),
         "git": revision or None,
         "versions": {
@@ -646,25 +602,15 @@ def truncate(path: Path, step: int) -> None:
 
 
 def rows(path: Path) -> list[dict]:
-    """The intact lines of a metrics.jsonl. Damaged lines are reported, unless only the last line is
-    damaged, as after a kill."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    out, damaged = [], []
+    """The lines of a metrics.jsonl, without a last line that a kill has cut short. UserError: a
+    different line is damaged."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    out = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            need(type(row["step"]) is int, "a step is a number")
-            out.append({"step": row["step"], **row})
-        except (ValueError, TypeError, KeyError, RecursionError):
-            damaged.append(number)
-    if out and damaged and damaged != [len(lines)]:
-        suffix = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
-        print(
-            f"warning: {path}, line {damaged[0]}: not a line of metrics, left out{suffix}",
-            file=sys.stderr,
-        )
+            out.append(json.loads(line))
+        except ValueError:
+            need(number == len(lines), f"{path}, line {number}: not valid JSON; remove that line")
     return out
 
 

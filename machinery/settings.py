@@ -6,11 +6,9 @@ UserError with one sentence that names the flag and the fix."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,9 +28,6 @@ from config import (
     MICRO_TOKENS,
     PROPOSED,
     Config,
-    DelayFlags,
-    LossFlags,
-    StalenessFlags,
 )
 from machinery import flags
 from machinery.checkpoint.models import own_dtype
@@ -107,25 +102,13 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     )
 
 
-def digest_of_flags(config: dict) -> str:
-    """A digest of the flags that detects an edited config.json."""
-    text = json.dumps(json.loads(json.dumps(config)), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def saved_flags(path: Path) -> dict:
-    """The flags in a run's config.json. Raises UserError if it is damaged, edited or foreign."""
+    """The flags in a run's config.json. Raises UserError if it is damaged or foreign."""
     fix = "copy it from a backup, or start a new run with --overwrite or in a different --out"
-    made = flags.read_json(path, fix)
-    saved = made.get("config")
+    saved = flags.read_json(path, fix).get("config")
     need(
         isinstance(saved, dict) and "lr_schedule" in saved,
         f"--resume: {path} holds no flags of a run; {fix}",
-    )
-    need(
-        made.get("config_digest") == digest_of_flags(saved),
-        f"--resume: the flags in {path} were edited after the run wrote them; give changes on the command line, or "
-        f"{fix}",
     )
     return {
         k: v if v is None else flags.of_file(Config, str(path), k, v)
@@ -162,33 +145,6 @@ def resolve_open(cfg: Config) -> Config:
         clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo") and cfg.clip_high < float("inf")
         cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else 3.0)
     return cfg
-
-
-def unlike_paper(cfg: Config) -> str:
-    """A line with the loss and delay flags in which a run differs from the paper of its objective;
-    "" if there is no paper or no difference.
-
-    HeteroRL and the delay flags are considered only if samplers are delayed."""
-    delayed = cfg.delay != "none" or cfg.samplers != "local"
-    name = presets.RECIPES.get(cfg.objective)
-    if name is None or (name == "heterorl" and not delayed):
-        return ""
-    path = Path(__file__).resolve().parent.parent / "configs" / "papers" / f"{name}.toml"
-    paper = flags.read_toml(Config, str(path))
-    if cfg.objective in ("grpo", "gspo"):  # different rows of the same table
-        paper |= {"ratio_base": "inf"}
-    groups = (LossFlags, DelayFlags, StalenessFlags) if delayed else (LossFlags,)
-    compared = {f.name for group in groups for f in fields(group)} - {"kappa"}
-    if cfg.correction not in corrections.USES_Z:
-        compared = {key for key in compared if not key.startswith("obrs_")}
-    differs = [
-        f"--{key}={getattr(cfg, key)} ({value})"
-        for key, value in paper.items()
-        if key in compared and getattr(cfg, key) != value
-    ]
-    if not differs:
-        return ""
-    return f"{cfg.objective}, with the paper's values in brackets (configs/papers/{name}.toml): {' '.join(differs)}\n"
 
 
 def fill(cfg: Config, values: dict) -> Config:
@@ -308,19 +264,6 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
     )
 
 
-PLAIN_TOKENS = 1 << 18  # maximum tokens of a rollout of the plain engine on a GPU
-
-
-def check_plain_engine(cfg: Config) -> None:
-    """Raise UserError if a rollout of the plain engine would take minutes on this GPU."""
-    plain = cfg.rollout == "hf" and torch.cuda.is_available()
-    need(
-        not plain or cfg.rollout_batch * cfg.max_tokens <= PLAIN_TOKENS,
-        f"--rollout=hf: {cfg.rollout_batch} responses of up to {cfg.max_tokens} tokens take minutes in the plain "
-        "engine on a GPU; use --rollout=vllm",
-    )
-
-
 def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
     """Check that the ranks can be grouped into tensor-parallel engines."""
     flag = f"--rollout_tp={cfg.rollout_tp}"
@@ -347,7 +290,6 @@ def check_packages(cfg: Config, n_ranks: int) -> None:
     """Check that the packages needed by the flags are installed."""
     if cfg.samplers == "local":
         check_engine(cfg, n_ranks)
-        check_plain_engine(cfg)
         quant.check_routing(cfg)
     has_wandb = not cfg.wandb or importlib.util.find_spec("wandb")
     sentence = "wandb is not installed; pip install wandb, or leave the flag out"

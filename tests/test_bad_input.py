@@ -18,6 +18,7 @@ from conftest import ROOT
 from forked import Job, run_jobs
 
 from machinery.flags import UserError
+from machinery.run import LOCK
 from machinery.settings import parse
 
 pytestmark = pytest.mark.timeout(600)  # the first row waits for the answers to all rows
@@ -140,7 +141,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder again, or delete it
 --model=weights_cut | weights_cut/model.safetensors: its weights cannot be ... copy the folder again, or delete it
 LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a complete checkpoint of that shape
---out=read_only/run | --out=read_only/run: cannot be written (Permission denied); name a different folder
+--out=read_only/run | read_only/run: Permission denied; name a different path
 --out=run | --out=run already holds a run: add ... --overwrite to delete it, or name a different folder
 --out=run_of_a_model --overwrite | --out=run_of_a_model: its config.json is not from a run; name a different folder
 --out=notes --overwrite | --overwrite: --out=notes holds files but no run; name a different folder
@@ -191,7 +192,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
         r"""
 | name at least one run folder: python -m machinery.plot out/demo
 nowhere | nowhere/metrics.jsonl: no such file; give the folder of a run (it holds metrics.jsonl)
-metrics_junk | metrics_junk/metrics.jsonl: no line of metrics in it; ... wait for the run's first update, or
+metrics_junk | metrics_junk/metrics.jsonl, line 1: not valid JSON; remove that line
 run --out=read_only/x.png | --out=read_only/x.png: no file can be written there; name a different path
 --samples=nowhere | nowhere/samples.jsonl: no such file; give the folder of a run of train.py
 --samples=responses_uneven | responses_uneven/samples.jsonl: the line of step 0 is not a response; fix or remove it
@@ -227,12 +228,10 @@ results/sweep.py | no study: no such study; name one of jackpot, tis, praxis, qa
 
 
 def tree(folder: Path) -> dict[str, tuple]:
-    """Every path below a folder with its type, permissions and bytes."""
-    paths = {}
-    for path in sorted(folder.rglob("*")):
-        content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
-        paths[str(path.relative_to(folder))] = (path.lstat().st_mode, hashlib.sha256(content).hexdigest())
-    return paths
+    """Every file below a folder, except locks, with its permissions and bytes."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK]
+    digest = {path: hashlib.sha256(path.read_bytes() if os.access(path, os.R_OK) else b"") for path in files}
+    return {str(path.relative_to(folder)): (path.stat().st_mode, digest[path].hexdigest()) for path in files}
 
 
 @pytest.fixture(scope="module")

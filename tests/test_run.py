@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import sys
 from contextlib import nullcontext
@@ -312,19 +311,17 @@ def test_log_writes_truncates_and_reads(tmp_path):
     assert read_metrics(tmp_path) == [{"step": -1, "x": 3.0}]
 
 
-def test_truncate_keeps_the_lines_before_the_step_and_names_damaged_lines(tmp_path, capsys):
+def test_truncate_keeps_the_lines_before_the_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step}) for step in (-1, 0, 1)]
     for step, kept in ((1, [-1, 0]), (3, [-1, 0, 1, 2])):
-        path.write_text("\n".join([*lines, '{"st', json.dumps({"step": 2})]))
+        path.write_text("\n".join([*lines, json.dumps({"step": 2}), '{"st']))  # cut short by a kill
         truncate(path, step)
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == kept
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert "metrics.jsonl, line 4: not a line of metrics, left out" in capsys.readouterr().err
-    path.write_text("\n".join([*lines, '{"st']))
-    truncate(path, 3)
-    assert path.read_text().splitlines() == lines
-    assert capsys.readouterr().err == ""  # cut short by a kill
+    path.write_text("\n".join([*lines, '{"st', json.dumps({"step": 2})]))
+    with pytest.raises(UserError, match="metrics.jsonl, line 4: not valid JSON; remove that line"):
+        truncate(path, 3)
 
 
 def test_warnings_are_printed_once(tmp_path, capsys):
@@ -350,18 +347,6 @@ def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch)
     assert rest == [(0, {"x": 1.0}), (1, {"x": 2.0}), "finished"]
 
 
-def test_an_edited_configuration_is_refused(tmp_path):
-    """Flags edited in config.json would otherwise apply without notice."""
-    config = run.provenance(make_cfg(out=str(tmp_path), lr=1e-3))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert settings.parse(["--resume", f"--out={tmp_path}"]).lr == 1e-3
-    edited = {**config, "config": {**config["config"], "lr": 5e-3}}
-    for written in (edited, {**edited, "config_digest": None}):
-        (tmp_path / "config.json").write_text(json.dumps(written))
-        with pytest.raises(UserError, match="config.json were edited after the run wrote them"):
-            settings.parse(["--resume", f"--out={tmp_path}"])
-
-
 @pytest.mark.parametrize(
     "content, replaced",
     [('{"command": ["--k=1"], "pass@1": 0.5}', True), ('{"model_type": "qwen3"}', False), ("notes", False)]
@@ -381,16 +366,3 @@ def test_the_home_folder_in_a_flag(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     wanted = {"~/x": "/home/me/x", "a,~/b": "a,/home/me/b", "~": "/home/me", "a~/b": "a~/b", "~root/x": "/root/x"}
     assert {text: settings.parse([f"--out={text}"]).out for text in wanted} == wanted
-
-
-def test_paths_where_a_run_cannot_write_are_refused(tmp_path):
-    """A file or a dangling link in place of a folder, a folder in place of a file, a name outside UTF-8."""
-    for name in ("a", "b", "c/samples.jsonl"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "a" / "checkpoints").write_text("{}")
-    (tmp_path / "b" / "checkpoints").symlink_to("nowhere")
-    words = {x: "checkpoints: the run cannot write a folder there; move it" for x in ("a", "b")}
-    words |= {"c": "samples.jsonl: the run cannot write a file there; move it", b"\xff": "the name is not UTF-8"}
-    for name, sentence in words.items():
-        with pytest.raises(UserError, match=sentence):
-            run.check_folder(make_cfg(out=str(tmp_path / os.fsdecode(name))))
