@@ -41,7 +41,7 @@ from machinery.flags import (
     read_json,
     run_command,
 )
-from machinery.run import common_tokenizer
+from machinery.run import check_folders, common_tokenizer, longest_contexts
 from machinery.settings import check_engine, check_named, fill
 from model import memory
 from model.engines import HFEngine, make_engine
@@ -50,7 +50,6 @@ from sampling import Sampling
 from source import check_poisoned, set_aside_if_poisoned
 from tasks import EvalSet, eval_sets, grade_all, prompts, turns
 from tasks.gold import grade_gold
-from tasks.preflight import warnings_of
 from tasks.prompts import encode, stop_ids
 
 PROBLEMS = 512  # default of --problems
@@ -267,36 +266,9 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     folders = [folder, sampler] if sampler else [folder]
     tokenizer = common_tokenizer(cfg, folder, sampler)
     ends = stop_ids(tokenizer, folders, cfg.stop)
-    limit = min(
-        models.read_config(path).get_text_config().max_position_embeddings for path in folders
-    )
-    context = 0
-    for eval_set in sets:
-        longest = eval_set.task.fit(tokenizer, cfg.max_prompt_tokens)
-        context = max(context, longest + eval_set.max_tokens)
-        need(
-            context <= limit,
-            f"--max_tokens={eval_set.max_tokens}: the longest prompt of {eval_set.label} has {longest} tokens, and "
-            f"with the response it exceeds the model's context of {limit}; shorten the response, or drop "
-            "long prompts with --max_prompt_tokens",
-        )
-        for sentence in warnings_of(eval_set.task, tokenizer):
-            print(f"warning: {sentence}", file=sys.stderr)
-        if getattr(eval_set.task, "dropped", 0):
-            print(
-                f"{eval_set.label}: {eval_set.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped"
-            )
+    context = max(longest_contexts(cfg, sets, tokenizer, folders))
     vocabulary = models.vocabulary_size(tokenizer)
-    need(
-        cfg.top_k <= vocabulary,
-        f"--top_k={cfg.top_k}: larger than the vocabulary, {vocabulary} tokens; 0 keeps all",
-    )
-    for path in folders:
-        if cfg.rollout == "hf" or path != folders[-1]:  # plain torch computes it
-            models.check_angles(path, context)
-        models.check_rows(path, vocabulary)
-        models.check_weights(path)
-        memory.check_names(path, cfg.rollout == "vllm")
+    check_folders(cfg, folders, vocabulary, context, learns=False)
     quant.check_model(cfg, folders[-1])
     most = problems if cfg.problems is None else cfg.problems
     return Setup(sets, folder, tokenizer, most, context, vocabulary, ends)

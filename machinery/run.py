@@ -29,12 +29,12 @@ import config
 import quant
 import sampling
 import tasks
-from config import Config, LossFlags, ReportFlags, RunFlags
+from config import Config, LossFlags, ReportFlags, RunFlags, SampleFlags
 from corrections import USES_Z, rejects_by_support
 from delay import DelaySource
 from machinery import checkpoint, warmstart
 from machinery.checkpoint import models
-from machinery.flags import UserError, is_hub_id, need
+from machinery.flags import UserError, is_first_rank, is_hub_id, need
 from machinery.ranks import LOCAL_RANK
 from model import exact, lora, memory
 from model.engines import make_engine, sleep_level
@@ -129,58 +129,34 @@ def open_run(cfg: config.Config, comm) -> Run:
     held_out = held_out_sets(cfg, task)
     if cfg.resume:
         tasks.check_unchanged(cfg, Path(cfg.out) / "config.json", task)
-    folders = {
-        "policy": model_folder("model", cfg, comm),
-        "actor": model_folder("actor", cfg, comm),
-    }
-    check_models(cfg, folders["policy"], folders["actor"])
-    tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
-    ends = stop_ids(tokenizer, filter(None, folders.values()), cfg.stop)
-    vocabulary = models.vocabulary_size(tokenizer)
-    check_vocabulary(cfg, vocabulary)
-    for folder in filter(None, folders.values()):
-        models.check_rows(folder, vocabulary)
-        models.check_weights(folder)
-        memory.check_names(
-            folder, cfg.rollout == "vllm" and folder == (folders["actor"] or folders["policy"])
-        )
-    configs = {name: models.read_config(f) for name, f in folders.items() if f}
-    limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
-    longest = task.fit(tokenizer, cfg.max_prompt_tokens)
-    needed = [("max_tokens", cfg.max_tokens, longest)]
-    needed += [
-        ("eval_task", each_task.max_tokens, each_task.task.fit(tokenizer, cfg.max_prompt_tokens))
-        for each_task in held_out
-    ]
-    eval_context = max(
-        [tokens + prompt for flag, tokens, prompt in needed if flag == "eval_task"], default=0
-    )
-    for flag, tokens, prompt in needed:
-        need(
-            prompt + tokens <= limit,
-            f"--{flag}={getattr(cfg, flag)}: the longest prompt has {prompt} tokens, and with {tokens} tokens of a "
-            f"response it exceeds the model's context of {limit}; shorten the response, or drop long prompts with "
-            "--max_prompt_tokens",
-        )
-    for each_task in [task, *(held.task for held in held_out)]:
-        for sentence in warnings_of(each_task, tokenizer) if comm.rank == 0 else []:
-            print(f"warning: {sentence}", file=sys.stderr)
-        if comm.rank == 0 and getattr(each_task, "dropped", 0):
-            print(
-                f"{each_task.name}: {each_task.dropped} prompts of over {cfg.max_prompt_tokens} tokens "
-                f"dropped, {each_task.size} left"
-            )
-    context = longest + cfg.max_tokens
+    policy, actor = (model_folder(flag, cfg, comm) for flag in ("model", "actor"))
+    folders = [policy, actor] if actor else [policy]
+    check_models(cfg, policy, actor)
+    tokenizer = common_tokenizer(cfg, policy, actor)
+    ends = stop_ids(tokenizer, folders, cfg.stop)
+    ours = EvalSet(task, cfg.task, 1, cfg.temperature, cfg.max_tokens)
+    context, *others = longest_contexts(cfg, [ours, *held_out], tokenizer, folders)
+    eval_context = max(others, default=0)
     read = context if cfg.eval_engine == "torch" else max(context, eval_context)
-    for folder in filter(None, folders.values()):
-        models.check_angles(folder, read)
+    vocabulary = models.vocabulary_size(tokenizer)
+    check_folders(cfg, folders, vocabulary, read, learns=True)
+    uses_topk = cfg.correction in USES_Z or rejects_by_support(cfg)
+    need(
+        not uses_topk or cfg.obrs_topk <= vocabulary,
+        f"--obrs_topk={cfg.obrs_topk}: larger than the vocabulary of {vocabulary} tokens",
+    )
+    configs = {
+        name: models.read_config(f) for name, f in zip(("policy", "actor"), folders, strict=False)
+    }
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
         cfg = dataclasses.replace(
             cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)
         )
     if cfg.micro_tokens is None:
-        cfg = dataclasses.replace(cfg, micro_tokens=largest_micro(cfg, configs, longest, comm))
+        cfg = dataclasses.replace(
+            cfg, micro_tokens=largest_micro(cfg, configs, context - cfg.max_tokens, comm)
+        )
     chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
     return Run(
         cfg,
@@ -188,7 +164,8 @@ def open_run(cfg: config.Config, comm) -> Run:
         held_out,
         tokenizer,
         ends,
-        *folders.values(),
+        policy,
+        actor,
         context,
         eval_context,
         configs,
@@ -447,17 +424,50 @@ def check_models(cfg: Config, policy: str, actor: str | None) -> None:
             quant.refuse_experts(quant.empty_model(folder), flag)
 
 
-def check_vocabulary(cfg: Config, vocabulary: int) -> None:
-    """Check the flags that are bounded by the vocabulary size."""
-    uses_topk = cfg.correction in USES_Z or rejects_by_support(cfg)
-    need(
-        not uses_topk or cfg.obrs_topk <= vocabulary,
-        f"--obrs_topk={cfg.obrs_topk}: larger than the vocabulary of {vocabulary} tokens",
-    )
+def longest_contexts(
+    cfg: SampleFlags, sets: list[EvalSet], tokenizer, folders: list[str]
+) -> list[int]:
+    """The length of the longest prompt plus response of each set, in tokens. Prints warnings about
+    the problems. UserError: a length exceeds the context of a model."""
+    configs = [models.read_config(folder).get_text_config() for folder in folders]
+    limit = min(c.max_position_embeddings for c in configs)
+    lengths = []
+    for one in sets:
+        longest = one.task.fit(tokenizer, cfg.max_prompt_tokens)
+        lengths.append(longest + one.max_tokens)
+        need(
+            lengths[-1] <= limit,
+            f"{one.label}: the longest prompt has {longest} tokens, and with {one.max_tokens} tokens of a response it "
+            f"exceeds the model's context of {limit}; lower --max_tokens, or drop long prompts with "
+            "--max_prompt_tokens",
+        )
+        if is_first_rank():
+            for sentence in warnings_of(one.task, tokenizer):
+                print(f"warning: {sentence}", file=sys.stderr)
+            if getattr(one.task, "dropped", 0):
+                print(
+                    f"{one.label}: {one.task.dropped} prompts of over {cfg.max_prompt_tokens} tokens dropped, "
+                    f"{one.task.size} left"
+                )
+    return lengths
+
+
+def check_folders(
+    cfg: SampleFlags, folders: list[str], vocabulary: int, context: int, learns: bool
+) -> None:
+    """Check the files of models, of which the last one samples. learns: it is also trained, in plain
+    torch. Raises UserError."""
     need(
         cfg.top_k <= vocabulary,
         f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all",
     )
+    for folder in folders:
+        in_vllm = cfg.rollout == "vllm" and folder == folders[-1]
+        if learns or not in_vllm:
+            models.check_angles(folder, context)
+        models.check_rows(folder, vocabulary)
+        models.check_weights(folder)
+        memory.check_names(folder, in_vllm)
 
 
 def common_tokenizer(cfg: RunFlags, policy: str, actor: str | None):

@@ -217,7 +217,7 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
 def test_prompts_are_checked_before_models_load(folders, tmp_path, no_models):
     """The longest prompt and --max_tokens must fit the smaller context of both models."""
     file = write_rows(tmp_path / "long.jsonl", [{"problem": "1 + " * 100, "answer": "1"}])
-    too_long = r"--max_tokens=8: the longest prompt has 2\d\d tokens, .* the model's context of 128; shorten the"
+    too_long = r"long.jsonl: the longest prompt has 2\d\d tokens, .* the model's context of 128; lower"
     with pytest.raises(ValueError, match=too_long):
         opened(folders, tmp_path, task=file)
     short = copied(folders / "actor", tmp_path / "short", max_position_embeddings=10)  # of 4 + 8 tokens
