@@ -17,18 +17,16 @@ ones, --help=all prints all."""
 
 from __future__ import annotations
 
-import sys
-
 import machinery.startup  # isort: skip  # noqa: F401
 
 import batching
 import objectives
 from config import Config
 from machinery import settings
-from machinery.flags import UserError, run_command
-from machinery.ranks import LOCAL_RANK, WORLD_SIZE, Comm
+from machinery.flags import run_command
+from machinery.ranks import Comm
 from machinery.run import locked
-from machinery.session import ELSEWHERE, Session, due, timer
+from machinery.session import Session, due, timer
 from model import exact, needs_of_exact_kappa
 from source import check_poisoned
 
@@ -43,12 +41,7 @@ def train(cfg: Config) -> int:
     comm = Comm.start(patience=groups * cfg.give_up + 1800)
     with locked(cfg, comm):
         training = Training(cfg, comm)
-        try:
-            loop(training)
-        except UserError as e:
-            if comm.rank > 0 and str(e) != ELSEWHERE:
-                print(f"error: rank {comm.rank}: {e}", file=sys.stderr)
-            raise
+        loop(training)
     comm.end()
     return training.exit_code
 
@@ -128,4 +121,4 @@ class Training(Session):
 
 
 if __name__ == "__main__":
-    run_command(lambda: train(settings.parse()), silent=LOCAL_RANK > 0 and WORLD_SIZE > 1)
+    run_command(lambda: train(settings.parse()))

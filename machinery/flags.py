@@ -148,12 +148,12 @@ def is_first_rank() -> bool:
     return from_environment("WORLD_SIZE", 1) == 1 or from_environment("RANK", 0) == 0
 
 
-def run_command(command: Callable[[], object], silent: bool = False) -> None:
+def run_command(command: Callable[[], object]) -> None:
     """Run a command and exit with its return code, if any. A UserError, or an error about a named
     file, prints one sentence and exits with code 1.
 
     If stdout is closed (`| head`), exit silently with code 1. After Ctrl-C, exit with 130, as
-    shells do. silent: exit with 2 on an error and print nothing; only the first rank prints it."""
+    shells do."""
     try:
         result = command()
         sys.stdout.flush()
@@ -171,7 +171,7 @@ def run_command(command: Callable[[], object], silent: bool = False) -> None:
             if e.filename is None:
                 raise
             e = f"{e.filename}: {e.strerror}; name a different path"
-        sys.exit(2 if silent else f"error: {e}")
+        sys.exit(f"error: {e}")
 
 
 def print_page(script: str, page: Callable[[], str]) -> None:
@@ -282,10 +282,9 @@ def convert(cls, key: str, text: str):
 
 
 def number(text: str, kind: type = float):
-    """The number that a text writes in ASCII digits, as an int or a float; NaN if it is none."""
+    """The number that a text writes, as an int or a float; NaN if it is none."""
     try:
-        # Python accepts 0.5_5 as 0.55, and non-ASCII digits
-        return math.nan if "_" in text or not text.isascii() else kind(text)
+        return kind(text)
     except ValueError:
         return math.nan
 

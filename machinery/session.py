@@ -35,7 +35,6 @@ from presets import called
 
 # metrics in the progress bar -> their names there
 SHOWN = {"reward": "reward", "rollout_corr/kl": "kl", "obrs/accept_rate": "accept"}
-ELSEWHERE = "another rank has stopped this run, and prints the reason"
 
 
 class Session:
@@ -124,7 +123,7 @@ class Session:
         error = self.source.error or self.learner.error
         failed = self.comm.any(error)  # all ranks stop together, so that no rank waits forever
         self.source.close()  # last: vLLM's shutdown also ends the process group
-        need(not failed, error or ELSEWHERE)
+        need(not failed, error or "another rank has stopped this run, and prints the reason")
 
     # -- metrics and evaluation --------------------------------------------------------------------
 

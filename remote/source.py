@@ -24,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-import sys
 import time
 from collections import Counter, deque
 from copy import deepcopy
@@ -32,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import Config, PrecisionFlags, PromptFlags, RemoteFlags, TaskFlags
-from machinery.flags import UserError, need
+from machinery.flags import need
 from model import routing_of
 from remote import wire
 from remote.account import Account, Arrived, split
@@ -90,12 +89,7 @@ def open_remote_source(
     else:
         folder = Path(cfg.out) / "versions"
         address = address_of_rank(cfg.samplers, comm.rank, comm.size)
-        try:
-            hub = Hub(address, cfg.keys, welcome, limits, log)
-        except UserError as e:
-            if comm.rank > 0:  # the first rank may have found its port free
-                print(f"error: rank {comm.rank}: {e}", file=sys.stderr, flush=True)
-            raise
+        hub = Hub(address, cfg.keys, welcome, limits, log)
     packed = travels_packed(cfg)
     store = Store(folder, comm, sends_deltas(cfg))
     return RemoteSource(hub, cfg, limits, Sampling.of(cfg), store, comm, log, run.task, packed)

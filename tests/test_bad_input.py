@@ -44,9 +44,9 @@ ROWS = [
         r"""
 --objectve=jackpot | --objectve: no such flag; did you mean --objective?
 --steps=0 | --steps=0: must be between 1 and 1e+09
---arith=seed=５ | --arith=seed=５: seed=５: must be a whole number, 0 or more
+--arith=seed=x | --arith=seed=x: seed=x: must be a whole number, 0 or more
 --objective=is --reject=token:1e-300:1e-290 | --reject=token:1e-300:1e-290: the bounds of token:1e-300:1e-290 are
---objective=is --reject=token:０.5:5 | --reject=token:０.5:5: token:０.5:5 is not a statistic with two bounds
+--objective=is --reject=token:x:5 | --reject=token:x:5: token:x:5 is not a statistic with two bounds
 --objective=jackpt | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
 --correction=jackpot | --correction=jackpot: a value of --objective, not of --correction; ... --objective=jackpot
 --kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: only vLLM has this cache; use --rollout=vllm, or auto

@@ -504,7 +504,6 @@ MUTANTS = {
         ("\n                0, batch.group, shares\n            ", "0, batch.group * 0, shares"),
     ],
     "machinery/flags.py": [
-        (" or not text.isascii()", ""),
         ('replaceable = "command" in before and "config" not in before', 'replaceable = "command" in before'),
         ("        sys.stdout.flush()\n", ""),
     ],
