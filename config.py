@@ -493,6 +493,7 @@ RANGES = {
     "log_ratio_clamp": (0.1, 80),
     "obrs_lambda": (0.01, 100),
     "lora_rank": (0, 10**6),
+    "rollout_memory": (0, 10**6),
 }
 # flags that a resumed run may change: they do not change the training
 HARMLESS = {

@@ -222,7 +222,7 @@ class EvalFlags(ModelFlags):
     """Print the first prompts as the model sees them, and the tokens that end a response; sample
     nothing."""
     grade_gold: str = ""
-    """Grade the gold answers of this file instead of evaluating a model."""
+    """Grade the gold answers of this file instead of evaluating a model; --task is not used."""
 
 
 @dataclass
@@ -432,15 +432,6 @@ def main(argv: list[str] | None = None) -> dict:
     if cfg.out:
         check_result("out", cfg.out)
     if cfg.grade_gold:
-        is_default_task = cfg.task == EvalFlags.task
-        need(
-            is_default_task,
-            f"--task={cfg.task}: --grade_gold already names the file; leave out one of the two flags",
-        )
-        need(
-            not cfg.model,
-            f"--model={cfg.model}: --grade_gold grades a file's gold answers and evaluates no model; leave --model out",
-        )
         tasks.check(replace(cfg, task=cfg.grade_gold))
         result = grade_gold(cfg.grade_gold, cfg)
     elif cfg.show_prompt:

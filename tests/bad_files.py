@@ -84,8 +84,6 @@ def run_of(**changes) -> str:
 
 RUN = run_of()
 DAMAGED = {"digests.json": '{"policy/config.json": "00"}', "policy": {"config.json": "{}"}}
-RESPONSE = {"step": 0, "prompt": "1", "reward": 1.0, "finish_reason": "stop", "gap": 0.0}
-RESPONSE |= {"tokens": ["1"], "gaps": [0.0], "largest": []}
 FILES = {
     # problems
     "fine.jsonl": GOOD,
@@ -124,9 +122,8 @@ FILES = {
         path,
         {"config.json": run_of(model=str(MODELS["POLICY"]), actor="none"), "checkpoints": {"step_000002": DAMAGED}},
     ),
-    # metrics and responses
+    # metrics
     "metrics_junk": {"metrics.jsonl": "junk\n" * 50},
-    "responses_uneven": {"samples.jsonl": json.dumps({**RESPONSE, "gaps": [0.0, 1.0]}) + "\n"},
     # keys
     "keys_learner": keys_of("learner"),
     "keys_cut": keys_of("learner", cut("learner.key_secret", 200)),

@@ -60,7 +60,6 @@ ROWS = [
 --distill_lambda=200 --distill_kl_target=0.1 | --distill_lambda=200.0: --distill_kl_target starts from it
 --objective=icepop --normalize_weights --loss_denominator=kept | --loss_denominator=kept: --normalize_weights already
 --lora_rank=4 --learner_quant=int8 | --lora_rank=4: --learner_quant=int8 computes on low-bit ... leave one of the two
---rollout=vllm --rollout_memory=1e6 | --rollout_memory=1000000.0: ... a number of GiB, ... lower it
 --arith=total=500,operand=40 | --arith: total=500: must be below 200 and no less than operand=40
 --objective=jackpot --is_cap=3 | --is_cap=3.0: --correction=obrs has no cap C; leave it out
 --objective=tbpo --is_cap=1 | --is_cap=1.0: tbpo_mismatch clamps to [1/C, C], so C must be above 1
@@ -93,7 +92,6 @@ ROWS = [
 --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
 --resume --overwrite --out=run | --resume with --overwrite: --resume continues the run, --overwrite deletes it; leave
 WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
-VLLM_ENABLE_V1_MULTIPROCESSING=1 --rollout=vllm | VLLM_ENABLE_V1_MULTIPROCESSING is set in the environment; unset it
 WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 | --reward=math, for ... pip
 --model=/no/such | --model=/no/such: no Hugging Face ... give a folder as save_pretrained writes it, or base:policy
 --model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: these ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06
@@ -157,7 +155,6 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 | --model is empty: name a run folder, a checkpoint or a Hugging Face folder
 --model=/no/such | --model=/no/such: no model there; give a run folder, a checkpoint or a Hugging Face folder
 --model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name a different folder
---grade_gold=fine.jsonl --task=fine.jsonl | --task=fine.jsonl: --grade_gold already names the file; leave out one
 --model=POLICY --rollout=hf | --model=POLICY: these flags have no default for a custom model; ... --max_tokens=4096
 --grade_gold=fine.jsonl --reward=gsm8k | --reward=gsm8k: --grade_gold checks only the grader of math; leave it out
         """,
@@ -166,7 +163,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
         "worth.py --rollout=hf --model=POLICY --actor=none --task=arith --max_tokens=8 --rollout_dtype=float32",
         r"""
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: the rows have different --obrs_topk; measure ... separate runs
---rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: the gradient ... use none
+--rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: shifted weights cannot ... use none
 --advantage=otb | --advantage=otb: g is computed without a ref pass
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
         """,
@@ -195,7 +192,6 @@ nowhere | nowhere/metrics.jsonl: no such file; give the folder of a run (it hold
 metrics_junk | metrics_junk/metrics.jsonl, line 1: not valid JSON; remove that line
 run --out=read_only/x.png | --out=read_only/x.png: no file can be written there; name a different path
 --samples=nowhere | nowhere/samples.jsonl: no such file; give the folder of a run of train.py
---samples=responses_uneven | responses_uneven/samples.jsonl: the line of step 0 is not a response; fix or remove it
         """,
     ),
     *rows(

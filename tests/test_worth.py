@@ -209,7 +209,7 @@ def measured(solvers):
 
 
 def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys):
-    """Before training, and at equal cost; the result is printed, written and drawn."""
+    """Before training, and at equal cost; the result is printed and written."""
     flags = ["--batches=20", "--reference=40", "--directions=16", "--noise_batches=20", "--rows=none; tis", "--cost"]
     results = weigh(tmp_path, solvers, *flags, "--train_batch=96", "--rollout_batch=96")
     for x in results["rows"].values():
@@ -219,9 +219,8 @@ def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys):
     about, printed = results["about"], capsys.readouterr().out
     assert about["kl"] < 1e-9 and all(abs(half - 1) < 0.5 for half in about["halves"])
     assert 0 < 3 * 96 * (about["sampler/seconds"] + about["on_policy/seconds"]) < about["seconds"]
-    assert f"above worth {about['price']:.2f}" in printed and "figure:" in printed
+    assert f"above worth {about['price']:.2f}" in printed
     assert json.loads((tmp_path / "w.json").read_text())["rows"] == results["rows"]
-    assert (tmp_path / "w.png").stat().st_size > 10_000
 
 
 def test_a_policy_without_rewards_has_no_gradient(tmp_path, folders):
@@ -338,11 +337,3 @@ def test_the_engine_has_the_precision_of_the_run(solvers, tmp_path):
     ):
         _, rows, plain = worth.parse(["--actor=none", "--rollout=hf", "--rows=tis", *flags])
         assert [(cfg.rollout_dtype, cfg.dtype) for cfg in (rows["tis"], plain)] == 2 * [wanted]
-
-
-def test_the_number_of_batches_for_a_precise_worth_by_hand():
-    """An error of 60 % is 2.4 times too large: 5.76 times as many batches."""
-    about = {"batches": 24, "reference": 50}
-    (sentence,) = worth.more_batches({"worth": 2.0, "worth_se": 1.2}, about)
-    assert "60% of its worth" in sentence and "--batches=139 --reference=288, 5.8 times as long" in sentence
-    assert [len(worth.more_batches({"worth": -2.0, "worth_se": se}, about)) for se in (0.49, 0.51)] == [0, 1]
