@@ -424,8 +424,6 @@ class ReportFlags:
     """Updates between checkpoints; 0: only at the end."""
     keep: int = 2
     """Number of newest checkpoints to keep."""
-    wandb: str = ""
-    """Also log to this wandb project."""
 
 
 @dataclass(frozen=True)
@@ -497,7 +495,7 @@ RANGES = {
 }
 # flags that a resumed run may change: they do not change the training
 HARMLESS = {
-    *("resume", "overwrite", "out", "keep", "save_every", "check_sync", "wandb", "keys", "give_up"),
+    *("resume", "overwrite", "out", "keep", "save_every", "check_sync", "keys", "give_up"),
     *("parallel", "micro_tokens", "rollout_memory"),
     *("gradient_checkpointing", "kernels", "eval_every"),
 }

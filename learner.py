@@ -287,7 +287,7 @@ class Learner:
         if self.skipped_in_a_row >= MAX_SKIPS:
             self.error = (
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
-                f"gradient norm {norms['policy']}): {self._poison()}"
+                f"gradient norm {norms['policy']}); lower --lr, or check --is_cap and --grad_clip"
             )
         if not self.is_finite():
             raise UserError(
@@ -298,13 +298,6 @@ class Learner:
         if self.scaler.is_enabled():
             counts["loss_scale"] = self.scaler.get_scale()
         return out | {name: float(n) for name, n in counts.items()}
-
-    def _poison(self) -> str:
-        """The likely cause of non-finite updates, and the fix."""
-        name = optim.not_finite(self.models)
-        if name:
-            return f"the weight {name} is not finite; start from an intact checkpoint"
-        return "weights and rollouts are finite; lower --lr, or check --is_cap and --grad_clip"
 
     def is_finite(self) -> bool:
         """Whether all weights are finite, on every rank. Collective."""

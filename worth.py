@@ -3,7 +3,7 @@ training.
 
     python worth.py --model=base:policy --actor=base:actor              # sampler: a different model
     python worth.py --model=FOLDER --actor=none --rollout_quant=w2a16   # sampler: low-bit policy
-    python worth.py --model=FOLDER --actor=none --stale=OLDER_FOLDER    # sampler: older weights
+    python worth.py --model=FOLDER --actor=OLDER_FOLDER                 # sampler: older weights
     python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --cost
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
@@ -52,7 +52,7 @@ from corrections import token_k3
 from eval import sampler_of, write_result
 from learner import Learner
 from machinery import flags, settings
-from machinery.flags import names_model, need, run_command
+from machinery.flags import need, run_command
 from machinery.measure import FOLDS, Reference, RowSamples, with_errors
 from machinery.optim import learning
 from machinery.ranks import Comm
@@ -89,8 +89,6 @@ class WorthFlags:
     share: float = 1.0
     """Share of the parameters' entries that is measured, drawn at random. The measurement
     needs the memory of 13 float32 copies of these entries (with 32 --directions)."""
-    stale: str = ""
-    """An older checkpoint that samples instead of the policy."""
     cost: bool = False
     """Also measure the time of sampling by sampler and policy. Their quotient is the worth above
     which the sampler pays."""
@@ -120,10 +118,6 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
     dtypes = {"dtype": "float32", "rollout_dtype": settings.parse(of_g).rollout_dtype}
     dtypes = [f"--{k}={v}" for k, v in dtypes.items() if k not in given]
     plain = settings.parse(dtypes + of_g)
-    need(
-        not worth_flags.stale or plain.actor == "none",
-        f"--stale={worth_flags.stale}: the actor samples here; add --actor=none",
-    )
     shared = dtypes + [f"--{k}={v}" for k, v in pairs]
     check(worth_flags)
     rows = {}
@@ -156,10 +150,8 @@ def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config
 
 def check(worth_flags: WorthFlags) -> None:
     reference, directions = worth_flags.reference, worth_flags.directions
-    batches, stale = worth_flags.batches, worth_flags.stale
-    found = not stale or stale.startswith("base:") or names_model(stale)
+    batches = worth_flags.batches
     a_fold = f"must be a multiple of {FOLDS} above 0, for an error estimate"
-    no_folder = "no Hugging Face model folder; give the `policy` of a checkpoint"
     flags.need_each(
         worth_flags,
         (reference > 0 and reference % FOLDS == 0, "reference", a_fold),
@@ -167,14 +159,13 @@ def check(worth_flags: WorthFlags) -> None:
         (batches >= 3, "batches", "must be at least 3, for an error estimate"),
         (1 <= worth_flags.noise_batches <= batches, "noise_batches", "must be 1 to --batches"),
         (0 < worth_flags.share <= 1, "share", "must be above 0 and at most 1"),
-        (found, "stale", no_folder),
     )
     flags.check_result("json", worth_flags.json)
 
 
 def check_row(cfg: config.Config) -> None:
     """Raise UserError if a row cannot be measured."""
-    from_weights = "set stale sampler weights with --stale here"
+    from_weights = "samplers are not late here; name an older policy as --actor"
     rounded = "shifted weights cannot measure the gradient through rounded weights; use none"
     of_policy = "needs the policy's top-K, which is unknown here"
     uses_z = cfg.correction in objectives.USES_Z
@@ -336,15 +327,8 @@ class Measurement:
         self.comm = Comm.start(cfg.give_up)
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(cfg, self.comm)
-        stale = worth_flags.stale
-        sampled_run = open_run(replace(cfg, model=stale), self.comm) if stale else run
-        need(
-            sampled_run.vocabulary == run.vocabulary,
-            f"--stale={stale}: its vocabulary has {sampled_run.vocabulary} tokens, and the policy's has "
-            f"{run.vocabulary}",
-        )
         # a sleeping engine can drop its weights, and here they are not published again
-        self.sampler = open_source(cfg, sampled_run, self.comm, sleeps=False)
+        self.sampler = open_source(cfg, run, self.comm, sleeps=False)
         self.learner = self.scorer = Learner(
             *run.load_models(), on_policy_cfg, self.comm, run.vocabulary
         )

@@ -174,13 +174,6 @@ def run_command(command: Callable[[], object]) -> None:
         sys.exit(f"error: {e}")
 
 
-def print_page(script: str, page: Callable[[], str]) -> None:
-    """Print the page of a script without arguments, such as `python metrics.py`."""
-    words = " ".join(sys.argv[1:])
-    need(words in ("", "-h", "--help"), f"{words}: {script} takes no arguments; leave them out")
-    print(page())
-
-
 def reader_has_gone() -> bool:
     """Whether standard output is a pipe without a reader."""
     poll = select.poll()

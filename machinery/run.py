@@ -29,7 +29,7 @@ import config
 import quant
 import sampling
 import tasks
-from config import Config, LossFlags, ReportFlags, RunFlags, SampleFlags
+from config import Config, LossFlags, RunFlags, SampleFlags
 from corrections import USES_Z, rejects_by_support
 from delay import DelaySource
 from machinery import checkpoint, warmstart
@@ -259,7 +259,7 @@ def topk_of(cfg: LossFlags) -> int:
 LOCK = "lock"
 # Files of a run folder. --overwrite deletes only these files. config.json, which marks the folder
 # of a run, is deleted last, so that an interrupted deletion can be repeated.
-WRITTEN = ("checkpoints", "versions", "wandb", "remote*.log*", "samples.jsonl", "curves.png")
+WRITTEN = ("checkpoints", "versions", "remote*.log*", "samples.jsonl", "curves.png")
 WRITTEN += ("metrics.jsonl", checkpoint.SAVED, "config.json")
 
 
@@ -489,60 +489,42 @@ ABOVE = {"grade/inexact": 0.2}  # thresholds of WARNINGS that are not 0
 WARNINGS = {
     "grade/inexact": (
         "more than a fifth of the responses to problems with a number as gold answer are graded right, but end with a "
-        "different number: the policy may "
-        "exploit the grader instead of learning the task; read responses (python -m machinery.plot --samples=RUN), "
-        "or compare only numbers (--reward=gsm8k)"
+        "different number: the policy may exploit the grader; read samples.jsonl, or use --reward=gsm8k"
     ),
     "rollout_corr/seq_false_ess": (
         "more than half of the responses are at the clamp of --log_ratio_clamp: their weights are equal because they "
-        "are clamped, and an effective sample size near 1 is misleading; sequence weights correct nothing at this "
-        "length (rollout_corr/t_max)"
+        "are clamped, and sequence weights correct nothing at this length (rollout_corr/t_max)"
     ),
     "poisoned": (
         "the engine gave a log-probability that is non-finite, positive or below -200: such responses are left out; "
-        "try --rollout_dtype=float32 or a different --rollout_quant if this repeats (the metric `poisoned` counts "
-        "them)"
+        "if this repeats, try --rollout_dtype=float32 or a different --rollout_quant"
     ),
     "no_reward": (
-        "every reward of an update is 0, so nothing is learned from it: read responses (python -m machinery.plot "
-        "--samples=RUN), check --max_tokens, and check --reward and the prompt if right answers are not recognised"
+        "every reward of an update is 0, so nothing is learned from it: read samples.jsonl, and check --max_tokens, "
+        "--reward and the prompt"
     ),
     "mostly_cut": (
         "more than half of the responses of an update were cut at --max_tokens, and cut responses earn little or "
-        "nothing: raise --max_tokens, or read responses (python -m machinery.plot --samples=RUN)"
+        "nothing: raise --max_tokens, or read samples.jsonl"
     ),
     "rejected_steps": (
         "no token of an update reached the loss, so the policy did not change: with --mask_cut every response was cut "
-        "(raise --max_tokens), or every token was rejected (widen --rs_low and --rs_high, or check rollout_corr/kl)"
+        "(raise --max_tokens), or every token was rejected (widen --rs_low and --rs_high)"
     ),
 }
 
 
 class Log:
-    """Writer of metrics.jsonl, with one line per update, and of wandb if its flag is set. Names of
-    times, and no other names, end in `_s` or `_seconds`."""
+    """Writer of metrics.jsonl, with one line per update. Names of times, and no other names, end in
+    `_s` or `_seconds`."""
 
-    def __init__(self, run: Path, cfg: ReportFlags, step: int):
+    def __init__(self, run: Path, step: int):
         self.path = run / "metrics.jsonl"
         truncate(self.path.with_name("samples.jsonl"), step)
         # step 0 also removes the evaluation before training (step -1)
         truncate(self.path, step or -1)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
-        self.wandb = None
         self.said = set()
-        if cfg.wandb:
-            import wandb
-
-            made = json.loads((run / "config.json").read_text(encoding="utf-8"))
-            name = f"{run.name}-{made['id']}" if "id" in made else run.name
-            self.wandb = wandb.init(
-                project=cfg.wandb,
-                name=run.name,
-                dir=str(run),
-                config=vars(cfg),
-                id=name,
-                resume="allow",
-            )
 
     def write(self, step: int, values: dict) -> None:
         self.file.write(
@@ -553,12 +535,6 @@ class Log:
             if values.get(name, 0) > ABOVE.get(name, 0):
                 self.said.add(name)
                 tqdm.write(f"warning: update {step + 1}: {WARNINGS[name]}", file=sys.stderr)
-        if self.wandb:
-            numbers = {
-                k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)
-            }
-            # number of completed updates: wandb refuses the step -1 before training
-            self.wandb.log(numbers, step=step + 1)
 
     def write_samples(self, samples: list[dict]) -> None:
         with open(self.path.with_name("samples.jsonl"), "a", encoding="utf-8") as f:
@@ -566,8 +542,6 @@ class Log:
 
     def close(self) -> None:
         self.file.close()
-        if self.wandb:
-            self.wandb.finish()
 
 
 def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:

@@ -68,7 +68,7 @@ class Session:
         if comm.rank == 0:
             prepare_folder(self.run)
         comm.barrier()  # no rank writes into the folder earlier
-        self.log = Log(self.run.folder, cfg, self.step) if comm.rank == 0 else None
+        self.log = Log(self.run.folder, self.step) if comm.rank == 0 else None
         self.second_engine = None  # the engine of --eval_engine=second
         self.signals: list[int] = []  # numbers of caught signals
         self.exit_code = 0  # 128 + the number of the signal that stopped the run

@@ -103,11 +103,7 @@ def saved_flags(path: Path) -> dict:
         isinstance(saved, dict) and "lr_schedule" in saved,
         f"--resume: {path} holds no flags of a run; {fix}",
     )
-    return {
-        k: v if v is None else flags.of_file(Config, str(path), k, v)
-        for k, v in saved.items()
-        if k in FIELDS
-    }
+    return {k: v for k, v in saved.items() if k in FIELDS}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,10 +172,11 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     kernels.check(cfg)
     check_named(cfg.model, missing)
     tasks.check(cfg)
-    if installed:
-        check_packages(cfg, n_ranks)
-    else:
+    if not installed:
         check_tensor_parallel(cfg, n_ranks)
+    elif cfg.samplers == "local":
+        check_engine(cfg, n_ranks)
+        quant.check_routing(cfg)
     need(
         cfg.eval_engine != "second" or cfg.actor != "none",
         "--eval_engine=second: there is no actor, so the rollout engine already evaluates the policy; leave "
@@ -262,13 +259,3 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
         not unequal,
         f"{flag}: with --delay and --dynamic_sampling its ranks need different weights; leave out one of the flags",
     )
-
-
-def check_packages(cfg: Config, n_ranks: int) -> None:
-    """Check that the packages needed by the flags are installed."""
-    if cfg.samplers == "local":
-        check_engine(cfg, n_ranks)
-        quant.check_routing(cfg)
-    has_wandb = not cfg.wandb or importlib.util.find_spec("wandb")
-    sentence = "wandb is not installed; pip install wandb, or leave the flag out"
-    need_each(cfg, (has_wandb, "wandb", sentence))

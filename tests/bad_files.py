@@ -117,7 +117,6 @@ FILES = {
     "run": {"config.json": RUN, "metrics.jsonl": ROW},
     "run_of_a_model": {"config.json": '{"model_type": "qwen3"}', "notes.txt": "mine"},
     "notes": {"notes.txt": "mine", "checkpoints": {"mine": "precious"}},
-    "run_of_text": {"config.json": run_of(steps="many")},
     "run_spoilt": lambda path: make_file(
         path,
         {"config.json": run_of(model=str(MODELS["POLICY"]), actor="none"), "checkpoints": {"step_000002": DAMAGED}},

@@ -165,7 +165,6 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: the rows have different --obrs_topk; measure ... separate runs
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: shifted weights cannot ... use none
 --advantage=otb | --advantage=otb: g is computed without a ref pass
---stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
         """,
     ),
     *rows(
@@ -207,14 +206,12 @@ run --out=read_only/x.png | --out=read_only/x.png: no file can be written there;
         r"""
 train.py --resume --out=/no/such/run | --resume: /no/such/run holds no run; start without --resume, or name its folder
 train.py --resume --out=run --lr=0.5 | --resume with a changed configuration: ... or start a new run in a different
-train.py --resume --out=run_of_text | run_of_text/config.json: --steps=many: must be a whole number
 train.py --resume --out=run_spoilt | run_spoilt: all checkpoints are damaged; ... start a new run with --overwrite, or
 -m remote.keys | name one new folder: python -m remote.keys keys --samplers=4
 -m remote.keys k --samplers=0 | --samplers=0: must be at least 1
 -m remote.keys keys_learner | keys_learner is not empty: keys are not overwritten; name a new folder
 -m remote --rollout=hf --name=box --connect=tcp://10.0.0.1:5555 | --connect=tcp://10.0.0.1:5555: ... `python -m
 mini.py --stps=3 | --stps=3: write --name=value, with a name from the settings in mini.py
-metrics.py out/demo | out/demo: metrics.py takes no arguments; leave them out
 -m bench --parts=haed --device=cpu | --parts=haed: no such part; there are tests
 -m remote | --connect: name the learner's address, tcp://HOST:PORT, or a shared folder
 results/sweep.py | no study: no such study; name one of jackpot, tis, praxis, qarl, real, heterorl, worth

@@ -7,7 +7,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -193,7 +192,7 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
     out = tmp_path / "run"
     for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "remote.log", "remote1.log.1", "notes.txt"):
         (out / name).write_text("x")
-    for name in ("checkpoints/step_000003", "wandb", "mine/checkpoints"):
+    for name in ("checkpoints/step_000003", "mine/checkpoints"):
         (out / name).mkdir(parents=True)
     (out / "versions").symlink_to(out / "mine")  # not followed
     before = config_of_run(tmp_path)
@@ -293,9 +292,9 @@ def test_the_weight_check_uses_the_same_sequences_in_every_run(folders, tmp_path
 # -- metrics.jsonl -----------------------------------------------------------------------------------------------------
 
 
-def logged(tmp_path, cfg, first: int, rows: dict) -> None:
+def logged(tmp_path, first: int, rows: dict) -> None:
     """Open the log at update `first` and write step -> values."""
-    log = Log(tmp_path, cfg, first)
+    log = Log(tmp_path, first)
     for step, values in rows.items():
         log.write(step, values)
     log.close()
@@ -303,11 +302,11 @@ def logged(tmp_path, cfg, first: int, rows: dict) -> None:
 
 def test_log_writes_truncates_and_reads(tmp_path):
     rows = {step: {"x": step / 2, "nothing": math.inf} for step in (-1, 0, 1, 2)}
-    logged(tmp_path, make_cfg(), 0, rows)
+    logged(tmp_path, 0, rows)
     assert read_metrics(tmp_path)[2] == {"step": 1, "x": 0.5, "nothing": None}
-    logged(tmp_path, make_cfg(), 2, {2: {"x": 9.0}})
+    logged(tmp_path, 2, {2: {"x": 9.0}})
     assert [(r["step"], r["x"]) for r in read_metrics(tmp_path)] == [(-1, -0.5), (0, 0.0), (1, 0.5), (2, 9.0)]
-    logged(tmp_path, make_cfg(), 0, {-1: {"x": 3.0}})  # a new run deletes the lines of an earlier run
+    logged(tmp_path, 0, {-1: {"x": 3.0}})  # a new run deletes the lines of an earlier run
     assert read_metrics(tmp_path) == [{"step": -1, "x": 3.0}]
 
 
@@ -326,25 +325,10 @@ def test_truncate_keeps_the_lines_before_the_step(tmp_path):
 
 def test_warnings_are_printed_once(tmp_path, capsys):
     rows = {step: {"rejected_steps": float(step), "rollout_corr/seq_false_ess": 0.0} for step in range(3)}
-    logged(tmp_path, make_cfg(), 0, rows)
+    logged(tmp_path, 0, rows)
     warnings = capsys.readouterr().err
     assert warnings.count("every token was rejected") == 1
     assert "update 2" in warnings and "clamp" not in warnings
-
-
-def test_wandb_gets_the_finite_numbers_under_updates_done(tmp_path, monkeypatch):
-    calls = []
-    wandb = SimpleNamespace(
-        log=lambda numbers, step: calls.append((step, numbers)), finish=lambda: calls.append("finished")
-    )
-    wandb.init = lambda **settings: calls.append(settings) or wandb
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr(settings, "check_packages", lambda cfg, n_ranks: None)
-    (tmp_path / "config.json").write_text('{"id": "ab12"}')  # distinguishes runs with the same folder name
-    logged(tmp_path, make_cfg(wandb="mine"), 0, {-1: {"x": 1.0, "y": math.inf, "text": "z"}, 0: {"x": 2.0}})
-    started, *rest = calls
-    assert (started["project"], started["id"], started["resume"]) == ("mine", f"{tmp_path.name}-ab12", "allow")
-    assert rest == [(0, {"x": 1.0}), (1, {"x": 2.0}), "finished"]
 
 
 @pytest.mark.parametrize(

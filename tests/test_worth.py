@@ -270,11 +270,9 @@ def test_the_engine_records_the_largest_top_k_of_all_rows(measured):
 
 
 def test_samplers_of_different_models(tmp_path, solvers):
-    """Without a correction the step is not the policy's. --stale samples with a different folder's weights."""
+    """Without a correction the step is not the policy's."""
     of_actor = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis", actor="actor")
     assert of_actor["rows"]["none"]["worth"] < 0.5 * of_actor["rows"]["prefix_tis"]["worth"]
-    stale = weigh(tmp_path, solvers, *BRIEF, "--rows=none", f"--stale={solvers / 'actor'}")
-    assert stale["about"]["kl"] == pytest.approx(of_actor["about"]["kl"]) and stale["about"]["kl"] > 0.1
 
 
 def test_truncated_sampling_is_mismatch_unless_the_learner_truncates(tmp_path, solvers):
@@ -319,8 +317,6 @@ def test_flags_of_rows_and_of_g(folders):
     assert (g.kl_coef, g.entropy_coef, tis.kl_coef) == (0.0, 0.0, 0.1) and list(rows) == names
     assert (tis.is_cap, tis.is_floor, tis.rollout_quant) == (3, 0.1, "int8")
     assert (jackpot.obrs_mask, jackpot.advantage, jackpot.is_floor) == ("expected", "grpo", 0)
-    with pytest.raises(UserError, match="--stale=base:policy: the actor samples here"):
-        worth.parse(["--model=base:policy", "--actor=base:actor", "--rollout=hf", "--stale=base:policy"])
     with pytest.raises(UserError, match="temperature=0.5 of 'tis temperature=0.5' is not a flag of an obj"):
         worth.parse([*flags, "--rows=tis; tis temperature=0.5"])
 
