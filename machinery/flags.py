@@ -27,6 +27,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -125,17 +126,12 @@ def check_result(flag: str, path: str) -> None:
     """`check_output` for a JSON result. It may replace an earlier result (a file with the key
     `command`), but no other file."""
     check_output(flag, path)
-    if not Path(path).exists():
-        return
-    try:
-        before = json.loads(Path(path).read_text(encoding="utf-8"))
-        replaceable = "command" in before and "config" not in before
-    except (ValueError, TypeError, RecursionError):
-        replaceable = False
-    need(
-        replaceable,
-        f"--{flag}={path}: this file exists and is not an earlier result; name a different file",
-    )
+    replaceable = not Path(path).exists()
+    with suppress(ValueError, TypeError):
+        before = {} if replaceable else json.loads(Path(path).read_text(encoding="utf-8"))
+        replaceable |= "command" in before and "config" not in before
+    sentence = "this file exists and is not an earlier result; name a different file"
+    need(replaceable, f"--{flag}={path}: {sentence}")
 
 
 def from_environment(name: str, usual: int) -> int:

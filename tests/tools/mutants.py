@@ -503,7 +503,7 @@ MUTANTS = {
         ("\n                0, batch.group, shares\n            ", "0, batch.group * 0, shares"),
     ],
     "machinery/flags.py": [
-        ('replaceable = "command" in before and "config" not in before', 'replaceable = "command" in before'),
+        ('replaceable |= "command" in before and "config" not in before', 'replaceable |= "command" in before'),
         ("        sys.stdout.flush()\n", ""),
     ],
     "remote/keys.py": [
