@@ -424,8 +424,6 @@ class ReportFlags:
     """Updates between checkpoints; 0: only at the end."""
     keep: int = 2
     """Number of newest checkpoints to keep."""
-    wandb: str = ""
-    """Also log to this wandb project."""
 
 
 @dataclass(frozen=True)
@@ -493,10 +491,11 @@ RANGES = {
     "log_ratio_clamp": (0.1, 80),
     "obrs_lambda": (0.01, 100),
     "lora_rank": (0, 10**6),
+    "rollout_memory": (0, 10**6),
 }
 # flags that a resumed run may change: they do not change the training
 HARMLESS = {
-    *("resume", "overwrite", "out", "keep", "save_every", "check_sync", "wandb", "keys", "give_up"),
+    *("resume", "overwrite", "out", "keep", "save_every", "check_sync", "keys", "give_up"),
     *("parallel", "micro_tokens", "rollout_memory"),
     *("gradient_checkpointing", "kernels", "eval_every"),
 }

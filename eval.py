@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +33,6 @@ from machinery import checkpoint, flags, warmstart
 from machinery.checkpoint import models
 from machinery.flags import (
     UserError,
-    check_output,
     check_ranges,
     check_result,
     is_hub_id,
@@ -43,7 +41,7 @@ from machinery.flags import (
     read_json,
     run_command,
 )
-from machinery.run import common_tokenizer
+from machinery.run import check_folders, common_tokenizer, longest_contexts
 from machinery.settings import check_engine, check_named, fill
 from model import memory
 from model.engines import HFEngine, make_engine
@@ -51,9 +49,7 @@ from rollout import request_seed
 from sampling import Sampling
 from source import check_poisoned, set_aside_if_poisoned
 from tasks import EvalSet, eval_sets, grade_all, prompts, turns
-from tasks.data import parsed
 from tasks.gold import grade_gold
-from tasks.preflight import warnings_of
 from tasks.prompts import encode, stop_ids
 
 PROBLEMS = 512  # default of --problems
@@ -213,8 +209,7 @@ class ModelFlags(SampleFlags):
     """Seed of sampling."""
     out: str = ""
     """Also write the results to this JSON file, X.json. eval.py also writes every response to
-    X.responses.jsonl, from which the same command continues after a kill. python -m probe also
-    draws X.png."""
+    X.responses.jsonl. python -m probe also draws X.png."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +222,7 @@ class EvalFlags(ModelFlags):
     """Print the first prompts as the model sees them, and the tokens that end a response; sample
     nothing."""
     grade_gold: str = ""
-    """Grade the gold answers of this file instead of evaluating a model."""
+    """Grade the gold answers of this file instead of evaluating a model; --task is not used."""
 
 
 @dataclass
@@ -271,36 +266,9 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     folders = [folder, sampler] if sampler else [folder]
     tokenizer = common_tokenizer(cfg, folder, sampler)
     ends = stop_ids(tokenizer, folders, cfg.stop)
-    limit = min(
-        models.read_config(path).get_text_config().max_position_embeddings for path in folders
-    )
-    context = 0
-    for eval_set in sets:
-        longest = eval_set.task.fit(tokenizer, cfg.max_prompt_tokens)
-        context = max(context, longest + eval_set.max_tokens)
-        need(
-            context <= limit,
-            f"--max_tokens={eval_set.max_tokens}: the longest prompt of {eval_set.label} has {longest} tokens, and "
-            f"with the response it exceeds the model's context of {limit}; shorten the response, or drop "
-            "long prompts with --max_prompt_tokens",
-        )
-        for sentence in warnings_of(eval_set.task, tokenizer):
-            print(f"warning: {sentence}", file=sys.stderr)
-        if getattr(eval_set.task, "dropped", 0):
-            print(
-                f"{eval_set.label}: {eval_set.task.dropped} prompts of more than {cfg.max_prompt_tokens} tokens dropped"
-            )
+    context = max(longest_contexts(cfg, sets, tokenizer, folders))
     vocabulary = models.vocabulary_size(tokenizer)
-    need(
-        cfg.top_k <= vocabulary,
-        f"--top_k={cfg.top_k}: larger than the vocabulary, {vocabulary} tokens; 0 keeps all",
-    )
-    for path in folders:
-        if cfg.rollout == "hf" or path != folders[-1]:  # plain torch computes it
-            models.check_angles(path, context)
-        models.check_rows(path, vocabulary)
-        models.check_weights(path)
-        memory.check_names(path, cfg.rollout == "vllm")
+    check_folders(cfg, folders, vocabulary, context, learns=False)
     quant.check_model(cfg, folders[-1])
     most = problems if cfg.problems is None else cfg.problems
     return Setup(sets, folder, tokenizer, most, context, vocabulary, ends)
@@ -358,12 +326,19 @@ def evaluate(cfg: EvalFlags) -> dict:
     setup = open_setup(cfg, PROBLEMS)
     cfg = fill(cfg, {"rollout_dtype": models.own_dtype(setup.folder)})
     ks = {eval_set.label: ks_of(cfg.k, eval_set.samples) for eval_set in setup.sets}
-    responses = Responses.open(cfg, setup)
+    if cfg.out:
+        path = Path(cfg.out).with_suffix(".responses.jsonl")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("", encoding="utf-8")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = make_engine(cfg, setup.folder, setup.context, 0, device, setup.vocabulary)
     results = []
     for eval_set in setup.sets:
-        right, length = evaluate_set(engine, eval_set, setup, cfg, responses)
+        indices = range(n_problems(eval_set.task, setup.most))
+        plain = drawn_as(eval_set, Sampling.of(cfg))
+        request = (eval_set.samples, plain, cfg.seed, setup.stop_ids)
+        write = partial(write_responses, path, eval_set.label, setup.tokenizer) if cfg.out else None
+        right, length = solve(engine, eval_set.task, setup.tokenizer, indices, *request, write)
         results.append(scores(eval_set, right, length, ks[eval_set.label]))
     engine.close()
     first = {"model": setup.folder, "task": cfg.task}
@@ -389,20 +364,6 @@ def ks_of(text: str | None, n: int) -> list[int]:
     return ks
 
 
-def evaluate_set(engine, one: EvalSet, setup: Setup, cfg: EvalFlags, responses: Responses):
-    """Correctness (problems, samples) and mean length on one set; reuses results in the file."""
-    ids = [one.task.problem("test", i).id for i in range(n_problems(one.task, setup.most))]
-    known = responses.known[one.label]
-    todo = [i for i, id in enumerate(ids) if id not in known]
-    if todo:
-        request = (one.samples, drawn_as(one, Sampling.of(cfg)), cfg.seed, setup.stop_ids)
-        write = partial(responses.write, one.label, setup.tokenizer)
-        solve(engine, one.task, setup.tokenizer, todo, *request, write)
-    rows = [known[id] for id in ids]
-    right = np.array([[float(r > 0.5) for r in row["rewards"]] for row in rows])
-    return right, float(np.mean([row["tokens"] for row in rows]))
-
-
 def scores(one: EvalSet, right, length: float, ks: list[int]) -> dict:
     """Compute and print mean@n and pass@k of a set with standard errors over problems."""
     n = one.samples
@@ -418,68 +379,21 @@ def scores(one: EvalSet, right, length: float, ks: list[int]) -> dict:
     return out
 
 
-@dataclass
-class Responses:
-    """The responses of an evaluation, with --out=X.json also in X.responses.jsonl, one line per
-    problem.
-
-    The first line contains the flags. The same command continues from the file."""
-
-    path: Path | None
-    known: dict[str, dict[str, dict]]  # set -> problem -> line
-
-    @classmethod
-    def open(cls, cfg: EvalFlags, setup: Setup) -> Responses:
-        """Open the file, or create it. UserError: the file is of a different evaluation."""
-        responses = cls(None, {eval_set.label: {} for eval_set in setup.sets})
-        if not cfg.out:
-            return responses
-        responses.path = path = Path(cfg.out).with_suffix(".responses.jsonl")
-        check_output("out", str(path))
-        aside = ("out", "k", "problems", "rollout_memory")
-        asked = {key: value for key, value in vars(cfg).items() if key not in aside}
-        digests = {
-            "folder": setup.folder,
-            "files": models.stamps(setup.folder),
-            "data": tasks.digests(cfg),
-        }
-        head = json.dumps({"evaluation": asked | digests}) + "\n"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(head, encoding="utf-8")
-            return responses
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        need(
-            lines and lines[0] == head,
-            f"{path}: the file has responses of a different evaluation or to different problems; name a "
-            "different --out, or remove the file",
-        )
-        # a kill can leave a partial last line
-        complete_lines = [line for line in lines if line.endswith("\n")]
-        for n, line in enumerate(complete_lines[1:], 2):
-            row = parsed(line, f"{path}, line {n}")
-            responses.known[row["set"]][row["id"]] = row
-        os.truncate(path, sum(len(line.encode()) for line in complete_lines))
-        print(f"{path}: {len(complete_lines) - 1} problems are already evaluated")
-        return responses
-
-    def write(self, label: str, tokenizer, problem, group) -> None:
-        """Add a problem's graded responses, also to the file."""
-        row = {
-            "set": label,
-            "id": problem.id,
-            "answer": problem.answer,
-            "rewards": [r.reward for r in group],
-            "tokens": [len(r.tokens) for r in group],
-            "finish_reasons": [r.finish_reason for r in group],
-            "responses": tokenizer.batch_decode(
-                [r.tokens.tolist() for r in group], skip_special_tokens=True
-            ),
-        }
-        self.known[label][problem.id] = row
-        if self.path:
-            with open(self.path, "a", encoding="utf-8") as f:
-                f.write(json.dumps(row) + "\n")
+def write_responses(path: Path, label: str, tokenizer, problem, group) -> None:
+    """Append a problem's graded responses to a JSONL file. label: of the problem's set."""
+    row = {
+        "set": label,
+        "id": problem.id,
+        "answer": problem.answer,
+        "rewards": [r.reward for r in group],
+        "tokens": [len(r.tokens) for r in group],
+        "finish_reasons": [r.finish_reason for r in group],
+        "responses": tokenizer.batch_decode(
+            [r.tokens.tolist() for r in group], skip_special_tokens=True
+        ),
+    }
+    with open(path, "a", encoding="utf-8") as f:
+        f.write(json.dumps(row) + "\n")
 
 
 def show_prompt(cfg: EvalFlags) -> dict:
@@ -518,15 +432,6 @@ def main(argv: list[str] | None = None) -> dict:
     if cfg.out:
         check_result("out", cfg.out)
     if cfg.grade_gold:
-        is_default_task = cfg.task == EvalFlags.task
-        need(
-            is_default_task,
-            f"--task={cfg.task}: --grade_gold already names the file; leave out one of the two flags",
-        )
-        need(
-            not cfg.model,
-            f"--model={cfg.model}: --grade_gold grades a file's gold answers and evaluates no model; leave --model out",
-        )
         tasks.check(replace(cfg, task=cfg.grade_gold))
         result = grade_gold(cfg.grade_gold, cfg)
     elif cfg.show_prompt:

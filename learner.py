@@ -22,7 +22,6 @@ import batching
 import corrections
 import objectives
 import quant
-import sync
 from batching import Batch
 from config import Config
 from machinery import optim
@@ -53,7 +52,6 @@ from model import (
 
 
 MAX_SKIPS = 5  # consecutive non-finite updates after which a run stops
-GOLDEN = (5**0.5 - 1) / 2  # share of the list by which `verified` moves per version
 
 
 class Learner:
@@ -276,7 +274,6 @@ class Learner:
         norms = {name: self._clip(name) for name in self.names}
         finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
         factor, out = schedule(self.version, self.cfg), {}
-        # if the second model's step raises, version != step, and `rescue` does not save
         self.version += 1
         for name in self.names:
             prefix = "" if name == "policy" else "actor/"
@@ -290,7 +287,7 @@ class Learner:
         if self.skipped_in_a_row >= MAX_SKIPS:
             self.error = (
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
-                f"gradient norm {norms['policy']}): {self._poison()}"
+                f"gradient norm {norms['policy']}); lower --lr, or check --is_cap and --grad_clip"
             )
         if not self.is_finite():
             raise UserError(
@@ -301,13 +298,6 @@ class Learner:
         if self.scaler.is_enabled():
             counts["loss_scale"] = self.scaler.get_scale()
         return out | {name: float(n) for name, n in counts.items()}
-
-    def _poison(self) -> str:
-        """The likely cause of non-finite updates, and the fix."""
-        name = optim.not_finite(self.models)
-        if name:
-            return f"the weight {name} is not finite; start from an intact checkpoint"
-        return "weights and rollouts are finite; lower --lr, or check --is_cap and --grad_clip"
 
     def is_finite(self) -> bool:
         """Whether all weights are finite, on every rank. Collective."""
@@ -374,38 +364,6 @@ class Learner:
         routes = routers_of(getattr(self.models, name))  # some engines keep routers in float32
         dtype = None if routes or self._quantizes(packed) else engine_type(self.cfg)
         return partial(whole_in, dtype) if dtype else whole
-
-    def verified(self, name: str, packed: bool, published: Published) -> Published:
-        """The stream `published`, with a check of two tensors, different ones at each version,
-        against the learner's current parameters. Reading raises SyncError if they differ: old
-        weights would be published. Collective."""
-
-        def read():
-            model = getattr(self.models, name)
-            state = self.model_state(name)
-            plain = [key.replace(".base_layer.", ".") for key in state if not lora.is_adapters(key)]
-            matrices = [key for key in plain if key.endswith("_proj.weight")] or plain
-            at = self.version * GOLDEN % 1
-            only = {matrices[int(at * len(matrices))], plain[int(at * len(plain))]}
-            expected = lora.merged(model, state, self._whole_for_engine(name, packed), only)
-            if self._quantizes(packed):
-                expected = quant.for_engine(
-                    expected, model, self.rollout_format, packed, cached=False
-                )
-            expected = dict(expected)
-            for key, x in published:
-                if key in expected and not same_bytes(x, expected.pop(key)):
-                    raise sync.SyncError(
-                        f"version {self.version}: the published {key} differs from the learner's: the engine would "
-                        f"sample from old weights; {sync.TURN_OFF}"
-                    )
-                yield key, x
-            if expected:
-                raise sync.SyncError(
-                    f"version {self.version}: {min(expected)} was not published; {sync.TURN_OFF}"
-                )
-
-        return Published(read)
 
     def score_in_full_precision(self, batch: Batch, needs: Needs) -> TokenStats:
         """`score` in the precision of the weights, because 16-bit rounding hides a small update."""
@@ -484,13 +442,6 @@ def engine_type(cfg: Config) -> torch.dtype | None:
     quantizes = cfg.samplers != "local" and cfg.rollout_quant != "none"
     others = quantizes or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
     return None if others or cfg.rollout_dtype == "float32" else getattr(torch, cfg.rollout_dtype)
-
-
-def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes."""
-    if (x.dtype, x.shape) != (y.dtype, y.shape):
-        return False
-    return torch.equal(*(z.detach().contiguous().reshape(-1).view(torch.uint8) for z in (x, y)))
 
 
 def whole_in(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:

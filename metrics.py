@@ -15,7 +15,7 @@ import textwrap
 
 import corrections
 from config import LossFlags
-from machinery.flags import print_page, run_command
+from machinery.flags import run_command
 from machinery.measure import Derived, Max, Mean, Means, Sums, View, k3
 from model import FLOOR
 from sampling import Sampling
@@ -551,4 +551,4 @@ def entries(named: dict[str, str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_command(lambda: print_page("metrics.py", page))
+    run_command(lambda: print(page()))

@@ -47,7 +47,7 @@ from corrections import (
     token_k3,
     token_ratio,
 )
-from machinery.flags import choice, need, print_page, run_command
+from machinery.flags import choice, need, run_command
 from presets import DEFAULTS, FRAMEWORKS, OBJECTIVES, PAPERS
 from sampling import Sampling
 
@@ -646,4 +646,4 @@ def entry(name: str, function, bounds: str = "") -> str:
 
 
 if __name__ == "__main__":
-    run_command(lambda: print_page("objectives.py", catalogue))
+    run_command(lambda: print(catalogue()))

@@ -138,13 +138,6 @@ FRAMEWORKS |= {"AReaL": AREAL, "OpenRLHF, NeMo-RL": OTHERS}
 OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
 
 
-# objective -> name in configs/papers of the complete settings of its paper
-RECIPES = {"jackpot": "jackpot", "tis": "tis_dapo", "gepo": "heterorl", "tbpo": "qarl"}
-RECIPES |= dict.fromkeys(("seq_tis", "geo_rs", "geo_rs_seq_tis", "seq_mis"), "praxis")
-RECIPES |= dict.fromkeys(("grpo", "gspo"), "heterorl") | dict.fromkeys(("mis_gspo", "sapo"), "qarl")
-RECIPES |= dict.fromkeys(("tis_adjusted", "jackpot_adjusted"), "jackpot_stale")
-
-
 def called(cfg: dict) -> str:
     """Name of a run: its preset, and the axes that differ from it. cfg: all flags, by name."""
     preset = {**DEFAULTS, **OBJECTIVES[cfg["objective"]]}

@@ -445,14 +445,13 @@ def refuse_experts(model, flag: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def for_engine(named_tensors, model, fmt: Format, packed: bool = True, cached: bool = True):
+def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
     """Yield (name, tensor) of a state dict as an engine loads it, with low-bit linear layers.
 
     X.weight becomes q_w and s_w: X.weight and X.weight_scale, or for int4 X.weight_packed (eight
     numbers per int32), X.weight_scale and X.weight_shape. If the layers of `model` are aligned in
     this format, the tensors of their forward pass are yielded. packed False, for engines without a
-    kernel: X.weight is the exactly dequantized weight in its original dtype. cached False: quantize
-    again even if an aligned layer has cached tensors."""
+    kernel: X.weight is the exactly dequantized weight in its original dtype."""
     matrices = matrices_of(model)
     for name, x in named_tensors:
         if name not in matrices:
@@ -461,7 +460,7 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True, cached: b
         layer, kind = matrices[name]
         aligned = isinstance(layer, LowBit) and layer.format == fmt
         sharded = hasattr(getattr(layer, kind), "full_tensor")
-        if aligned and cached and not sharded:
+        if aligned and not sharded:
             q, s = layer.quantized(kind)
         else:
             q, s = fmt.quantize(x)

@@ -1,8 +1,9 @@
 """Sources of rollouts: publish weights to samplers, return graded groups.
 
-Three classes have the same methods (publish, next, metrics, now, give_back, saved, state_dict,
+Three classes have the same methods (publish, next, metrics, now, saved, state_dict,
 load_state_dict, close) and the attributes `packed` and `error`. The first two also lend their
-engine and redistribute the saved states over ranks on resume:
+engine and redistribute the saved states over ranks on resume. The third can return no groups: then
+all ranks stop, and `give_back` takes back the groups of the other ranks.
 
   LocalSource         (here)              one engine in this process
   DelaySource         (delay.py)          delayed samplers in this process, on a virtual clock
@@ -11,11 +12,9 @@ engine and redistribute the saved states over ranks on resume:
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -64,17 +63,6 @@ def check_poisoned(poisoned: float, n: int) -> None:
     )
 
 
-@contextmanager
-def given_back_if_it_fails(source):
-    """After an exception, restore the state that the source had before the last `next`, so that no
-    group is skipped."""
-    try:
-        yield
-    except Exception:
-        source.give_back()
-        raise
-
-
 @dataclass(eq=False, repr=False)
 class LocalSource:
     """Graded groups for a task's prompts, sampled by an engine in this process.
@@ -115,7 +103,6 @@ class LocalSource:
         self.published = 0.0
         self.synced: sync.Synced | None = None  # last weight sync, until `metrics` reports it
         self.error = ""  # reason why no more groups can arrive; set by remote/source.py
-        self.before: dict[str, Any] = {}  # state before the last `next`
 
     def now(self, learner_version: int) -> float:
         """The learner's clock, in seconds."""
@@ -139,9 +126,7 @@ class LocalSource:
         """Sample and grade the next n groups with the newest published weights.
 
         stop: nonempty if the run must end, for sources that wait (remote/source.py)."""
-        self.remember("sequence")
-        with given_back_if_it_fails(self):
-            groups = self.with_spread(n_groups, self.sample_next)
+        groups = self.with_spread(n_groups, self.sample_next)
         self.engine.sleep()
         return groups
 
@@ -163,10 +148,6 @@ class LocalSource:
         missing = n_groups - len(groups)
         self.no_spread += len(aside) - missing
         return groups + aside[:missing]
-
-    def remember(self, *names: str) -> None:
-        """Save the attributes that `give_back` restores."""
-        self.before = {name: copy.deepcopy(getattr(self, name)) for name in names}
 
     def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
         """(problem number, uid) of this source's i-th group.
@@ -240,10 +221,6 @@ class LocalSource:
             "floor": synced.floor,
         }
         return values | {f"sync/{name}": x for name, x in known.items() if not math.isnan(x)}
-
-    def give_back(self) -> None:
-        """Restore the state before the last `next`, for groups that are not trained on."""
-        vars(self).update(self.before)
 
     def saved(self) -> None:
         """Callback after the checkpoint with the last state_dict is on disk; does nothing here."""

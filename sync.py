@@ -17,13 +17,14 @@ repacks its weights, the checksum is taken before repacking (model/in_vllm.py).
 Behaviour, once per engine and layout of the published tensors. A checksum cannot detect exchanged
 tensors, a wrong scale, or a kernel that uses a separate copy. So the engine first loads the weights
 with rows rolled by one, which have the same checksums, then the unrolled weights. After each load,
-the engine's log-probabilities of fixed sequences, and of tokens that it samples, are compared with
-a forward pass on the published tensors (model/streamed.py):
+the engine's log-probabilities of fixed sequences are compared with a forward pass on the published
+tensors (model/streamed.py):
 
     rms(log p_engine - log p_published) <= 5 f,    f = rms(log p_nudged - log p_published)
 
-The median absolute difference over sampled tokens has the same limit 5 f. If f is at most half of
-the standard deviation of log p_published, both limits are also capped at this deviation.
+If f is at most half of the standard deviation of log p_published, the limit is also capped at this
+deviation. Log-probabilities of sampled tokens are compared on the first rollouts
+(model/agreement.py).
 
 The noise floor f is measured on the same model and sequences, with one more forward pass in which
 each module's output is perturbed by the engine's rounding error. On SmolLM2-135M, engine errors are
@@ -42,12 +43,10 @@ import numpy as np
 import torch
 
 from model.streamed import StreamedModel
-from sampling import Sampling
 
 K = 0x1E3779B97F4A7C15  # odd
 CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # words per step: a CPU's cache, 128 MiB of a GPU
 LIMIT = 5.0  # tolerance, in multiples of the noise floor
-SAMPLED = 8  # tokens sampled after each prompt
 TURN_OFF = "--check_sync=False trains without this check"
 
 
@@ -292,34 +291,22 @@ class WeightCheck:
         numbers may overflow."""
         dtype = getattr(torch, engine.dtype)
         engine_logp = engine.logprobs(self.ids)  # (R, L - 1)
-        tokens, sampled = sample(engine, self.ids)  # (R, n)
-        rows = self.ids.copy()
-        prompt = self.ids.shape[1] - tokens.shape[1]
-        rows[:, prompt:] = tokens.clip(0)
-        rows = np.concatenate([self.ids, rows])
+        rows = np.concatenate([self.ids, self.ids])  # the second half is nudged
         # an fp8 cache has a relative rounding error of 2^-4
         nudge = torch.finfo(dtype).eps / 2 if engine.kv_cache == "auto" else 2.0**-4
         try:
-            logp = self.model.logprobs(
-                named_tensors, np.concatenate([rows, rows]), engine.dtype, nudge
-            )
+            logp = self.model.logprobs(named_tensors, rows, engine.dtype, nudge)
         except KeyError as e:
             raise SyncError(
                 f"{e.args[0]} was not published; publish the complete state dict"
             ) from None
-        published, behind, nudged, _ = np.split(logp, 4)
+        published, nudged = np.split(logp, 2)
         if trial and not (np.isfinite(engine_logp).all() and np.isfinite(logp).all()):
             return float("nan"), float("nan")
-        error, floor, spread = (
-            rms(engine_logp - published),
-            rms(nudged - published),
-            float(published.std()),
-        )
-        # the median is robust: there are few sampled tokens
-        decoded = float(np.nanmedian(np.abs(sampled - behind[:, prompt - 1 :])))
+        error, floor = rms(engine_logp - published), rms(nudged - published)
+        spread = float(published.std())
         limit = LIMIT * floor if 2 * floor > spread else min(LIMIT * floor, spread)
-        if not max(error, decoded) <= limit:
-            place = "of prompts" if not error <= limit else "of sampled tokens"
+        if not error <= limit:
             hint = (
                 "of different weights, loaded as a test: the engine computes with copies that its loader does not "
                 "replace, or computes a different function"
@@ -327,8 +314,8 @@ class WeightCheck:
                 else "of the published weights: a tensor is transposed, exchanged, wrongly scaled or missing in it"
             )
             raise SyncError(
-                f"version {version}: the engine's log-probabilities {place} are {max(error, decoded):.3g} nats away "
-                f"from those {hint} (rounding explains {floor:.3g}); {TURN_OFF}"
+                f"version {version}: the engine's log-probabilities are {error:.3g} nats away from those {hint} "
+                f"(rounding explains {floor:.3g}); {TURN_OFF}"
             )
         return error, floor
 
@@ -343,23 +330,6 @@ def totals(sums: list[int], tp: int) -> set[int]:
 def wrap(n: int) -> int:
     """n modulo 2^64, as a signed integer."""
     return (n + 2**63) % 2**64 - 2**63
-
-
-def sample(engine, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sample n tokens after the first L - n tokens of each sequence: (tokens, log-probabilities),
-    (R, n).
-
-    After the end of a response the values are -1 and NaN."""
-    n = min(SAMPLED, ids.shape[1] - 1)
-    prompts = list(ids[:, : ids.shape[1] - n])
-    seeds = [[row] for row in range(len(prompts))]
-    groups = engine.generate(prompts, seeds, Sampling(max_tokens=n), 0, [])
-    tokens = np.full((len(prompts), n), -1, np.int64)
-    logp = np.full((len(prompts), n), np.nan, np.float32)
-    for row, (response,) in enumerate(groups):
-        tokens[row, : len(response.tokens)] = response.tokens
-        logp[row, : len(response.tokens)] = response.logp_inf
-    return tokens, logp
 
 
 def rms(x: np.ndarray) -> float:

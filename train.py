@@ -17,20 +17,18 @@ ones, --help=all prints all."""
 
 from __future__ import annotations
 
-import sys
-
 import machinery.startup  # isort: skip  # noqa: F401
 
 import batching
 import objectives
 from config import Config
 from machinery import settings
-from machinery.flags import UserError, run_command
-from machinery.ranks import LOCAL_RANK, WORLD_SIZE, Comm
+from machinery.flags import run_command
+from machinery.ranks import Comm
 from machinery.run import locked
-from machinery.session import ELSEWHERE, Session, due, timer
+from machinery.session import Session, due, timer
 from model import exact, needs_of_exact_kappa
-from source import check_poisoned, given_back_if_it_fails
+from source import check_poisoned
 
 SAMPLES_EVERY = 10  # updates between two writes of four responses to samples.jsonl
 
@@ -43,13 +41,7 @@ def train(cfg: Config) -> int:
     comm = Comm.start(patience=groups * cfg.give_up + 1800)
     with locked(cfg, comm):
         training = Training(cfg, comm)
-        try:
-            loop(training)
-        except Exception as e:
-            training.rescue()  # saves finished updates
-            if isinstance(e, UserError) and comm.rank > 0 and str(e) != ELSEWHERE:
-                print(f"error: rank {comm.rank}: {e}", file=sys.stderr)
-            raise
+        loop(training)
     comm.end()
     return training.exit_code
 
@@ -76,25 +68,22 @@ class Training(Session):
         # 1. publish the rollout model's weights to the engine, and check that it has them
         with timer(self.clock, "sync_s"):
             published = learner.published(self.run.rollout_model, source.packed)
-            if cfg.check_sync:
-                published = learner.verified(self.run.rollout_model, source.packed, published)
             source.publish(learner.version, published)
         # 2. sample and grade whole groups
         n = self.groups_per_update
         with self.rolling_out():
             groups = source.next(n * self.updates_per_rollout, learner.version, self.signals)
-        if self.comm.any(not groups):  # a rank got no group: --give_up passed, or a signal
+        if self.comm.any(not groups):  # of remote samplers: --give_up passed, or a signal
             source.give_back()
             return False
         self.speed.count_sampled(groups)
         self.values |= source.metrics(self.comm.sum_counts)
-        with given_back_if_it_fails(source):
-            check_poisoned(self.values.get("poisoned", 0.0), cfg.rollout_batch)
+        check_poisoned(self.values.get("poisoned", 0.0), cfg.rollout_batch)
         # 3. the ref pass, if the objective needs p_ref before the first update
         if "ref" in objectives.passes_needed(
             learner.cfg, self.controllers, self.updates_per_rollout
         ):
-            with timer(self.clock, "ref_s"), given_back_if_it_fails(source):
+            with timer(self.clock, "ref_s"):
                 columns = learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda)
                 batching.write_ref_columns(groups, columns)
         self.pending = [groups[i : i + n] for i in range(0, len(groups), n)]
@@ -128,9 +117,8 @@ class Training(Session):
         self.pending = self.pending[1:]
         self.values = {}
         self.step += 1
-        self.unwritten = logged | values
-        return self.unwritten
+        return logged | values
 
 
 if __name__ == "__main__":
-    run_command(lambda: train(settings.parse()), silent=LOCAL_RANK > 0 and WORLD_SIZE > 1)
+    run_command(lambda: train(settings.parse()))

@@ -3,7 +3,7 @@ training.
 
     python worth.py --model=base:policy --actor=base:actor              # sampler: a different model
     python worth.py --model=FOLDER --actor=none --rollout_quant=w2a16   # sampler: low-bit policy
-    python worth.py --model=FOLDER --actor=none --stale=OLDER_FOLDER    # sampler: older weights
+    python worth.py --model=FOLDER --actor=OLDER_FOLDER                 # sampler: older weights
     python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --cost
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
@@ -36,7 +36,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import machinery.startup  # isort: skip  # noqa: F401
 
@@ -52,8 +51,8 @@ from config import Config
 from corrections import token_k3
 from eval import sampler_of, write_result
 from learner import Learner
-from machinery import flags, plot, settings
-from machinery.flags import names_model, need, run_command
+from machinery import flags, settings
+from machinery.flags import need, run_command
 from machinery.measure import FOLDS, Reference, RowSamples, with_errors
 from machinery.optim import learning
 from machinery.ranks import Comm
@@ -70,7 +69,6 @@ ROWS = (
     "jackpot obrs_mask=expected"
 )
 OF_ROWS = {f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)}
-PRECISE = 0.25  # relative error of worth above which more batches are proposed
 STEP = 0.005  # root mean square change of log-probabilities by a shift of the weights, nats
 
 
@@ -91,13 +89,11 @@ class WorthFlags:
     share: float = 1.0
     """Share of the parameters' entries that is measured, drawn at random; python -m plan.worth
     prints the memory that they need."""
-    stale: str = ""
-    """An older checkpoint that samples instead of the policy."""
     cost: bool = False
     """Also measure the time of sampling by sampler and policy. Their quotient is the worth above
     which the sampler pays."""
     json: str = "out/worth.json"
-    """Output file; the figure gets the same name with .png."""
+    """Output file."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,17 +120,7 @@ def parse(
     dtypes = {"dtype": "float32", "rollout_dtype": settings.parse(of_g).rollout_dtype}
     dtypes = [f"--{k}={v}" for k, v in dtypes.items() if k not in given]
     plain = settings.parse(dtypes + of_g)
-    need(
-        not worth_flags.stale or plain.actor == "none",
-        f"--stale={worth_flags.stale}: the actor samples here; add --actor=none",
-    )
     shared = dtypes + [f"--{k}={v}" for k, v in pairs]
-    of_all = [f"--{k}={v}" for k, v in pairs if k in OF_ROWS - {"advantage", "reduction"}]
-    if of_all and flags.is_first_rank():
-        print(
-            f"note: every row uses {' '.join(of_all)}, and its name does not show it",
-            file=sys.stderr,
-        )
     check(worth_flags)
     rows = {}
     for row in filter(None, map(str.strip, worth_flags.rows.split(";"))):
@@ -149,8 +135,8 @@ def parse(
             [*shared, f"--objective={objective}", *(f"--{flag}" for flag in flags_of_row)]
         )
     need(rows, "--rows: no objective is named")
-    for row, cfg in rows.items():
-        check_row(row, cfg)
+    for cfg in rows.values():
+        check_row(cfg)
     groups = worth_flags.noise_batches * plain.train_batch // plain.group_size
     need(
         groups >= FOLDS,
@@ -161,52 +147,39 @@ def parse(
         len({topk_of(cfg) for cfg in rows.values()} - {0}) <= 1,
         "--rows: the rows have different --obrs_topk; measure these rows in separate runs",
     )
-    on_policy = unregularised(on_policy_config(plain))
-    return worth_flags, rows, replace(on_policy, actor="none", rollout_quant="none")
+    return worth_flags, rows, on_policy_config(plain)
 
 
 def check(worth_flags: WorthFlags) -> None:
-    for name in ("reference", "directions"):
-        value = getattr(worth_flags, name)
-        need(
-            value > 0 and value % FOLDS == 0,
-            f"--{name}={value}: must be a multiple of {FOLDS} above 0, for an error estimate",
-        )
-    batches, noise_batches = worth_flags.batches, worth_flags.noise_batches
-    need(batches >= 3, f"--batches={batches}: must be at least 3, for an error estimate")
-    need(
-        1 <= noise_batches <= batches,
-        f"--noise_batches={noise_batches}: must be between 1 and --batches={batches}",
-    )
-    share, stale = worth_flags.share, worth_flags.stale
-    need(0 < share <= 1, f"--share={share}: must be above 0 and at most 1")
-    need(
-        not stale or stale.startswith("base:") or names_model(stale),
-        f"--stale={stale}: no Hugging Face model folder (no config.json there); give the `policy` of a checkpoint",
+    reference, directions = worth_flags.reference, worth_flags.directions
+    batches = worth_flags.batches
+    a_fold = f"must be a multiple of {FOLDS} above 0, for an error estimate"
+    flags.need_each(
+        worth_flags,
+        (reference > 0 and reference % FOLDS == 0, "reference", a_fold),
+        (directions > 0 and directions % FOLDS == 0, "directions", a_fold),
+        (batches >= 3, "batches", "must be at least 3, for an error estimate"),
+        (1 <= worth_flags.noise_batches <= batches, "noise_batches", "must be 1 to --batches"),
+        (0 < worth_flags.share <= 1, "share", "must be above 0 and at most 1"),
     )
     flags.check_result("json", worth_flags.json)
 
 
-def check_row(row: str, cfg: config.Config) -> None:
-    need(
-        not cfg.router_replay,
-        "--router_replay: g and the slopes are computed with the learner's routing; leave it out",
-    )
-    need(
-        cfg.advantage != "otb",
-        "--advantage=otb: g is computed without a ref pass; use a different advantage",
-    )
-    local = cfg.samplers == "local" and cfg.delay == "none"
-    need(local, "--samplers, --delay: set stale sampler weights with --stale here")
-    need(
-        cfg.learner_quant == "none",
-        f"--learner_quant={cfg.learner_quant}: the gradient through rounded weights is a straight-through estimate, "
-        "which shifted weights cannot measure; use none",
-    )
-    need(
-        cfg.obrs_target == "ref"
-        and (cfg.correction not in objectives.USES_Z or cfg.obrs_z != "approx"),
-        f"--rows: {row} needs the policy's top-K (--obrs_target=new or --obrs_z=approx), which is unknown here",
+def check_row(cfg: config.Config) -> None:
+    """Raise UserError if a row cannot be measured."""
+    from_weights = "samplers are not late here; name an older policy as --actor"
+    rounded = "shifted weights cannot measure the gradient through rounded weights; use none"
+    of_policy = "needs the policy's top-K, which is unknown here"
+    uses_z = cfg.correction in objectives.USES_Z
+    flags.need_each(
+        cfg,
+        (not cfg.router_replay, "router_replay", "g is computed with the learner's routing"),
+        (cfg.advantage != "otb", "advantage", "g is computed without a ref pass; use another"),
+        (cfg.samplers == "local", "samplers", from_weights),
+        (cfg.delay == "none", "delay", from_weights),
+        (cfg.learner_quant == "none", "learner_quant", rounded),
+        (cfg.obrs_target == "ref", "obrs_target", of_policy),
+        (not uses_z or cfg.obrs_z != "approx", "obrs_z", of_policy),
     )
 
 
@@ -356,15 +329,8 @@ class Measurement:
         self.comm = Comm.start(cfg.give_up)
         self.quiet = self.comm.rank > 0
         self.run = run = open_run(cfg, self.comm)
-        stale = worth_flags.stale
-        sampled_run = open_run(replace(cfg, model=stale), self.comm) if stale else run
-        need(
-            sampled_run.vocabulary == run.vocabulary,
-            f"--stale={stale}: its vocabulary has {sampled_run.vocabulary} tokens, and the policy's has "
-            f"{run.vocabulary}",
-        )
         # a sleeping engine can drop its weights, and here they are not published again
-        self.sampler = open_source(cfg, sampled_run, self.comm, sleeps=False)
+        self.sampler = open_source(cfg, run, self.comm, sleeps=False)
         self.learner = self.scorer = Learner(
             *run.load_models(), on_policy_cfg, self.comm, run.vocabulary
         )
@@ -476,12 +442,13 @@ def on_policy_source(learner, run, cfg: Config) -> LocalSource:
 
 
 def on_policy_config(cfg: config.Config) -> config.Config:
-    """The flags with the objective of g: no correction, no trust region, no rejection."""
+    """The flags of g: the policy samples, no correction, no trust region, no rejection."""
     changes = {"correction": "none", "surrogate": "reinforce", "ratio_base": "ref"}
     changes |= {"is_cap": None, "is_floor": 0.0, "rs_low": None, "rs_high": None}
     changes |= {"reject": "none", "reject_of": "all", "positive_only": False, "cppo_beta": 0.0}
     changes |= {"loss_denominator": "proposed", "normalize_weights": False}
-    return replace(cfg, **changes, router_replay=False)
+    changes |= {"actor": "none", "rollout_quant": "none"}
+    return replace(unregularised(cfg), **changes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -536,44 +503,8 @@ def weigh(
     if measurement.comm.rank == 0:
         write_result(worth_flags.json, results)
         print(table(results))
-        print(f"figure: {draw(results['rows'], Path(worth_flags.json).with_suffix('.png'))}")
     measurement.comm.end()
     return results
-
-
-def draw(results: dict[str, dict], path: Path) -> str:
-    """Plot the worth of each configuration with its standard error, best on top; returns the path.
-    results: from `weigh`."""
-    rows = sorted(results.items(), key=lambda item: item[1]["worth"])
-    fig, ax = plot.pyplot().subplots(figsize=(8, 1.2 + 0.32 * len(rows)))
-    ax.errorbar(
-        [x["worth"] for _, x in rows],
-        range(len(rows)),
-        xerr=[x["worth_se"] for _, x in rows],
-        fmt="o",
-        ms=5,
-    )
-    ax.axvline(1, color="black", lw=0.8)
-    ax.set_yticks(range(len(rows)), [name for name, _ in rows])
-    ax.set_xlabel("worth of a sampled response, in on-policy responses")
-    ax.grid(alpha=0.3)
-    fig.tight_layout()
-    plot.write(fig, path)
-    return str(path)
-
-
-def more_batches(x: dict, about: dict) -> list[str]:
-    """A sentence with the number of batches for a relative error of PRECISE, if the error is
-    larger. The error decreases with the square root of the number of batches."""
-    error = x["worth_se"] / max(abs(x["worth"]), 1e-9)
-    if not error > PRECISE:
-        return []
-    factor = (error / PRECISE) ** 2
-    batches, reference = (math.ceil(factor * about[name]) for name in ("batches", "reference"))
-    return [
-        f"the best row's error is {error:.0%} of its worth; an error of {PRECISE:.0%} takes about "
-        f"--batches={batches:,} --reference={reference:,}, {factor:.1f} times as long"
-    ]
 
 
 def table(results: dict) -> str:
@@ -596,7 +527,6 @@ def table(results: dict) -> str:
         numbers = " ".join(f"{x[k]:7.3f}" for k in ("batch_cosine", "cosine", "scale"))
         worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
         lines.append(f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}")
-    lines += more_batches(results["rows"][ordered[0]], about)
     if "price" in about:
         lines.append(
             f"a response takes {about['sampler/seconds']:.3g} s with the sampler and "

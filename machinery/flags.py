@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import errno
 import functools
 import inspect
 import json
@@ -28,6 +27,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -67,48 +67,12 @@ def check_ranges(group) -> None:
         need(value is None or low <= value <= high, f"--{name}={value}: must be {most}")
 
 
-# errno of a file error -> the fix; a message is the file's name, the system's message and the fix
-RIGHTS = "name a different path, or get permission for this path"
-ROOM = "free disk space there, or name a path on a different disk"
-DISK = "check the disk, or name a path on a different disk"
-PLACE = "name a different path"
-ABOUT_FILES = {
-    errno.EACCES: RIGHTS,
-    errno.EDQUOT: ROOM,
-    errno.EEXIST: PLACE,
-    errno.EFBIG: ROOM,
-    errno.EIO: DISK,
-    errno.EISDIR: "name a file",
-    errno.ENAMETOOLONG: "name a shorter path",
-    errno.ENOENT: "name an existing path",
-    errno.ENOSPC: ROOM,
-    errno.ENOTDIR: PLACE,
-    errno.ENOTEMPTY: PLACE,
-    errno.EPERM: RIGHTS,
-    errno.EROFS: PLACE,
-    errno.ESTALE: DISK,
-}
-
-
-def about_files(e: OSError, path: Path | str | None = None) -> UserError | None:
-    """The UserError for a file that cannot be read or written; None for any other OSError.
-
-    path: the file's name, used if the error has none."""
-    if e.errno not in ABOUT_FILES:
-        return None
-    name = path if e.filename is None else e.filename
-    prefix = "" if name is None else f"{name}: "
-    return UserError(f"{prefix}{e.strerror}; {ABOUT_FILES[e.errno]}")
-
-
 def read_text(path: Path | str) -> str:
     """The text of a UTF-8 file without byte order mark. Raises UserError, which names the file."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise UserError(f"{path}: not a text file in UTF-8 (byte {e.start}); convert it") from None
-    except OSError as e:
-        raise about_files(e, path) or e from None
 
 
 def read_json(path: Path | str, fix: str) -> dict:
@@ -151,43 +115,28 @@ def embedded_model(flag: str, name: str) -> tuple[str, float]:
 
 def check_output(flag: str, path: str) -> None:
     """Raise UserError if no file can be written at the path of a flag. Called before any work."""
-    file = Path(path)
-    need(path.strip(), f"--{flag} is empty: name the file to write")
-    need(not file.is_dir(), f"--{flag}={path}: a folder; name a file in this folder")
-    there = next(folder for folder in file.absolute().parents if folder.exists())
-    need(there.is_dir(), f"--{flag}={path}: {there} is a file, not a folder; {PLACE}")
-    taken = file if file.exists() else there
-    need(os.access(taken, os.W_OK), f"--{flag}={path}: {taken} cannot be written; {PLACE}")
+    file = Path(path).absolute()
+    there = next(place for place in (file, *file.parents) if place.exists())
+    right = there.is_file() if there == file else there.is_dir()
+    writable = path.strip() and right and os.access(there, os.W_OK)
+    need(writable, f"--{flag}={path}: no file can be written there; name a different path")
 
 
 def check_result(flag: str, path: str) -> None:
     """`check_output` for a JSON result. It may replace an earlier result (a file with the key
     `command`), but no other file."""
     check_output(flag, path)
-    if not Path(path).exists():
-        return
-    try:
-        before = json.loads(Path(path).read_text(encoding="utf-8"))
-        replaceable = "command" in before and "config" not in before
-    except (ValueError, TypeError, RecursionError):
-        replaceable = False
-    need(
-        replaceable,
-        f"--{flag}={path}: this file exists and is not an earlier result; name a different file",
-    )
+    replaceable = not Path(path).exists()
+    with suppress(ValueError, TypeError):
+        before = {} if replaceable else json.loads(Path(path).read_text(encoding="utf-8"))
+        replaceable |= "command" in before and "config" not in before
+    sentence = "this file exists and is not an earlier result; name a different file"
+    need(replaceable, f"--{flag}={path}: {sentence}")
 
 
 def from_environment(name: str, usual: int) -> int:
-    """An integer environment variable of torchrun, at least `usual`, which is also the default.
-
-    A wrong value ends the process at once, because modules read it on import."""
-    value = os.environ.get(name, str(usual))
-    if not (value.isascii() and value.isdecimal()) or int(value) < usual:
-        sys.exit(
-            f"error: {name}={value} in the environment: must be a whole number of at least {usual}, as torchrun sets "
-            "it; unset it"
-        )
-    return int(value)
+    """An integer environment variable of torchrun, by default `usual`."""
+    return int(os.environ.get(name, usual))
 
 
 def is_first_rank() -> bool:
@@ -195,14 +144,12 @@ def is_first_rank() -> bool:
     return from_environment("WORLD_SIZE", 1) == 1 or from_environment("RANK", 0) == 0
 
 
-def run_command(command: Callable[[], object], silent: bool = False) -> None:
-    """Run a command and exit with its return code, if any. A UserError or a file error prints one
-    sentence and exits with code 1.
+def run_command(command: Callable[[], object]) -> None:
+    """Run a command and exit with its return code, if any. A UserError, or an error about a named
+    file, prints one sentence and exits with code 1.
 
     If stdout is closed (`| head`), exit silently with code 1. After Ctrl-C, exit with 130, as
-    shells do. silent: exit with 2 on an error and print nothing; only the first rank prints it."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # machinery/startup.py
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    shells do."""
     try:
         result = command()
         sys.stdout.flush()
@@ -216,17 +163,11 @@ def run_command(command: Callable[[], object], silent: bool = False) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except (UserError, OSError) as e:
-        error = e if isinstance(e, UserError) else about_files(e)
-        if error is None:
-            raise
-        sys.exit(2 if silent else f"error: {error}")
-
-
-def print_page(script: str, page: Callable[[], str]) -> None:
-    """Print the page of a script without arguments, such as `python metrics.py`."""
-    words = " ".join(sys.argv[1:])
-    need(words in ("", "-h", "--help"), f"{words}: {script} takes no arguments; leave them out")
-    print(page())
+        if isinstance(e, OSError):
+            if e.filename is None:
+                raise
+            e = f"{e.filename}: {e.strerror}; name a different path"
+        sys.exit(f"error: {e}")
 
 
 def reader_has_gone() -> bool:
@@ -283,54 +224,8 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
     return pairs
 
 
-# names in verl, TRL and similar libraries -> flags of this repository
-ELSEWHERE = {
-    "num_iterations": "--rollout_batch above --train_batch",
-    "ppo_epochs": "--rollout_batch above --train_batch",
-    "reward_weights": "--reward=NAME*0.5",
-    "reward_funcs": "--reward=FILE.py:FUNCTION",
-    "filter_overlong_prompts": "--max_prompt_tokens",
-    "max_prompt_length": "--max_prompt_tokens",
-    "max_response_length": "--max_tokens",
-    "max_completion_length": "--max_tokens",
-    "use_kl_loss": "--kl_coef",
-    "kl_loss_coef": "--kl_coef",
-    "beta": "--kl_coef",
-    "scale_rewards": "--advantage",
-    "loss_type": "--objective or --reduction",
-    "loss_agg_mode": "--reduction",
-    "num_generations": "--group_size",
-    "n": "--group_size",
-    "learning_rate": "--lr",
-    "max_grad_norm": "--grad_clip",
-    "clip_ratio": "--clip_low and --clip_high",
-    "epsilon": "--clip_low",
-    "epsilon_high": "--clip_high",
-    "mask_truncated_completions": "--mask_cut",
-    "overlong_filtering": "--mask_cut",
-    "use_vllm": "--rollout=vllm",
-    "gradient_accumulation_steps": "--micro_tokens",
-    "per_device_train_batch_size": "--train_batch, over all ranks",
-    "ppo_mini_batch_size": "--train_batch, over all ranks",
-    "num_train_epochs": "--epochs",
-    "total_epochs": "--epochs",
-    "adv_estimator": "--advantage",
-    "max_steps": "--steps",
-    "output_dir": "--out",
-    "save_steps": "--save_every",
-    "prompt_key": "--columns=prompt=NAME",
-    "gpu_memory_utilization": "--rollout_memory",
-    "tensor_parallel_size": "--rollout_tp",
-    "model_name_or_path": "--model",
-    "vllm_importance_sampling_cap": "--is_cap",
-}
-
-
 def nearest(key: str, names) -> str:
     """'; did you mean --NAME?', or a pointer to --help if no name is similar."""
-    ours = ELSEWHERE.get(key.rpartition(".")[2], "")  # verl: actor_rollout_ref.rollout.n
-    if set(re.findall(r"--(\w+)", ours)) & set(names):
-        return f"; here it is {ours}"
     near = difflib.get_close_matches(key, list(names), 1, NEAR)
     return f"; did you mean --{near[0]}?" if near else "; see --help"
 
@@ -370,22 +265,15 @@ def convert(cls, key: str, text: str):
     value = number(text, kind)
     wanted = "a whole number" if kind is int else "a number"
     need(not math.isnan(value), f"--{key}={text[:40]}: must be {wanted}")
-    flag = f"--{key}={str(value)[:40]}"
-    if kind is int:
-        need(abs(value) < 10**18, f"{flag}: must have at most 18 digits")
-    elif math.isinf(value):
-        need(key in getattr(cls, "UNBOUNDED", ()), f"{flag}: must be finite")
-    else:
-        sized = value == 0 or 1e-12 <= abs(value) <= 1e12
-        need(sized, f"{flag}: must be 0, or between 1e-12 and 1e12")
+    bounded = key not in getattr(cls, "UNBOUNDED", ())
+    need(not bounded or abs(value) < math.inf, f"--{key}={value}: must be finite")
     return value
 
 
 def number(text: str, kind: type = float):
-    """The number that a text writes in ASCII digits, as an int or a float; NaN if it is none."""
+    """The number that a text writes, as an int or a float; NaN if it is none."""
     try:
-        # Python accepts 0.5_5 as 0.55, and non-ASCII digits
-        return math.nan if "_" in text or not text.isascii() else kind(text)
+        return kind(text)
     except ValueError:
         return math.nan
 

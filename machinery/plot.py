@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from machinery.flags import UserError, check_output, need, parse_flags, run_command
+import numpy as np
+
+from machinery.flags import check_output, need, parse_flags, run_command
 from machinery.run import read_metrics, rows
 from presets import called
 
@@ -61,10 +63,7 @@ def draw(runs: list[str], out: str) -> str:
     path.
 
     Raises UserError if there are more runs than colours, or if a folder is not a run."""
-    if len(runs) > len(COLOURS):
-        raise UserError(
-            f"{len(runs)} runs: at most {len(COLOURS)} lines can be distinguished; draw fewer runs in one picture"
-        )
+    need(len(runs) <= len(COLOURS), f"{len(runs)} runs: draw at most {len(COLOURS)} in one picture")
     rows = {str(run): read_metrics(run) for run in runs}
     plt = pyplot()
     from matplotlib.lines import Line2D
@@ -125,18 +124,10 @@ def draw_line(ax, rows: list[dict], key: str, colour: str, width: float) -> None
         ax.errorbar(x, y, errors, marker="o", capsize=3, **style)
     elif len(y) > SMOOTH:
         ax.plot(x, y, alpha=0.25, **style)
-        ax.plot(x, running_mean(y, len(y) // 15), **style)
+        n = 1 + len(y) // 15
+        ax.plot(x[n - 1 :], np.convolve(y, np.full(n, 1 / n), "valid"), **style)
     else:
         ax.plot(x, y, **style)
-
-
-def running_mean(y: list[float], behind: int) -> list[float]:
-    """The mean of each value and up to `behind` earlier values."""
-    out = []
-    for i in range(len(y)):
-        window = y[max(0, i - behind) : i + 1]
-        out.append(sum(window) / len(window))
-    return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -232,44 +223,14 @@ def print_samples(run: str, last: int) -> None:
     """Print the newest responses in samples.jsonl. Raises UserError if the run has logged none."""
     path = Path(run) / "samples.jsonl"
     need(path.is_file(), f"{path}: no such file; give the folder of a run of train.py")
-    samples = rows(path)
-    need(
-        samples,
-        f"{path}: no responses in it; wait for the run's first update, or give the folder of a different run",
-    )
-    for row in samples[-last:]:
-        need(
-            is_response(row),
-            f"{path}: the line of step {row['step']} is not a response; fix or remove it",
-        )
+    for row in rows(path)[-last:]:
         header = f"reward {row['reward']:g}, {row['finish_reason']}, gap {row['gap']:.3g} nats"
         print(f"update {row['step'] + 1}: {header}\n{row['prompt']}")
-        print(
-            " ".join(
-                coloured(text, gap) for text, gap in zip(row["tokens"], row["gaps"], strict=True)
-            )
-        )
-        print(
-            "largest: "
-            + ", ".join(f"{text!r} {gap:+.3g}" for _, text, gap in row["largest"])
-            + "\n"
-        )
-    print(
-        "gaps: "
-        + "  ".join(f"{colour}{low:g} and more{PLAIN}" for low, colour in GAPS.items())
-        + " nats"
-    )
-
-
-def is_response(row: dict) -> bool:
-    """Whether a line of samples.jsonl has all the fields that `print_samples` needs."""
-    numbers = [row.get("reward"), row.get("gap")]
-    lists = [row.get("tokens"), row.get("gaps"), row.get("largest")]
-    if not all(type(x) in (int, float) for x in numbers) or not all(
-        isinstance(x, list) for x in lists
-    ):
-        return False
-    return len(row["tokens"]) == len(row["gaps"]) and {"prompt", "finish_reason"} <= row.keys()
+        print(*(coloured(text, gap) for text, gap in zip(row["tokens"], row["gaps"], strict=True)))
+        largest = ", ".join(f"{text!r} {gap:+.3g}" for _, text, gap in row["largest"])
+        print(f"largest: {largest}\n")
+    colours = "  ".join(f"{colour}{low:g} and more{PLAIN}" for low, colour in GAPS.items())
+    print(f"gaps: {colours} nats")
 
 
 def coloured(text: str, gap: float) -> str:
@@ -282,14 +243,9 @@ def main(argv: list[str]) -> None:
     flags = parse_flags(PlotFlags, argv[len(runs) :], usage=USAGE)
     need(flags.last >= 1, f"--last={flags.last}: must be at least 1")
     if flags.samples:
-        need(
-            not runs,
-            f"--samples={flags.samples}: prints responses and draws no runs; leave out {' '.join(runs)}",
-        )
         print_samples(flags.samples, flags.last)
         return
-    if not runs:
-        raise UserError("name at least one run folder: python -m machinery.plot out/demo")
+    need(runs, "name at least one run folder: python -m machinery.plot out/demo")
     check_output("out", flags.out)
     known = Path(flags.out).suffix in (".png", ".pdf", ".svg")
     need(known, f"--out={flags.out}: the name of a picture must end in .png, .pdf or .svg")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from datetime import timedelta
 
@@ -35,18 +34,6 @@ class Comm:
         """Set this rank's device, and under torchrun start its process group. patience: timeout of
         collective calls, seconds."""
         patience = timedelta(seconds=min(patience, FOREVER))
-        missing = [x for x in ("RANK", "MASTER_ADDR", "MASTER_PORT") if x not in os.environ]
-        need(
-            WORLD_SIZE == 1 or not missing,
-            f"WORLD_SIZE={WORLD_SIZE} in the environment and no {', '.join(missing)}: start several ranks with "
-            "torchrun --nproc_per_node, or unset WORLD_SIZE",
-        )
-        if WORLD_SIZE > 1:
-            rank, _ = from_environment("RANK", 0), from_environment("MASTER_PORT", 1)
-            need(
-                rank < WORLD_SIZE,
-                f"RANK={rank} in the environment: must be below WORLD_SIZE={WORLD_SIZE}; start ranks with torchrun",
-            )
         if not torch.cuda.is_available():
             if WORLD_SIZE > 1:
                 dist.init_process_group("gloo", timeout=patience)

@@ -29,14 +29,13 @@ import config
 import quant
 import sampling
 import tasks
-from config import Config, LossFlags, ReportFlags, RunFlags
+from config import Config, LossFlags, RunFlags, SampleFlags
 from corrections import USES_Z, rejects_by_support
 from delay import DelaySource
 from machinery import checkpoint, warmstart
 from machinery.checkpoint import models
-from machinery.flags import UserError, is_hub_id, need
+from machinery.flags import UserError, is_first_rank, is_hub_id, need
 from machinery.ranks import LOCAL_RANK
-from machinery.settings import digest_of_flags, unlike_paper
 from model import exact, lora, memory
 from model.engines import make_engine, sleep_level
 from model.head import memory_of
@@ -130,60 +129,34 @@ def open_run(cfg: config.Config, comm) -> Run:
     held_out = held_out_sets(cfg, task)
     if cfg.resume:
         tasks.check_unchanged(cfg, Path(cfg.out) / "config.json", task)
-    folders = {
-        "policy": model_folder("model", cfg, comm),
-        "actor": model_folder("actor", cfg, comm),
-    }
-    check_models(cfg, folders["policy"], folders["actor"])
-    tokenizer = common_tokenizer(cfg, folders["policy"], folders["actor"])
-    ends = stop_ids(tokenizer, filter(None, folders.values()), cfg.stop)
-    vocabulary = models.vocabulary_size(tokenizer)
-    check_vocabulary(cfg, vocabulary)
-    for folder in filter(None, folders.values()):
-        models.check_rows(folder, vocabulary)
-        models.check_weights(folder)
-        memory.check_names(
-            folder, cfg.rollout == "vllm" and folder == (folders["actor"] or folders["policy"])
-        )
-    configs = {name: models.read_config(f) for name, f in folders.items() if f}
-    limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
-    longest = task.fit(tokenizer, cfg.max_prompt_tokens)
-    needed = [("max_tokens", cfg.max_tokens, longest)]
-    needed += [
-        ("eval_task", each_task.max_tokens, each_task.task.fit(tokenizer, cfg.max_prompt_tokens))
-        for each_task in held_out
-    ]
-    eval_context = max(
-        [tokens + prompt for flag, tokens, prompt in needed if flag == "eval_task"], default=0
-    )
-    for flag, tokens, prompt in needed:
-        need(
-            prompt + tokens <= limit,
-            f"--{flag}={getattr(cfg, flag)}: the longest prompt has {prompt} tokens, and with {tokens} tokens of a "
-            f"response it exceeds the model's context of {limit}; shorten the response, or drop long prompts with "
-            "--max_prompt_tokens",
-        )
-    for each_task in [task, *(held.task for held in held_out)]:
-        for sentence in warnings_of(each_task, tokenizer) if comm.rank == 0 else []:
-            print(f"warning: {sentence}", file=sys.stderr)
-        if comm.rank == 0 and getattr(each_task, "dropped", 0):
-            print(
-                f"{each_task.name}: {each_task.dropped} prompts of over {cfg.max_prompt_tokens} tokens "
-                f"dropped, {each_task.size} left"
-            )
-    context = longest + cfg.max_tokens
+    policy, actor = (model_folder(flag, cfg, comm) for flag in ("model", "actor"))
+    folders = [policy, actor] if actor else [policy]
+    check_models(cfg, policy, actor)
+    tokenizer = common_tokenizer(cfg, policy, actor)
+    ends = stop_ids(tokenizer, folders, cfg.stop)
+    ours = EvalSet(task, cfg.task, 1, cfg.temperature, cfg.max_tokens)
+    context, *others = longest_contexts(cfg, [ours, *held_out], tokenizer, folders)
+    eval_context = max(others, default=0)
     read = context if cfg.eval_engine == "torch" else max(context, eval_context)
-    for folder in filter(None, folders.values()):
-        models.check_angles(folder, read)
+    vocabulary = models.vocabulary_size(tokenizer)
+    check_folders(cfg, folders, vocabulary, read, learns=True)
+    uses_topk = cfg.correction in USES_Z or rejects_by_support(cfg)
+    need(
+        not uses_topk or cfg.obrs_topk <= vocabulary,
+        f"--obrs_topk={cfg.obrs_topk}: larger than the vocabulary of {vocabulary} tokens",
+    )
+    configs = {
+        name: models.read_config(f) for name, f in zip(("policy", "actor"), folders, strict=False)
+    }
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
         cfg = dataclasses.replace(
             cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)
         )
     if cfg.micro_tokens is None:
-        cfg = dataclasses.replace(cfg, micro_tokens=largest_micro(cfg, configs, longest, comm))
-    if comm.rank == 0:
-        print(unlike_paper(cfg), end="")
+        cfg = dataclasses.replace(
+            cfg, micro_tokens=largest_micro(cfg, configs, context - cfg.max_tokens, comm)
+        )
     chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
     return Run(
         cfg,
@@ -191,7 +164,8 @@ def open_run(cfg: config.Config, comm) -> Run:
         held_out,
         tokenizer,
         ends,
-        *folders.values(),
+        policy,
+        actor,
         context,
         eval_context,
         configs,
@@ -285,7 +259,7 @@ def topk_of(cfg: LossFlags) -> int:
 LOCK = "lock"
 # Files of a run folder. --overwrite deletes only these files. config.json, which marks the folder
 # of a run, is deleted last, so that an interrupted deletion can be repeated.
-WRITTEN = ("checkpoints", "versions", "wandb", "remote*.log*", "samples.jsonl", "curves.png")
+WRITTEN = ("checkpoints", "versions", "remote*.log*", "samples.jsonl", "curves.png")
 WRITTEN += ("metrics.jsonl", checkpoint.SAVED, "config.json")
 
 
@@ -293,52 +267,25 @@ WRITTEN += ("metrics.jsonl", checkpoint.SAVED, "config.json")
 def locked(cfg: RunFlags, comm):
     """The run folder, checked and locked for this run while the context lasts. UserError: one
     sentence."""
-    with claim_folder(cfg) if comm.rank == 0 else nullcontext():
+    if comm.rank == 0:
+        check_folder(cfg)
+    with lock_folder("out", cfg.out) if comm.rank == 0 else nullcontext():
         comm.barrier()
         yield
 
 
-@contextmanager
-def claim_folder(cfg: RunFlags):
-    """Check, create and lock the run folder, on one rank, while the context lasts."""
-    check_folder(cfg)
-    folder = Path(cfg.out)
-    before = {path.name for path in folder.glob("*")}
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)
-    except OSError as e:
-        raise UserError(
-            f"--out={cfg.out}: cannot be written ({e.strerror}); name a different folder"
-        ) from None
-    need(
-        lock,
-        f"--out={cfg.out}: another process uses this folder; wait until it ends, or name a different folder",
-    )
-    try:
-        yield
-    finally:
-        if {path.name for path in folder.glob("*")} - before == {LOCK}:  # the run was rejected
-            with suppress(OSError):
-                (folder / LOCK).unlink()
-                for path in new:
-                    path.rmdir()
-        lock.close()
-
-
-def lock_folder(folder: Path):
-    """An open file that holds the lock of the folder; None if a different process holds it."""
+def lock_folder(flag: str, name: str):
+    """An open file that holds the lock of the folder, which is created. UserError: a different
+    process holds it."""
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / LOCK, "a")  # noqa: SIM115  closing it releases the lock
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # false if the previous owner has just removed the file
-        is_held = os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))
-    except OSError:
-        is_held = False
-    if not is_held:
-        lock.close()
-        return None
+    except BlockingIOError:
+        raise UserError(
+            f"--{flag}={name}: another process uses this folder; wait until it ends, or name a different folder"
+        ) from None
     return lock
 
 
@@ -350,19 +297,6 @@ def check_folder(cfg: RunFlags) -> None:
         folder.is_dir() or not folder.exists(),
         f"--out={cfg.out}: a file, not a folder; name a folder",
     )
-    encodable = cfg.out.encode("utf-8", "surrogateescape").decode("utf-8", "replace") == cfg.out
-    need(
-        encodable,
-        f"--out={ascii(cfg.out)}: the name is not UTF-8, or the locale is not (set LC_ALL=C.UTF-8); name a different "
-        "folder",
-    )
-    for path in folder.glob("*"):  # also a link to nowhere
-        kind = "file" if path.suffix else "folder"
-        right = (path.is_file() if path.suffix else path.is_dir()) and os.access(path, os.W_OK)
-        need(
-            right or not any(map(path.match, (*WRITTEN, "*.tmp"))),
-            f"{path}: the run cannot write a {kind} there; move it, or name a different --out",
-        )
     ours = holds_run(folder)
     foreign = (folder / "config.json").exists() and not ours
     need(
@@ -375,7 +309,7 @@ def check_folder(cfg: RunFlags) -> None:
                 not path.is_dir() or not path.resolve().is_relative_to(folder.resolve()),
                 f"--overwrite: --out={cfg.out} holds --{flag}={path}; name the folder of one run",
             )
-        empty = not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
+        empty = all(path.name == LOCK for path in folder.glob("*"))
         need(
             ours or empty,
             f"--overwrite: --out={cfg.out} holds files but no run; name a different folder",
@@ -412,8 +346,8 @@ def prepare_folder(run: Run) -> None:
         checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         again = {key: made[key] for key in ("command", "git")}
-        now = {key: made[key] for key in ("config", "config_digest")}
-        made = {**first, **now, "resumed": [*first.get("resumed", []), again]}
+        resumed = [*first.get("resumed", []), again]
+        made = {**first, "config": made["config"], "resumed": resumed}
     scratch = folder / "config.tmp"
     scratch.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     os.replace(scratch, folder / "config.json")
@@ -430,7 +364,6 @@ def provenance(cfg: Config, task=None) -> dict:
     return {
         "id": secrets.token_hex(4),  # distinguishes runs with the same name
         "config": dataclasses.asdict(cfg),
-        "config_digest": digest_of_flags(dataclasses.asdict(cfg)),
         "command": " ".join(sys.argv),
         "git": revision or None,
         "versions": {
@@ -491,17 +424,50 @@ def check_models(cfg: Config, policy: str, actor: str | None) -> None:
             quant.refuse_experts(quant.empty_model(folder), flag)
 
 
-def check_vocabulary(cfg: Config, vocabulary: int) -> None:
-    """Check the flags that are bounded by the vocabulary size."""
-    uses_topk = cfg.correction in USES_Z or rejects_by_support(cfg)
-    need(
-        not uses_topk or cfg.obrs_topk <= vocabulary,
-        f"--obrs_topk={cfg.obrs_topk}: larger than the vocabulary of {vocabulary} tokens",
-    )
+def longest_contexts(
+    cfg: SampleFlags, sets: list[EvalSet], tokenizer, folders: list[str]
+) -> list[int]:
+    """The length of the longest prompt plus response of each set, in tokens. Prints warnings about
+    the problems. UserError: a length exceeds the context of a model."""
+    configs = [models.read_config(folder).get_text_config() for folder in folders]
+    limit = min(c.max_position_embeddings for c in configs)
+    lengths = []
+    for one in sets:
+        longest = one.task.fit(tokenizer, cfg.max_prompt_tokens)
+        lengths.append(longest + one.max_tokens)
+        need(
+            lengths[-1] <= limit,
+            f"{one.label}: the longest prompt has {longest} tokens, and with {one.max_tokens} tokens of a response it "
+            f"exceeds the model's context of {limit}; lower --max_tokens, or drop long prompts with "
+            "--max_prompt_tokens",
+        )
+        if is_first_rank():
+            for sentence in warnings_of(one.task, tokenizer):
+                print(f"warning: {sentence}", file=sys.stderr)
+            if getattr(one.task, "dropped", 0):
+                print(
+                    f"{one.label}: {one.task.dropped} prompts of over {cfg.max_prompt_tokens} tokens dropped, "
+                    f"{one.task.size} left"
+                )
+    return lengths
+
+
+def check_folders(
+    cfg: SampleFlags, folders: list[str], vocabulary: int, context: int, learns: bool
+) -> None:
+    """Check the files of models, of which the last one samples. learns: it is also trained, in plain
+    torch. Raises UserError."""
     need(
         cfg.top_k <= vocabulary,
         f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all",
     )
+    for folder in folders:
+        in_vllm = cfg.rollout == "vllm" and folder == folders[-1]
+        if learns or not in_vllm:
+            models.check_angles(folder, context)
+        models.check_rows(folder, vocabulary)
+        models.check_weights(folder)
+        memory.check_names(folder, in_vllm)
 
 
 def common_tokenizer(cfg: RunFlags, policy: str, actor: str | None):
@@ -523,60 +489,42 @@ ABOVE = {"grade/inexact": 0.2}  # thresholds of WARNINGS that are not 0
 WARNINGS = {
     "grade/inexact": (
         "more than a fifth of the responses to problems with a number as gold answer are graded right, but end with a "
-        "different number: the policy may "
-        "exploit the grader instead of learning the task; read responses (python -m machinery.plot --samples=RUN), "
-        "or compare only numbers (--reward=gsm8k)"
+        "different number: the policy may exploit the grader; read samples.jsonl, or use --reward=gsm8k"
     ),
     "rollout_corr/seq_false_ess": (
         "more than half of the responses are at the clamp of --log_ratio_clamp: their weights are equal because they "
-        "are clamped, and an effective sample size near 1 is misleading; sequence weights correct nothing at this "
-        "length (rollout_corr/t_max)"
+        "are clamped, and sequence weights correct nothing at this length (rollout_corr/t_max)"
     ),
     "poisoned": (
         "the engine gave a log-probability that is non-finite, positive or below -200: such responses are left out; "
-        "try --rollout_dtype=float32 or a different --rollout_quant if this repeats (the metric `poisoned` counts "
-        "them)"
+        "if this repeats, try --rollout_dtype=float32 or a different --rollout_quant"
     ),
     "no_reward": (
-        "every reward of an update is 0, so nothing is learned from it: read responses (python -m machinery.plot "
-        "--samples=RUN), check --max_tokens, and check --reward and the prompt if right answers are not recognised"
+        "every reward of an update is 0, so nothing is learned from it: read samples.jsonl, and check --max_tokens, "
+        "--reward and the prompt"
     ),
     "mostly_cut": (
         "more than half of the responses of an update were cut at --max_tokens, and cut responses earn little or "
-        "nothing: raise --max_tokens, or read responses (python -m machinery.plot --samples=RUN)"
+        "nothing: raise --max_tokens, or read samples.jsonl"
     ),
     "rejected_steps": (
         "no token of an update reached the loss, so the policy did not change: with --mask_cut every response was cut "
-        "(raise --max_tokens), or every token was rejected (widen --rs_low and --rs_high, or check rollout_corr/kl)"
+        "(raise --max_tokens), or every token was rejected (widen --rs_low and --rs_high)"
     ),
 }
 
 
 class Log:
-    """Writer of metrics.jsonl, with one line per update, and of wandb if its flag is set. Names of
-    times, and no other names, end in `_s` or `_seconds`."""
+    """Writer of metrics.jsonl, with one line per update. Names of times, and no other names, end in
+    `_s` or `_seconds`."""
 
-    def __init__(self, run: Path, cfg: ReportFlags, step: int):
+    def __init__(self, run: Path, step: int):
         self.path = run / "metrics.jsonl"
         truncate(self.path.with_name("samples.jsonl"), step)
         # step 0 also removes the evaluation before training (step -1)
         truncate(self.path, step or -1)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
-        self.wandb = None
         self.said = set()
-        if cfg.wandb:
-            import wandb
-
-            made = json.loads((run / "config.json").read_text(encoding="utf-8"))
-            name = f"{run.name}-{made['id']}" if "id" in made else run.name
-            self.wandb = wandb.init(
-                project=cfg.wandb,
-                name=run.name,
-                dir=str(run),
-                config=vars(cfg),
-                id=name,
-                resume="allow",
-            )
 
     def write(self, step: int, values: dict) -> None:
         self.file.write(
@@ -587,12 +535,6 @@ class Log:
             if values.get(name, 0) > ABOVE.get(name, 0):
                 self.said.add(name)
                 tqdm.write(f"warning: update {step + 1}: {WARNINGS[name]}", file=sys.stderr)
-        if self.wandb:
-            numbers = {
-                k: v for k, v in values.items() if isinstance(v, (int, float)) and math.isfinite(v)
-            }
-            # number of completed updates: wandb refuses the step -1 before training
-            self.wandb.log(numbers, step=step + 1)
 
     def write_samples(self, samples: list[dict]) -> None:
         with open(self.path.with_name("samples.jsonl"), "a", encoding="utf-8") as f:
@@ -600,8 +542,6 @@ class Log:
 
     def close(self) -> None:
         self.file.close()
-        if self.wandb:
-            self.wandb.finish()
 
 
 def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
@@ -646,25 +586,15 @@ def truncate(path: Path, step: int) -> None:
 
 
 def rows(path: Path) -> list[dict]:
-    """The intact lines of a metrics.jsonl. Damaged lines are reported, unless only the last line is
-    damaged, as after a kill."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    out, damaged = [], []
+    """The lines of a metrics.jsonl, without a last line that a kill has cut short. UserError: a
+    different line is damaged."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    out = []
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            need(type(row["step"]) is int, "a step is a number")
-            out.append({"step": row["step"], **row})
-        except (ValueError, TypeError, KeyError, RecursionError):
-            damaged.append(number)
-    if out and damaged and damaged != [len(lines)]:
-        suffix = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
-        print(
-            f"warning: {path}, line {damaged[0]}: not a line of metrics, left out{suffix}",
-            file=sys.stderr,
-        )
+            out.append(json.loads(line))
+        except ValueError:
+            need(number == len(lines), f"{path}, line {number}: not valid JSON; remove that line")
     return out
 
 

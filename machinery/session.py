@@ -35,7 +35,6 @@ from presets import called
 
 # metrics in the progress bar -> their names there
 SHOWN = {"reward": "reward", "rollout_corr/kl": "kl", "obrs/accept_rate": "accept"}
-ELSEWHERE = "another rank has stopped this run, and prints the reason"
 
 
 class Session:
@@ -65,14 +64,12 @@ class Session:
         if self.run.checkpoint:
             saved = checkpoint.load(self.run.checkpoint, self.learner, self.source)
             self.step, self.pending, self.controllers = saved
-            self.values = self.controllers.pop("values", {})
         self.saved_at = self.step
         if comm.rank == 0:
             prepare_folder(self.run)
         comm.barrier()  # no rank writes into the folder earlier
-        self.log = Log(self.run.folder, cfg, self.step) if comm.rank == 0 else None
+        self.log = Log(self.run.folder, self.step) if comm.rank == 0 else None
         self.second_engine = None  # the engine of --eval_engine=second
-        self.unwritten: dict | None = None  # metrics of an update that are not in the log yet
         self.signals: list[int] = []  # numbers of caught signals
         self.exit_code = 0  # 128 + the number of the signal that stopped the run
         self.bar = None
@@ -126,7 +123,7 @@ class Session:
         error = self.source.error or self.learner.error
         failed = self.comm.any(error)  # all ranks stop together, so that no rank waits forever
         self.source.close()  # last: vLLM's shutdown also ends the process group
-        need(not failed, error or ELSEWHERE)
+        need(not failed, error or "another rank has stopped this run, and prints the reason")
 
     # -- metrics and evaluation --------------------------------------------------------------------
 
@@ -143,7 +140,6 @@ class Session:
             seconds, self.clock = self.clock, {}
             values = values | self.speed.read(seconds) | seconds | {"time_s": time.time()}
             self.log.write(self.step - 1, values)
-        self.unwritten = None
 
     @contextmanager
     def rolling_out(self):
@@ -200,37 +196,12 @@ class Session:
         drop the groups that the checkpoint contains.
 
         Raises UserError if the checkpoint could not be written."""
-        self.saved_at = self.step  # first: `rescue` does not repeat a failed save
+        self.saved_at = self.step
         with timer(self.clock, "save_s"):
-            left = {**self.controllers, "values": self.values}
-            checkpoint.save(self.run, self.step, self.learner, self.source, self.pending, left)
+            checkpoint.save(
+                self.run, self.step, self.learner, self.source, self.pending, self.controllers
+            )
             self.source.saved()
-
-    def rescue(self) -> None:
-        """Save the state after an exception between two updates, if there is one process and all
-        weights are finite.
-
-        With several ranks the last checkpoint remains, because the other ranks cannot take part."""
-        between_updates = self.learner.version == self.step
-        if (
-            self.comm.size > 1
-            or self.step == self.saved_at
-            or not between_updates
-            or not self.learner.is_finite()
-        ):
-            return
-        try:
-            self.save()
-            if self.unwritten is not None:
-                self.write(self.unwritten)
-            print(
-                f"an error after update {self.step}, saved: continue with --resume --out={self.cfg.out}",
-                file=sys.stderr,
-            )
-        except Exception as e:  # the original exception is re-raised; this one is only printed
-            print(
-                f"an error after update {self.step}, which could not be saved: {e}", file=sys.stderr
-            )
 
 
 def due(every: int, step: int) -> bool:

@@ -6,11 +6,8 @@ UserError with one sentence that names the flag and the fix."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import json
-import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,9 +27,6 @@ from config import (
     MICRO_TOKENS,
     PROPOSED,
     Config,
-    DelayFlags,
-    LossFlags,
-    StalenessFlags,
 )
 from machinery import flags
 from machinery.checkpoint.models import own_dtype
@@ -97,41 +91,19 @@ def resumed(cfg: Config, given: set[str]) -> Config:
         raise UserError(
             f"--resume with a changed configuration: {was}; give the old value, or start a new run in a different --out"
         )
-    return Config(
-        **{
-            **saved,
-            **{k: getattr(cfg, k) for k in given & free},
-            "resume": True,
-            "overwrite": False,
-        }
-    )
-
-
-def digest_of_flags(config: dict) -> str:
-    """A digest of the flags that detects an edited config.json."""
-    text = json.dumps(json.loads(json.dumps(config)), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    now = {k: getattr(cfg, k) for k in given & free}
+    return Config(**{**saved, **now, "resume": True, "overwrite": False})
 
 
 def saved_flags(path: Path) -> dict:
-    """The flags in a run's config.json. Raises UserError if it is damaged, edited or foreign."""
+    """The flags in a run's config.json. Raises UserError if it is damaged or foreign."""
     fix = "copy it from a backup, or start a new run with --overwrite or in a different --out"
-    made = flags.read_json(path, fix)
-    saved = made.get("config")
+    saved = flags.read_json(path, fix).get("config")
     need(
         isinstance(saved, dict) and "lr_schedule" in saved,
         f"--resume: {path} holds no flags of a run; {fix}",
     )
-    need(
-        made.get("config_digest") == digest_of_flags(saved),
-        f"--resume: the flags in {path} were edited after the run wrote them; give changes on the command line, or "
-        f"{fix}",
-    )
-    return {
-        k: v if v is None else flags.of_file(Config, str(path), k, v)
-        for k, v in saved.items()
-        if k in FIELDS
-    }
+    return {k: v for k, v in saved.items() if k in FIELDS}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -162,33 +134,6 @@ def resolve_open(cfg: Config) -> Config:
         clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo") and cfg.clip_high < float("inf")
         cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else 3.0)
     return cfg
-
-
-def unlike_paper(cfg: Config) -> str:
-    """A line with the loss and delay flags in which a run differs from the paper of its objective;
-    "" if there is no paper or no difference.
-
-    HeteroRL and the delay flags are considered only if samplers are delayed."""
-    delayed = cfg.delay != "none" or cfg.samplers != "local"
-    name = presets.RECIPES.get(cfg.objective)
-    if name is None or (name == "heterorl" and not delayed):
-        return ""
-    path = Path(__file__).resolve().parent.parent / "configs" / "papers" / f"{name}.toml"
-    paper = flags.read_toml(Config, str(path))
-    if cfg.objective in ("grpo", "gspo"):  # different rows of the same table
-        paper |= {"ratio_base": "inf"}
-    groups = (LossFlags, DelayFlags, StalenessFlags) if delayed else (LossFlags,)
-    compared = {f.name for group in groups for f in fields(group)} - {"kappa"}
-    if cfg.correction not in corrections.USES_Z:
-        compared = {key for key in compared if not key.startswith("obrs_")}
-    differs = [
-        f"--{key}={getattr(cfg, key)} ({value})"
-        for key, value in paper.items()
-        if key in compared and getattr(cfg, key) != value
-    ]
-    if not differs:
-        return ""
-    return f"{cfg.objective}, with the paper's values in brackets (configs/papers/{name}.toml): {' '.join(differs)}\n"
 
 
 def fill(cfg: Config, values: dict) -> Config:
@@ -227,10 +172,11 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     kernels.check(cfg)
     check_named(cfg.model, missing)
     tasks.check(cfg)
-    if installed:
-        check_packages(cfg, n_ranks)
-    else:
+    if not installed:
         check_tensor_parallel(cfg, n_ranks)
+    elif cfg.samplers == "local":
+        check_engine(cfg, n_ranks)
+        quant.check_routing(cfg)
     need(
         cfg.eval_engine != "second" or cfg.actor != "none",
         "--eval_engine=second: there is no actor, so the rollout engine already evaluates the policy; leave "
@@ -283,41 +229,13 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
     """Raise UserError unless the engine can start on this host. cfg: flags of train.py, eval.py or
     a remote sampler."""
     check_tensor_parallel(cfg, n_ranks)
-    bounds = [(cfg.rollout_memory >= 0, "must not be negative; 0 sizes it by the batch")]
-    if cfg.rollout == "vllm" and torch.cuda.is_available():
-        share = "must be at most 1, since on a GPU it is a share of the memory"
-        bounds.append((cfg.rollout_memory <= 1, share))
-    elif cfg.rollout == "vllm":
-        host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-        size = f"on a CPU it is a number of GiB, and this host has {host_gib:.0f}; lower it"
-        bounds.append((cfg.rollout_memory < host_gib, size))
-    need_each(cfg, *((ok, "rollout_memory", sentence) for ok, sentence in bounds))
     need(
         cfg.kv_cache_dtype == "auto" or cfg.rollout == "vllm",
         f"--kv_cache_dtype={cfg.kv_cache_dtype}: only vLLM has this cache; use --rollout=vllm, or auto",
     )
-    if cfg.rollout != "vllm":
-        return
     need(
-        os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") == "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING is set in the environment; unset it, because the engine runs in this process",
-    )
-    need(
-        importlib.util.find_spec("vllm") is not None,
+        cfg.rollout != "vllm" or importlib.util.find_spec("vllm") is not None,
         "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
-    )
-
-
-PLAIN_TOKENS = 1 << 18  # maximum tokens of a rollout of the plain engine on a GPU
-
-
-def check_plain_engine(cfg: Config) -> None:
-    """Raise UserError if a rollout of the plain engine would take minutes on this GPU."""
-    plain = cfg.rollout == "hf" and torch.cuda.is_available()
-    need(
-        not plain or cfg.rollout_batch * cfg.max_tokens <= PLAIN_TOKENS,
-        f"--rollout=hf: {cfg.rollout_batch} responses of up to {cfg.max_tokens} tokens take minutes in the plain "
-        "engine on a GPU; use --rollout=vllm",
     )
 
 
@@ -341,14 +259,3 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
         not unequal,
         f"{flag}: with --delay and --dynamic_sampling its ranks need different weights; leave out one of the flags",
     )
-
-
-def check_packages(cfg: Config, n_ranks: int) -> None:
-    """Check that the packages needed by the flags are installed."""
-    if cfg.samplers == "local":
-        check_engine(cfg, n_ranks)
-        check_plain_engine(cfg)
-        quant.check_routing(cfg)
-    has_wandb = not cfg.wandb or importlib.util.find_spec("wandb")
-    sentence = "wandb is not installed; pip install wandb, or leave the flag out"
-    need_each(cfg, (has_wandb, "wandb", sentence))

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from config import TaskFlags
 from machinery import checkpoint, settings
 from machinery.checkpoint.models import check_weights
-from machinery.flags import UserError, check_output, embedded_model, run_command
+from machinery.flags import UserError, embedded_model, run_command
 from model.engines import HFEngine
 from rollout import request_seed
 from sampling import Sampling
@@ -79,7 +79,6 @@ def base_model(flag: str, value: str, cfg: TaskFlags) -> str:
     if (folder / "config.json").is_file():
         check_weights(folder)
     else:
-        check_output("base_dir", str(folder / "config.json"))  # before minutes of training
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
         warm_start(name, task, target, scratch)
         if (folder / "config.json").is_file():  # a concurrent process was first

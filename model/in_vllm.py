@@ -241,7 +241,7 @@ def import_vllm():
 
     Environment variables that are already set are not changed. Raises UserError if the import
     fails."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     # FlashInfer cannot sample with a seed for each response, and vLLM does not start without it
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if not torch.cuda.is_available():

@@ -98,14 +98,11 @@ def switched_off(model):
             layer.set_scale(NAME, 1.0)
 
 
-def merged(model, state: dict, whole, only=None):
+def merged(model, state: dict, whole):
     """Yield (name, tensor) of the model's state dict under the names of the base model, with
-    W + (alpha / rank) B A in place of W, A and B. whole: gathers a tensor from all ranks. only:
-    names to yield; None: all."""
+    W + (alpha / rank) B A in place of W, A and B. whole: gathers a tensor from all ranks."""
     for name, x in state.items():
-        if is_adapters(name) or (
-            only is not None and name.replace(".base_layer.", ".") not in only
-        ):
+        if is_adapters(name):
             continue
         x = whole(x)
         layer, is_base, part = name.partition(".base_layer.")

@@ -222,22 +222,11 @@ LOCKS = []  # open until the process ends
 
 
 def sampler_folder(flags: SamplerFlags, name: str) -> Path:
-    """The folder of this sampler, locked for this process. Raise UserError if it cannot be written,
-    or if a different sampler uses it."""
-    folder = Path(flags.spool or f"out/samplers/{name}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(folder)
-    except OSError as e:
-        raise UserError(
-            f"--spool={folder}: cannot be written ({e.strerror}); name a different folder"
-        ) from None
-    need(
-        lock,
-        f"{folder}: another sampler uses this folder; give this sampler a different --name or --spool",
-    )
-    LOCKS.append(lock)
-    return folder
+    """The folder of this sampler, locked for this process. Raise UserError if a different sampler
+    uses it."""
+    folder = flags.spool or f"out/samplers/{name}"
+    LOCKS.append(lock_folder("spool", folder))
+    return Path(folder)
 
 
 def sampler_name(flags: SamplerFlags) -> str:

@@ -24,7 +24,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from config import COLDEST, Config, PromptFlags, SampleFlags, TaskFlags
+from config import COLDEST, Config, PromptFlags, SampleFlags
 from machinery.flags import is_first_rank, need, need_each, number, read_json
 from tasks import arith, builtin, data, prompts, rewards
 from tasks.data import OwnTask, Table
@@ -147,12 +147,10 @@ def places_of(names: list[str]) -> dict[str, str]:
     return {data.digest_of(part) if is_data[part] else part: part for part in parts}
 
 
-def digests(cfg: TaskFlags, task=None) -> dict[str, str]:
+def digests(cfg: Config, task=None) -> dict[str, str]:
     """SHA-256 of each text and file named by the flags of task, reward and prompts, and of the
     problems of a `task` that a class makes."""
-    # only a run has --eval_task, and only a run's --task is a single name
-    held_out = getattr(cfg, "eval_task", None)
-    names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
+    names = [cfg.task, *names_of(cfg.eval_task)]
     parts = rewards.parts_of(cfg.reward) if cfg.reward else ()
     names += [part.name for part in parts if data.is_own(part.name)]
     texts = {
@@ -165,7 +163,7 @@ def digests(cfg: TaskFlags, task=None) -> dict[str, str]:
     return {name: data.digest_of(name) for name in names} | texts
 
 
-def check_unchanged(cfg: TaskFlags, path: Path, task=None) -> None:
+def check_unchanged(cfg: Config, path: Path, task=None) -> None:
     """Raise UserError if a file of the run changed since the run began. path: the run's
     config.json."""
     made = read_json(path, "name a different folder") if path.is_file() else {}

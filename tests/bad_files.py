@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from config import EMBEDDED, Config
-from machinery.settings import digest_of_flags
 from remote.keys import make_keys
 
 GOOD = '{"problem": "1 + 1 :", "answer": "2"}\n'
@@ -80,14 +79,11 @@ FLAGS = {**asdict(Config(model="base:policy", rollout="hf")), **EMBEDDED}
 
 def run_of(**changes) -> str:
     """The config.json of a run with these flags."""
-    changed = {**FLAGS, **changes}
-    return json.dumps({"config": changed, "command": "train.py", "config_digest": digest_of_flags(changed)})
+    return json.dumps({"config": {**FLAGS, **changes}, "command": "train.py"})
 
 
 RUN = run_of()
 DAMAGED = {"digests.json": '{"policy/config.json": "00"}', "policy": {"config.json": "{}"}}
-RESPONSE = {"step": 0, "prompt": "1", "reward": 1.0, "finish_reason": "stop", "gap": 0.0}
-RESPONSE |= {"tokens": ["1"], "gaps": [0.0], "largest": []}
 FILES = {
     # problems
     "fine.jsonl": GOOD,
@@ -121,14 +117,12 @@ FILES = {
     "run": {"config.json": RUN, "metrics.jsonl": ROW},
     "run_of_a_model": {"config.json": '{"model_type": "qwen3"}', "notes.txt": "mine"},
     "notes": {"notes.txt": "mine", "checkpoints": {"mine": "precious"}},
-    "run_of_text": {"config.json": run_of(steps="many")},
     "run_spoilt": lambda path: make_file(
         path,
         {"config.json": run_of(model=str(MODELS["POLICY"]), actor="none"), "checkpoints": {"step_000002": DAMAGED}},
     ),
-    # metrics and responses
+    # metrics
     "metrics_junk": {"metrics.jsonl": "junk\n" * 50},
-    "responses_uneven": {"samples.jsonl": json.dumps({**RESPONSE, "gaps": [0.0, 1.0]}) + "\n"},
     # keys
     "keys_learner": keys_of("learner"),
     "keys_cut": keys_of("learner", cut("learner.key_secret", 200)),

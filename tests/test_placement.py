@@ -3,7 +3,6 @@ vLLM's tensor parallelism runs on two CPU ranks."""
 
 import pickle
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import ANY, Mock, call
@@ -37,8 +36,6 @@ def test_a_rank_uses_only_its_gpu(monkeypatch):
     calls, starts = [], {"LOCAL_RANK": 6, "WORLD_SIZE": 8}
     for name, value in starts.items():
         monkeypatch.setattr(ranks, name, value)
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "6")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -204,14 +201,3 @@ def test_an_engine_sleeps_after_every_rollout(delay, folders, tmp_path, monkeypa
         assert calls[-1] == "sleep" and calls[-2] == "generate" and calls.count("sleep") == evaluations + rollouts
         woken = [calls[0], *(after for before, after in pairwise(calls) if before == "sleep")]
         assert delay != "none" or set(woken) == {"load"}
-
-
-def test_large_rollouts_of_the_plain_engine_are_refused_on_a_gpu(monkeypatch):
-    """More than 262,144 tokens; on a CPU no size is refused."""
-    large = replace(make_cfg(objective="tis"), rollout_batch=1024, max_tokens=257)
-    settings.check_packages(large, 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for flags in (dict(max_tokens=256), dict(rollout="vllm")):
-        settings.check_packages(replace(large, **flags), 1)
-    with pytest.raises(UserError, match="--rollout=hf: 1024 responses of up to 257 tokens .* use --rollout=vllm"):
-        settings.check_packages(large, 1)

@@ -88,7 +88,7 @@ def test_one_poisoned_token_costs_one_response(solvers, tmp_path, train_here, mo
 
 @pytest.mark.parametrize("rollout, value", [(1, NAN), (1, -500.0), (2, -1e30)])
 def test_an_engine_without_valid_values_ends_the_run(solvers, tmp_path, train_here, monkeypatch, rollout, value):
-    """In the first rollout, or a later one; finished updates are saved."""
+    """In the first rollout, or a later one."""
     rollouts = []
 
     def spoil(groups):
@@ -99,7 +99,6 @@ def test_an_engine_without_valid_values_ends_the_run(solvers, tmp_path, train_he
     spoil_rollouts(monkeypatch, spoil)
     with pytest.raises(UserError, match="of 32 responses 32 have log-probabilities from the engine"):
         train_here(flags(solvers, tmp_path / "run", objective="tis", actor="none", eval_every=-1))
-    assert (checkpoint.newest(tmp_path / "run") is not None) == (rollout == 2)
 
 
 # -- Cut responses -----------------------------------------------------------------------------------------------------

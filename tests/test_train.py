@@ -32,7 +32,6 @@ from machinery.run import rows as run_rows
 from model.engines import HFEngine
 from sampling import Sampling
 from source import LocalSource
-from sync import SAMPLED, SyncError, WeightCheck
 from tasks.arith import arithmetic_tokenizer
 
 # A test with several processes needs more time. Each process has its own limit.
@@ -204,23 +203,14 @@ def test_samples_are_logged_and_printed(whole, capsys):
 
 
 def test_a_wrong_engine_is_found_at_the_first_update(solvers, tmp_path, train_here, monkeypatch):
-    """Scaled logits on one side, as by a forgotten temperature: from the start, or only after the weight check."""
-    forward, load, scale = HFEngine._forward, WeightCheck.load, [0.8]
+    """Scaled logits on one side, as by a forgotten temperature."""
+    forward = HFEngine._forward
 
     def scaled(self, ids, **more):
         logits, cache = forward(self, ids, **more)
-        return scale[0] * logits, cache
-
-    def loaded(self, *weights):
-        synced = load(self, *weights)
-        scale[0] = 0.8
-        return synced
+        return 0.8 * logits, cache
 
     monkeypatch.setattr(HFEngine, "_forward", scaled)
-    with pytest.raises(SyncError, match="of sampled tokens are .* a different function"):
-        train_here(flags(solvers, tmp_path / "sync", steps=2))
-    scale[0] = 1.0
-    monkeypatch.setattr(WeightCheck, "load", loaded)
     with pytest.raises(UserError, match="learner and engine compute different policies.*--check_sync=False"):
         train_here(flags(solvers, tmp_path / "run", steps=2))
     train_here(flags(solvers, tmp_path / "other", steps=2, check_sync=False))
@@ -395,46 +385,6 @@ def test_three_signals_are_collected_and_a_second_ctrl_c_interrupts():
             signal.signal(number, handler)
 
 
-def raise_at(monkeypatch, owner, name: str, call: int, error) -> None:
-    """Let the call-th call of a function fail with `error`."""
-    original, calls = getattr(owner, name), []
-
-    def function(*args, **more):
-        calls.append(1)
-        if len(calls) == call:
-            raise error
-        return original(*args, **more)
-
-    monkeypatch.setattr(owner, name, function)
-
-
-FAULTS = {  # place of the fault: (owner, name, call, newest checkpoint afterwards, error)
-    "before an update": (train.objectives, "prepare", 5, 4, ZeroDivisionError("ours")),
-    "between two models' steps": (session.Learner, "_optimize", 10, 3, ZeroDivisionError("ours")),
-    "while sampling": (HFEngine, "_decode", 7, 4, UserError("bound it")),
-    "while logging": (session.Log, "write", 6, 5, ZeroDivisionError("ours")),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_saves_a_checkpoint_and_keeps_its_traceback(
-    fault, whole, solvers, tmp_path, train_here, monkeypatch, capsys
-):
-    """The run resumes from the boundary of the last update and equals the uninterrupted run bit for bit."""
-    owner, name, call, newest, error = FAULTS[fault]
-    out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        raise_at(patch, owner, name, call, error)
-        with pytest.raises(type(error), match=str(error)):
-            train_here(flags(solvers, out))
-    printed = capsys.readouterr().err
-    assert checkpoint.newest(out).name == f"step_{newest:06d}"
-    assert ("saved: continue with --resume" in printed) == (newest != 3)
-    train_here(["--resume", f"--out={out}"])
-    assert ["sync/MiB" in row for row in read_metrics(out)[1:]] == [True, False] * 3  # of the rollout before a fault
-    assert timeless(out) == timeless(whole[0])
-
-
 def test_too_many_skipped_updates_save_and_end_the_run(solvers, tmp_path, train_here, monkeypatch):
     loss = train.objectives.reduce
     monkeypatch.setattr(train.objectives, "reduce", lambda *args: loss(*args) * math.nan)
@@ -602,9 +552,8 @@ def test_real_vllm_end_to_end(case, vllm_engines, solvers, tmp_path, monkeypatch
     monkeypatch.setattr(engine, "generate", lambda *args: seen.append(args[2]) or generate(*args))
     _, (_, *rows) = train_here(argv)
     rollout = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
-    probing = Sampling(max_tokens=SAMPLED)  # by sync.py
     evaluating = Sampling(max_tokens=cfg.max_tokens)
-    assert set(seen) - {probing} == {rollout, evaluating}
+    assert set(seen) == {rollout, evaluating}
     assert len(rows) == 3 and not any(row["skipped_steps"] for row in rows)
     rounded = fmt is not None and fmt.activations
     gap = "actor/engine_gap" if cfg.actor != "none" else "rollout_corr/mean_mismatch"

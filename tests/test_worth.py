@@ -210,7 +210,7 @@ def measured(solvers):
 
 
 def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys):
-    """Before training, and at equal cost; the result is printed, written and drawn."""
+    """Before training, and at equal cost; the result is printed and written."""
     flags = ["--batches=20", "--reference=40", "--directions=16", "--noise_batches=20", "--rows=none; tis", "--cost"]
     results = weigh(tmp_path, solvers, *flags, "--train_batch=96", "--rollout_batch=96")
     for x in results["rows"].values():
@@ -220,9 +220,8 @@ def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys):
     about, printed = results["about"], capsys.readouterr().out
     assert about["kl"] < 1e-9 and all(abs(half - 1) < 0.5 for half in about["halves"])
     assert 0 < 3 * 96 * (about["sampler/seconds"] + about["on_policy/seconds"]) < about["seconds"]
-    assert f"above worth {about['price']:.2f}" in printed and "figure:" in printed
+    assert f"above worth {about['price']:.2f}" in printed
     assert json.loads((tmp_path / "w.json").read_text())["rows"] == results["rows"]
-    assert (tmp_path / "w.png").stat().st_size > 10_000
 
 
 def test_a_policy_without_rewards_has_no_gradient(tmp_path, folders):
@@ -272,11 +271,9 @@ def test_the_engine_records_the_largest_top_k_of_all_rows(measured):
 
 
 def test_samplers_of_different_models(tmp_path, solvers):
-    """Without a correction the step is not the policy's. --stale samples with a different folder's weights."""
+    """Without a correction the step is not the policy's."""
     of_actor = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis", actor="actor")
     assert of_actor["rows"]["none"]["worth"] < 0.5 * of_actor["rows"]["prefix_tis"]["worth"]
-    stale = weigh(tmp_path, solvers, *BRIEF, "--rows=none", f"--stale={solvers / 'actor'}")
-    assert stale["about"]["kl"] == pytest.approx(of_actor["about"]["kl"]) and stale["about"]["kl"] > 0.1
 
 
 def test_truncated_sampling_is_mismatch_unless_the_learner_truncates(tmp_path, solvers):
@@ -321,8 +318,6 @@ def test_flags_of_rows_and_of_g(folders):
     assert (g.kl_coef, g.entropy_coef, tis.kl_coef) == (0.0, 0.0, 0.1) and list(rows) == names
     assert (tis.is_cap, tis.is_floor, tis.rollout_quant) == (3, 0.1, "int8")
     assert (jackpot.obrs_mask, jackpot.advantage, jackpot.is_floor) == ("expected", "grpo", 0)
-    with pytest.raises(UserError, match="--stale=base:policy: the actor samples here"):
-        worth.parse(["--model=base:policy", "--actor=base:actor", "--rollout=hf", "--stale=base:policy"])
     with pytest.raises(UserError, match="temperature=0.5 of 'tis temperature=0.5' is not a flag of an obj"):
         worth.parse([*flags, "--rows=tis; tis temperature=0.5"])
 

@@ -257,12 +257,6 @@ def check_rows(folder: str, vocabulary: int) -> None:
     )
 
 
-def stamps(folder: Path | str) -> dict[str, list[int]]:
-    """File -> [size, modification time in ns], which detects that a folder's model was replaced."""
-    files = sorted(path for path in Path(folder).iterdir() if path.is_file())
-    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: the files of its index, or the single file. Raises
     UserError if the folder has both, because transformers and vLLM would read different files."""

@@ -58,7 +58,7 @@ TESTS = {
     "bench/gpu.py": "test_bench.py -k 'started or appends'",
     "machinery/optim.py": "test_learner.py test_moe.py -k 'muon or schedules or non_finite_weight or fused'",
     "learner.py": (
-        "test_learner.py test_checkpoint.py test_run.py::test_published_weights_are_verified_in_every_format -k "
+        "test_learner.py test_checkpoint.py test_run.py::test_published_weights_have_the_engines_format -k "
         "'not compiled_layers and not fsdp'"
     ),
     "machinery/ranks.py": "test_placement.py::test_a_rank_uses_only_its_gpu",
@@ -126,12 +126,9 @@ TESTS = {
     "machinery/checkpoint/models.py": "test_checkpoint.py test_models.py -k 'not vllm'",
     "machinery/run.py": "test_run.py",
     "worth.py": "test_worth.py -k 'not worth_1 and not different_models'",
-    "train.py": "test_train.py -k 'logs_every or fault or counters or in_order'",
-    "machinery/session.py": "test_train.py -k 'too_many or signals_save or fault'",
-    "machinery/settings.py": (
-        "test_config.py test_run.py::test_an_edited_configuration_is_refused "
-        "test_run.py::test_steps_and_epochs_on_the_command_line_take_precedence"
-    ),
+    "train.py": "test_train.py -k 'logs_every or counters or in_order'",
+    "machinery/session.py": "test_train.py -k 'too_many or signals_save'",
+    "machinery/settings.py": ("test_config.py test_run.py::test_steps_and_epochs_on_the_command_line_take_precedence"),
     "machinery/flags.py": "test_run.py::test_a_result_replaces_only_an_earlier_result test_flags.py",
     "remote/keys.py": "test_guard.py test_hub.py -k 'name_belongs or known_keys'",
     "remote/wire.py": "test_wire.py",
@@ -151,7 +148,6 @@ MUTANTS = {
         ("for prompt in prompts if mark not in prompt]", "for prompt in prompts if mark in prompt]"),
     ],
     "machinery/settings.py": [
-        ('made.get("config_digest") == digest_of_flags(saved)', "True"),
         ("sorted(given - free", "("),
         ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
     ],
@@ -168,7 +164,6 @@ MUTANTS = {
         ("n = i * self.n_ranks + self.rank", "n = i + self.rank"),
         ("uid, g) for", "uid, 0) for"),
         ("return groups + aside[:missing]", "return groups + aside"),
-        ("        source.give_back()\n        raise", "        raise"),
         (", finished=grade)", ")"),
     ],
     "model/decoding.py": [
@@ -276,7 +271,6 @@ MUTANTS = {
         ("base_model.layers.", ""),
     ],
     "learner.py": [
-        ("not same_bytes(x, expected.pop(key))", "expected.pop(key) is None"),
         ("self.scaler.scale(loss * self.comm.size).backward()", "self.scaler.scale(loss).backward()"),
         ("rounding, self.models.autocast = self.models.autocast, None", "rounding = self.models.autocast"),
         ("                    loss = loss * 0.0", "                    pass"),
@@ -337,7 +331,7 @@ MUTANTS = {
         ("self._compare(engine, version, rolled(named_tensors), trial=True)", "pass"),
         ("error, floor = self._compare(engine, version, named_tensors)", "pass"),
         ("        if stale:\n", "        if False:\n"),
-        ("not max(error, decoded) <= limit", "not decoded <= limit"),
+        ("not error <= limit", "error > limit"),
         ("for a in (1, b)", "for a in (1,)"),
     ],
     "model/streamed.py": [
@@ -437,7 +431,6 @@ MUTANTS = {
     "eval.py": [
         ("temperature=1.0, top_k=1,", "temperature=1.0, top_k=2,"),
         ("float(x.std(ddof=1) / math.sqrt(len(x)))", "float(x.std() / math.sqrt(len(x)))"),
-        ("models.check_angles(path, context)", "pass"),
         ("engine.any_rank(\n        start < len(indices)\n    )", "start < len(indices)"),
         ("return 1.0 - math.comb(n - c, k) / math.comb(n, k)", "return 1.0 - (1 - c / n) ** k"),
         ("problem.id, ", ""),
@@ -484,7 +477,6 @@ MUTANTS = {
         ("cfg, learner.version", "cfg, self.source.version"),
     ],
     "machinery/session.py": [
-        ("values = self.", ""),
         ("        if self.step != self.saved_at:\n            self.save()", "        pass"),
     ],
     "probe/gaps.py": [
@@ -522,7 +514,6 @@ MUTANTS = {
         ('case.logp(temperature=1.0, cut="none"), case.logp()', 'case.logp(temperature=1.0, cut="none")'),
     ],
     "worth.py": [
-        ("    factor = (error / PRECISE) ** 2", "    factor = error / PRECISE"),
         ("sampling.Sampling.of_policy(cfg),", "sampling.Sampling.of(cfg),"),
         ("self.comm, sleeps=False)", "self.comm)"),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
@@ -532,8 +523,7 @@ MUTANTS = {
         ("\n                0, batch.group, shares\n            ", "0, batch.group * 0, shares"),
     ],
     "machinery/flags.py": [
-        (" or not text.isascii()", ""),
-        ('replaceable = "command" in before and "config" not in before', 'replaceable = "command" in before'),
+        ('replaceable |= "command" in before and "config" not in before', 'replaceable |= "command" in before'),
         ("        sys.stdout.flush()\n", ""),
     ],
     "remote/keys.py": [
