@@ -407,18 +407,6 @@ class Learner:
 
         return Published(read)
 
-    def score_in_full_precision(self, batch: Batch, needs: Needs) -> TokenStats:
-        """`score` in the precision of the weights, because 16-bit rounding hides a small update."""
-        rounding, self.models.autocast = self.models.autocast, None
-        with (
-            memory.in_full_precision(self.models)
-            if rounding and self.sharded
-            else contextlib.nullcontext()
-        ):
-            stats = self.score(batch, needs)
-        self.models.autocast = rounding
-        return stats
-
     def state_dict(self) -> dict:
         """Counters and the state of the loss scaler; `trained` returns weights and optimizer
         states."""

@@ -39,7 +39,7 @@ from machinery.ranks import LOCAL_RANK
 from machinery.settings import digest_of_flags, unlike_paper
 from model import exact, lora, memory
 from model.engines import make_engine, sleep_level
-from model.head import memory_of
+from model.head import check_head, memory_of
 from model.memory import unread
 from rollout import probe_ids
 from source import LocalSource
@@ -479,9 +479,12 @@ def made_once(comm, first: bool, make) -> str:
 
 def check_models(cfg: Config, policy: str, actor: str | None) -> None:
     """Check the models against the flags, from config.json alone. Raises UserError."""
-    for folder in filter(None, (policy, actor)):
+    for flag, folder in (("model", policy), ("actor", actor)):
+        if folder is None:
+            continue
         published = folder == (actor or policy) or cfg.eval_engine == "second"
         models.check_family(folder, cfg.rollout == "vllm" and published)
+        check_head(flag, models.read_config(folder))
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
     exact.check_model(cfg, policy, actor)

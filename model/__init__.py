@@ -86,7 +86,6 @@ class Needs:
     entropy_gradient: bool = False  # with `entropy`: the entropy carries gradient
     start: bool = False  # logp_start
     sum_p2: bool = False
-    own_head: bool = False  # only logp and actor_logp, by the models' own forward pass, for a check
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,11 +136,7 @@ class PolicyAndActor(nn.Module):
         replays = self.routing is not None and batch.routed is not None
         if replays:
             self.routing.given = batch.routed[:, :-1].flatten(0, 1)
-        outs = (
-            self._own_head(batch, at)
-            if needs.own_head
-            else self._statistics(batch, at, needs, share)
-        )
+        outs = self._statistics(batch, at, needs, share)
         if replays:
             outs["routed_alike"] = self.routing.alike()[places(batch, at)]
         if needs.start:
@@ -225,21 +220,6 @@ class PolicyAndActor(nn.Module):
         if self.autocast:  # the head multiplies in the compute type, or in float32 with head_fp32
             hidden = hidden.to(torch.float32 if self.head_fp32 else self.autocast)
         return hidden
-
-    def _own_head(self, batch, at) -> dict[str, torch.Tensor]:
-        """log p(token) by each model's own forward pass, with the whole logits in memory."""
-        place, target = places(batch, at), batch.tokens.flatten()[at, None]
-        named = {"logp": self.policy, "actor_logp": self.actor}
-        outs = {}
-        for name, lm in named.items():
-            if lm is not None:
-                logits = lm(input_ids=batch.ids[:, :-1], use_cache=False).logits[
-                    ..., : self.vocabulary
-                ]
-                outs[name] = (
-                    logits.flatten(0, 1)[place].float().log_softmax(-1).gather(1, target)[:, 0]
-                )
-        return outs
 
     def end_replay(self) -> None:
         """Let routers choose experts themselves again. Called after the backward pass."""

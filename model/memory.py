@@ -303,35 +303,6 @@ def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | N
     return fully_shard(models, mesh=mesh)
 
 
-@contextmanager
-def in_full_precision(models: nn.Module):
-    """Context in which the layers wrapped by `shard` compute with their float32 weights, not with
-    the 16-bit weights that ranks gather.
-
-    Only for forward passes without gradients. One whole layer is in memory at a time."""
-    layers = [layer for model in models.children() for layer in model.base_model.layers]
-    before = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = functools.partial(
-            forward_whole, layer, layer.forward, dict(layer.named_parameters())
-        )
-    try:
-        yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            del layer.forward
-            if forward:
-                layer.forward = forward
-
-
-def forward_whole(layer, forward, shards: dict, *args, **kwargs):
-    """`forward` of a layer, with its sharded parameters replaced by the gathered parameters."""
-    call = nn.Module()
-    call.layer, call.forward = layer, forward
-    full = {f"layer.{name}": p.full_tensor() for name, p in shards.items()}
-    return torch.func.functional_call(call, full, args, kwargs)
-
-
 def compute_type(cfg: OptimizerFlags) -> torch.dtype | None:
     """The 16-bit dtype of the learner's products; None: float32."""
     return None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)

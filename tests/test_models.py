@@ -21,8 +21,8 @@ from machinery.checkpoint import models
 from machinery.flags import UserError
 from machinery.ranks import Comm
 from model import Needs, attention, memory
-from model.agreement import check_heads
 from model.engines import HFEngine
+from model.head import check_head
 from model.streamed import StreamedModel
 from sampling import Sampling
 from sync import WeightCheck
@@ -69,7 +69,7 @@ def test_the_learner_scores_like_the_model(family):
     for name, p in lm.named_parameters():
         if p.grad is not None:
             assert torch.allclose(got[name], p.grad, atol=1e-4 * float(p.grad.abs().max())), name
-    check_heads(learner, TWO_ROWS)
+    check_head("model", lm.config)
 
 
 MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
@@ -131,10 +131,9 @@ def test_a_family_with_unknown_operations_on_logits_is_refused(tmp_path):
     """Falcon-H1 multiplies logits by a factor; the same model with factor 1 is accepted."""
     sentence = "models of the family falcon_h1 apply an operation to their logits"
     other = model("falcon_h1", lm_head_multiplier=0.5, **MAMBA)
-    for policy, actor, flag in ((other, None, "--model"), (model("qwen3"), other, "--actor")):
-        with pytest.raises(UserError, match=f"{flag}: {sentence}"):
-            check_heads(learner_of(policy, actor), TWO_ROWS)
-    check_heads(learner_of(model("falcon_h1", lm_head_multiplier=1.0, **MAMBA)), TWO_ROWS)
+    with pytest.raises(UserError, match=f"--actor: {sentence}"):
+        check_head("actor", other.config)
+    check_head("actor", config("falcon_h1", lm_head_multiplier=1.0, **MAMBA))
     with pytest.raises(UserError, match=f"--model: {sentence}"):
         train.train(make_cfg(objective="tis", out=str(tmp_path / "run"), **folder_and_task(other, tmp_path)))
     assert not (tmp_path / "run" / "config.json").exists()
