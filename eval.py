@@ -300,7 +300,6 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
             models.check_angles(path, context)
         models.check_rows(path, vocabulary)
         models.check_weights(path)
-        memory.check_names(path, cfg.rollout == "vllm")
     quant.check_model(cfg, folders[-1])
     most = problems if cfg.problems is None else cfg.problems
     return Setup(sets, folder, tokenizer, most, context, vocabulary, ends)

@@ -37,7 +37,7 @@ from machinery.checkpoint import models
 from machinery.flags import UserError, is_hub_id, need
 from machinery.ranks import LOCAL_RANK
 from machinery.settings import digest_of_flags, unlike_paper
-from model import exact, lora, memory
+from model import exact, lora
 from model.engines import make_engine, sleep_level
 from model.head import check_head, memory_of
 from model.memory import unread
@@ -82,7 +82,7 @@ class Run:
 
     def load_models(self):
         """(policy, actor or None) from the checkpoint or the starting folders. With LoRA the base
-        model is from the starting folder, and its adapters are new or from the checkpoint.
+        model is from the starting folder; checkpoint.load reads its adapters.
         memory.fill reads the weights later, when the learner has placed the parameters."""
         return self.load_one("policy", self.policy), self.load_one("actor", self.actor)
 
@@ -91,10 +91,7 @@ class Run:
             return None
         if not lora.learns(self.cfg, name):
             return unread(self.checkpoint / name if self.checkpoint else start)
-        model = lora.attach(unread(start), self.cfg)
-        adapter = self.checkpoint and self.checkpoint / f"{name}_adapter"
-        model.on_disk = dataclasses.replace(model.on_disk, adapter=adapter, seed=self.cfg.seed)
-        return model
+        return lora.attach(unread(start), self.cfg)
 
     def load_start(self):
         """The frozen start model of --kl_coef: the starting policy of the run, also after a
@@ -142,9 +139,6 @@ def open_run(cfg: config.Config, comm) -> Run:
     for folder in filter(None, folders.values()):
         models.check_rows(folder, vocabulary)
         models.check_weights(folder)
-        memory.check_names(
-            folder, cfg.rollout == "vllm" and folder == (folders["actor"] or folders["policy"])
-        )
     configs = {name: models.read_config(f) for name, f in folders.items() if f}
     limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
     longest = task.fit(tokenizer, cfg.max_prompt_tokens)

@@ -49,7 +49,7 @@ from model.in_vllm import (
     summed_over,
     vllm_leaves_no_trace,
 )
-from model.memory import stored_tensors, unread
+from model.memory import unread
 from rollout import Response, uniforms
 from sampling import Sampling, pick, truncate
 from sync import checksums
@@ -177,8 +177,8 @@ class VLLMEngine:
             seconds = time.perf_counter() - started
             print(f"vLLM started in {seconds:.0f} s; later starts reuse its compiled code")
         if fmt is not None:
-            model, named_tensors = stored_tensors(folder)
-            self.load(quant.for_engine(named_tensors, model, fmt, self.packed))
+            model = load_model(folder)
+            self.load(quant.for_engine(model.state_dict().items(), model, fmt, self.packed))
 
     def generate(
         self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0

@@ -281,8 +281,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(folder: Path | str) -> None:
-    """Raise UserError if a file of weights is missing or damaged. Called before an engine or a
-    model loads them."""
+    """Raise UserError if a file of weights is missing or damaged, or if weights that config.json
+    ties differ in the files. Called before an engine or a model loads them."""
     from safetensors import safe_open
 
     folder, fix = (
@@ -292,10 +292,20 @@ def check_weights(folder: Path | str) -> None:
     files = weight_files(folder)
     if not any(file.is_file() for file in files) and any(folder.glob("*.bin")):
         return  # torch's older format is checked on loading
+    tied = on_meta(read_config(folder)).all_tied_weights_keys
+    stored = {}
     for file in files:
         need(file.is_file(), f"{folder}: no weights there ({file.name} is missing); {fix}")
         with one_sentence(file, "weights", fix), safe_open(file, "pt") as opened:
-            opened.keys()
+            names = {*opened.keys()} & {*tied, *tied.values()}
+            stored |= {name: opened.get_tensor(name) for name in names}
+    for pair in tied.items():
+        held = [stored[name] for name in pair if name in stored]
+        need(
+            len(held) < 2 or torch.equal(*held),
+            f"{folder}: its config.json ties {' and '.join(pair)}, which differ in its files; set tie_word_embeddings "
+            "to false there",
+        )
 
 
 def load_model(folder: Path | str, dtype=torch.float32):

@@ -61,7 +61,7 @@ TESTS = {
     "model/agreement.py": "test_learner.py -k agree",
     "model/exact.py": "test_exact.py",
     "model/lora.py": "test_lora.py test_memory.py::test_new_adapters_are_small_and_change_nothing -k 'not vllm'",
-    "model/memory.py": "test_memory.py test_run.py::test_files_with_unknown_tensor_names_are_refused",
+    "model/memory.py": "test_memory.py",
     "model/decoding.py": (
         "test_rollout.py test_sampling.py -k '(ragged or sampled_distribution or after_the_end) and not vllm'"
     ),
@@ -295,8 +295,6 @@ MUTANTS = {
     "model/memory.py": [
         ("filled_layer, **more),\n           ", "None, **more),"),
         ("            layer.forward = functools.partial(forward_again, layer.forward, i)", "            pass"),
-        ("return offset[0], x.detach().to_local()", "return 0, x.detach().to_local()"),
-        ('{"gate_up_proj": ["gate", "up"]', '{"gate_up_proj": ["up", "gate"]'),
         ("param_dtype=compute", "param_dtype=None"),
         ("            layer.cache_quantized = False", "            pass"),
     ],
@@ -315,7 +313,7 @@ MUTANTS = {
     "model/lora.py": [
         ("(config.lora_alpha / config.r) * (B @ A)", "(config.lora_alpha * config.r) * (B @ A)"),
         ("layer.set_scale(NAME, 1.0)", "pass"),
-        ("torch.Generator().manual_seed(seed)", "torch.Generator()"),
+        ("torch.Generator().manual_seed(model.adapter_seed)", "torch.Generator()"),
     ],
     "plan/__init__.py": [
         ("if made.peak <= gpu_gib * GIB:\n            break", "if made.peak < gpu_gib * GIB:\n            break"),
