@@ -271,9 +271,7 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     folders = [folder, sampler] if sampler else [folder]
     tokenizer = common_tokenizer(cfg, folder, sampler)
     ends = stop_ids(tokenizer, folders, cfg.stop)
-    limit = min(
-        models.read_config(path).get_text_config().max_position_embeddings for path in folders
-    )
+    limit = min(models.read_config(path).max_position_embeddings for path in folders)
     context = 0
     for eval_set in sets:
         longest = eval_set.task.fit(tokenizer, cfg.max_prompt_tokens)
@@ -331,15 +329,15 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
         need(tasks.names_of(cfg.task) == ["arith"], other)
         return warmstart.base_model(flag, name, Config(task="arith", arith=cfg.arith))
     root = Path(name)
-    newest = checkpoint.newest(root, which) or root
+    newest = checkpoint.newest(root) or root
     for folder in (root, root / which, newest / which):
         path = folder / "config.json"  # a run's config.json has no model_type
         if path.is_file() and "model_type" in read_json(
             path, "copy it again, or name a different folder"
         ):
-            return models.text_folder(str(folder))
+            return str(folder)
     if is_hub_id(name):
-        return models.text_folder(models.from_hub(flag, name))
+        return models.from_hub(flag, name)
     raise UserError(
         f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder"
     )

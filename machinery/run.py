@@ -140,7 +140,7 @@ def open_run(cfg: config.Config, comm) -> Run:
         models.check_rows(folder, vocabulary)
         models.check_weights(folder)
     configs = {name: models.read_config(f) for name, f in folders.items() if f}
-    limit = min(c.get_text_config().max_position_embeddings for c in configs.values())
+    limit = min(c.max_position_embeddings for c in configs.values())
     longest = task.fit(tokenizer, cfg.max_prompt_tokens)
     needed = [("max_tokens", cfg.max_tokens, longest)]
     needed += [
@@ -199,7 +199,6 @@ def largest_micro(cfg: Config, configs: dict, prompt: int, comm) -> int:
     import plan  # optional
 
     gib = memory_of(comm.device) / plan.GIB
-    configs = {name: c.get_text_config() for name, c in configs.items()}
     why = f"the plan of memory allows it on a GPU of {gib:.0f} GiB"
     try:
         tokens = plan.largest_micro(cfg, configs, prompt, comm.size, 0.9 * gib)
@@ -280,7 +279,7 @@ LOCK = "lock"
 # Files of a run folder. --overwrite deletes only these files. config.json, which marks the folder
 # of a run, is deleted last, so that an interrupted deletion can be repeated.
 WRITTEN = ("checkpoints", "versions", "wandb", "remote*.log*", "samples.jsonl", "curves.png")
-WRITTEN += ("metrics.jsonl", checkpoint.SAVED, "config.json")
+WRITTEN += ("metrics.jsonl", "config.json")
 
 
 @contextmanager
@@ -403,7 +402,6 @@ def prepare_folder(run: Run) -> None:
                 path.unlink()
     made = provenance(cfg, run.task)
     if cfg.resume:  # keep the record of the first start, and append this one
-        checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         again = {key: made[key] for key in ("command", "git")}
         now = {key: made[key] for key in ("config", "config_digest")}
@@ -455,12 +453,9 @@ def model_folder(flag: str, cfg: Config, comm) -> str | None:
         return None
     if name.startswith("base:"):
         return made_once(comm, comm.rank == 0, lambda cached: warmstart.base_model(flag, name, cfg))
-    folder = name
     if is_hub_id(name):
-        folder = made_once(
-            comm, LOCAL_RANK == 0, lambda cached: models.from_hub(flag, name, cached)
-        )
-    return made_once(comm, comm.rank == 0, lambda cached: models.text_folder(folder))
+        return made_once(comm, LOCAL_RANK == 0, lambda cached: models.from_hub(flag, name, cached))
+    return name
 
 
 def made_once(comm, first: bool, make) -> str:

@@ -352,15 +352,13 @@ CACHE_GIB = 4.0  # GiB of KV cache on every machine, so that runs can be repeate
 
 def head_size(config) -> int:
     """Size of one attention head. config: of transformers."""
-    text = config.get_text_config()
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def cache_of_a_token(config, number: int) -> int:
     """Bytes of a token's keys and values. config: of transformers; number: bytes per entry."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * head_size(config) * number
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_size(config) * number
 
 
 BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
@@ -392,9 +390,7 @@ def share_of_gpu(share: float) -> float:
 
 def has_other_caches(config) -> bool:
     """Whether some layers cache less than the keys and values of all tokens."""
-    return bool(
-        set(getattr(config.get_text_config(), "layer_types", None) or []) - {"full_attention"}
-    )
+    return bool(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
 
 
 def cached_tokens(config, number: int) -> int:

@@ -474,7 +474,7 @@ def check_model(cfg: PrecisionFlags, policy: str, actor: str | None) -> None:
     if not cfg.exact:
         return
     flag = "actor" if actor else "model"
-    config = read_config(actor or policy).get_text_config()
+    config = read_config(actor or policy)
     known, act = ", ".join(FAMILIES), getattr(config, "hidden_act", "another")
     need(
         config.model_type in FAMILIES and act == "silu",

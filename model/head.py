@@ -59,7 +59,6 @@ class Head:
     @classmethod
     def of(cls, config, width: int | None = None, multiply: Callable = product) -> Head:
         """The head that a model's config describes."""
-        config = config.get_text_config()
         scale = (getattr(config, "logit_scale", None) or 1.0) / getattr(
             config, "logits_scaling", 1.0
         )
@@ -99,7 +98,7 @@ def check_head(flag: str, config) -> None:
     random weights and 64 token ids, has the same function from hidden states to logits."""
     from transformers import AutoModelForCausalLM
 
-    config = copy.deepcopy(config.get_text_config())
+    config = copy.deepcopy(config)
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = 0, 64, None
     if getattr(config, "layer_types", None):
         config.layer_types = []
@@ -250,4 +249,4 @@ def chunk_rows(V: int, memory: int = 0) -> int:
 
 def rows_at_once(config, length: int) -> int:
     """Number of sequences of this length for which a model computes whole logits at once."""
-    return max(1, chunk_rows(config.get_text_config().vocab_size) // length)
+    return max(1, chunk_rows(config.vocab_size) // length)

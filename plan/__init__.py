@@ -403,7 +403,7 @@ def config_of(flag: str, name: str):
     if name.startswith("base:"):
         return warmstart.config_of(embedded_model(flag, name)[0])
     if not is_hub_id(name):
-        return read_config(name).get_text_config()
+        return read_config(name)
     from transformers import AutoConfig
 
     with one_sentence(

@@ -1,14 +1,11 @@
-"""Published weights on disk: one file for all ranks, written tensor by tensor.
-HeteroRL, section 4.2.
+"""Published weights on disk: one file for all ranks. HeteroRL, section 4.2.
 
 Gathered weights arrive one tensor after the other, and every rank must request each tensor. The
-first rank writes the tensor to its place in the file and drops it, so no rank holds a second
-model. The file's layout needs all names, types and shapes in advance, so the first publication
-reads the stream twice. Next to the file are its manifest and, over ZeroMQ, the delta from the
-previous file; every rank maps all three.
+first rank copies them to host memory and writes the file. Next to the file are its manifest and,
+over ZeroMQ, the delta from the previous file; every rank maps all three.
 
-The file is a Layout's (machinery/checkpoint/tensors.py): equal weights make equal files, and
-weights of the same model make files of the same size."""
+Equal weights make equal files, and weights of the same model make files of the same size
+(machinery/checkpoint/tensors.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from machinery.checkpoint.tensors import Layout
+from machinery.checkpoint.tensors import write_tensors
 from remote import delta, wire
 from remote.account import VERSIONS, retain_weights, write_atomically
 
@@ -33,18 +30,15 @@ class Store:
         self.folder = folder
         self.comm = comm
         self.with_deltas = with_deltas
-        self.layout: Layout | None = None  # set on the rank that writes
         self.files: list[Path] = []  # of this session
 
     def publish(self, version: int, named_tensors) -> tuple[Path, float]:
-        """Write a version; return (its file, the time of publication). Collective. named_tensors:
-        can be iterated more than once."""
+        """Write a version; return (its file, the time of publication). Collective."""
         path = self.folder / f"v{version:06d}.safetensors"
         if self.comm.rank == 0:
             self._write(path, named_tensors)
         else:
-            for _ in range(1 if self.files else 2):  # as many times as the rank that writes
-                deque(named_tensors, maxlen=0)
+            deque(named_tensors, maxlen=0)
         stamp = path.stat().st_mtime if self.comm.rank == 0 else 0.0
         self.files = [*self.files[-VERSIONS:], path]
         return path, self.comm.max([stamp])[0]  # no rank continues before the files are whole
@@ -52,8 +46,6 @@ class Store:
     def _write(self, path: Path, named_tensors) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._tidy(path)
-        if self.layout is None:
-            self.layout = Layout(named_tensors)
         self._write_if_new(path, named_tensors)
         of = wire.manifest(path.name, mapped(path))
         write_atomically(path.with_suffix(".manifest"), msgspec.msgpack.encode(of), flush=False)
@@ -79,7 +71,7 @@ class Store:
         checkpoint's weights a second time; the unchanged file keeps groups that these weights
         sampled from becoming orphans."""
         fresh = path.with_suffix(".new")
-        self.layout.write(fresh, named_tensors)
+        write_tensors(fresh, named_tensors)
         if path.exists() and filecmp.cmp(fresh, path, shallow=False):
             fresh.unlink()
         else:

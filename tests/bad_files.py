@@ -85,7 +85,7 @@ def run_of(**changes) -> str:
 
 
 RUN = run_of()
-DAMAGED = {"digests.json": '{"policy/config.json": "00"}', "policy": {"config.json": "{}"}}
+DAMAGED = {"learner.pt": "cut", "policy": {"config.json": "{}"}}
 RESPONSE = {"step": 0, "prompt": "1", "reward": 1.0, "finish_reason": "stop", "gap": 0.0}
 RESPONSE |= {"tokens": ["1"], "gaps": [0.0], "largest": []}
 FILES = {

@@ -10,13 +10,13 @@ import pytest
 import torch
 from conftest import logprobs, make_cfg, make_groups
 from standins import COMMON, FAMILIES, config, folder_and_task, model, save, tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig
 from transformers.integrations import sdpa_attention
 
 import batching
 import train
 from learner import Learner
-from machinery import checkpoint, run
+from machinery import run
 from machinery.checkpoint import models
 from machinery.flags import UserError
 from machinery.ranks import Comm
@@ -223,38 +223,24 @@ def test_engines_ignore_padding_rows(kind, tmp_path, vllm_engines):
 # -- Sources of models ------------------------------------------------------------------------------------------------
 
 
-def folder_of(model: str, tmp_path) -> str:
+def folder_of(model: str) -> str:
     """The folder that --model=MODEL opens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path / "base"))
-        return run.model_folder("model", SimpleNamespace(model=model), Comm())
+    return run.model_folder("model", SimpleNamespace(model=model), Comm())
 
 
-def test_an_id_of_the_hub(tmp_path, hub):
+def test_an_id_of_the_hub(hub):
     """Offline: a cached model is found, a different one is refused in one sentence."""
     fetched = hub("some/one")
     save(model("qwen3"), fetched)
-    assert Path(folder_of("some/one", tmp_path)) == fetched
+    assert Path(folder_of("some/one")) == fetched
     with pytest.raises(UserError, match="--model=some/other: no such folder here, and the hub cannot provide it"):
-        folder_of("some/other", tmp_path)
+        folder_of("some/other")
 
 
-def test_only_the_text_model_of_a_vision_model_is_trained(tmp_path):
-    """A family without a separate text model is refused: Qwen2.5-VL's has no causal class in transformers."""
-    text = {**COMMON, **FAMILIES["gemma3_text"], "vocab_size": IDS, "model_type": "gemma3_text"}
-    eyes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16)
-    both = dict(text_config=text, vision_config={**eyes, "patch_size": 8}, mm_tokens_per_image=4)
-    whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma3", **both)).eval()
-    folder = folder_of(save(whole, tmp_path / "whole"), tmp_path)
-    lm = models.load_model(folder)
-    assert lm.config.model_type == "gemma3_text"
-    assert torch.allclose(scores(lm, TWO_ROWS), scores(whole, TWO_ROWS), atol=1e-5)
-    assert folder_of(str(tmp_path / "whole"), tmp_path) == folder  # extracted once
-    assert folder_of(folder, tmp_path) == folder
-    AutoConfig.for_model("qwen2_5_vl", text_config={**COMMON, "vocab_size": IDS}).save_pretrained(tmp_path / "sees")
-    tokenizer().save_pretrained(tmp_path / "sees")
-    with pytest.raises(UserError, match="its text model cannot be read .*; give a text-only model: .* qwen2_5_vl"):
-        folder_of(str(tmp_path / "sees"), tmp_path)
+def test_a_multimodal_model_is_refused(tmp_path):
+    AutoConfig.for_model("qwen2_5_vl", text_config={**COMMON, "vocab_size": IDS}).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="a multimodal model of the family qwen2_5_vl; give a text-only model"):
+        models.read_config(tmp_path)
 
 
 # -- Attention without copies -----------------------------------------------------------------------------------------

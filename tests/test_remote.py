@@ -70,7 +70,7 @@ def source_state(run, rank=0):
     """The state of a rank's source in the newest complete checkpoint."""
     assert until(lambda: list((run / "checkpoints").glob("step_??????")), within=60)
     newest = sorted((run / "checkpoints").glob("step_??????"))[-1]
-    return torch.load(newest / f"rank{rank}.pt", weights_only=True)["source"]
+    return torch.load(newest / f"rank{rank}.pt", weights_only=False)["source"]
 
 
 def assert_account_is_complete(run, spools, ranks=1, most=0.5):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 import quant
 from machinery.flags import UserError, is_hub_id, need, read_json, shortened
 
-BASE_DIR = "out/base"  # models made here: toy models, and text models of multimodal models
+BASE_DIR = "out/base"  # toy models made here
 
 
 def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> None:
@@ -111,61 +109,22 @@ def from_hub(flag: str, name: str, cached: bool = False, files=FILES) -> str:
         ) from None
 
 
-def text_folder(folder: str) -> str:
-    """The folder itself, or, for a multimodal model, a folder with its text model, the only part
-    that is trained.
-
-    It is made once, in BASE_DIR. Raises UserError if transformers has no such text model."""
-    config = read_config(folder)
-    text = config.get_text_config()
-    if text is config:
-        return folder
-    files = [
-        (path.resolve(), path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(Path(folder).iterdir())
-    ]
-    digest = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
-    made = Path(BASE_DIR) / f"text-{digest}"
-    if not (made / "config.json").is_file():
-        fix = f"give a text-only model: this model is of the family {config.model_type}"
-        with one_sentence(folder, "text model", fix):
-            tensors = text_tensors(folder, text)
-        scratch = made.with_name(f"{made.name}.{os.getpid()}")  # a concurrent run may make it too
-        save_model(text, tensors, read_tokenizer(folder), scratch, folder)
-        if (made / "config.json").is_file():
-            shutil.rmtree(scratch)
-        else:
-            os.replace(scratch, made)
-    return str(made)
-
-
-def text_tensors(folder: str, text) -> dict:
-    """The weights of a multimodal model's text model, under the text model's names. text: the text
-    model's config."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    with torch.device("meta"):
-        text_model = AutoModelForCausalLM.from_config(text)
-    full_model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
-    body = full_model.base_model.language_model.state_dict()
-    tensors = {f"{text_model.base_model_prefix}.{name}": x for name, x in body.items()}
-    tensors["lm_head.weight"] = full_model.get_output_embeddings().weight.detach()
-    need(tensors.keys() == text_model.state_dict().keys(), "its tensors have different names")
-    return tensors
-
-
 def read_config(folder: Path | str):
-    """The transformers config of a model folder. Raises UserError if it is missing or invalid."""
+    """The transformers config of a model folder. Raises UserError if it is missing or invalid, or if
+    the model is multimodal."""
     from transformers import AutoConfig
 
     fix = "give a complete folder of a causal language model, as save_pretrained writes it"
     read_json(Path(folder) / "config.json", fix)
     with one_sentence(folder, "config.json", fix):
         config = AutoConfig.from_pretrained(folder)
-        text = config.get_text_config()
-        if getattr(text, "attn_logit_softcapping", None):  # torch's SDPA would ignore the cap
-            text._attn_implementation = "eager"
-        known = text.vocab_size, text.max_position_embeddings
+        need(
+            config.get_text_config() is config,
+            f"{folder}: a multimodal model of the family {config.model_type}; give a text-only model",
+        )
+        if getattr(config, "attn_logit_softcapping", None):  # torch's SDPA would ignore the cap
+            config._attn_implementation = "eager"
+        known = config.vocab_size, config.max_position_embeddings
     is_valid = all(isinstance(size, int) and size > 0 for size in known)
     need(
         is_valid,
@@ -207,7 +166,7 @@ def check_family(folder: str, by_vllm: bool) -> None:
 def check_angles(folder: str, context: int) -> None:
     """Raise UserError if the model's rotary angles would depend on the longest row of a batch.
     context: longest prompt and response, in tokens."""
-    config = read_config(folder).get_text_config()
+    config = read_config(folder)
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         kind = rope.get("rope_type", "default")
@@ -249,7 +208,7 @@ def vocabulary_size(tokenizer) -> int:
 
 def check_rows(folder: str, vocabulary: int) -> None:
     """Raise UserError if the tokenizer has more ids than the model's embedding has rows."""
-    rows = read_config(folder).get_text_config().vocab_size
+    rows = read_config(folder).vocab_size
     need(
         rows >= vocabulary,
         f"{folder}: its tokenizer has {vocabulary} tokens and its config.json a vocab_size of {rows}; give the "
