@@ -26,7 +26,6 @@ from model import PolicyAndActor, lora, memory
 from plan import footprint
 from plan.__main__ import main as print_plan
 from results import plans
-from rollout import probe_ids
 
 H, INNER, HEADS, KV, D, V = 64, 160, 4, 2, 24, 515
 
@@ -61,7 +60,6 @@ def unmeasured(monkeypatch):
     """Plans without activations, for tests of different categories: measuring takes a second each."""
     none = footprint.Activations({"policy": 0, "actor": 0}, 0, 0)
     monkeypatch.setattr(plan, "measure", lambda cfg, configs, *batch: none)
-    monkeypatch.setattr(plan, "publishing", lambda *args: 0)
 
 
 def test_states_by_hand():
@@ -189,29 +187,15 @@ def test_stages_sum_their_categories():
     assert made.checkpoint == 4 * P * 4 - 2 * P  # float32 weights, two moments, and 16-bit weights for use
 
 
-def test_the_weight_check_by_hand():
-    """A chunk of a large vocabulary's logits, and the head if it is not the learner's (16 bits, or gathered shards)."""
-    V = 151_936
-    config, embedding, piece = small(vocab_size=V), 4 * V * H, 4 * V * (2**25 // V)
-    cfg = make_cfg(objective="grpo", max_tokens=200)
-    ids = probe_ids(237, V)
-    assert ids.shape == (4, 128)
-    all_logits = 4 * V * 4 * 127  # one chunk on a GPU
-    rounded = replace(cfg, rollout_dtype="bfloat16")
-    cases = ((cfg, False), (rounded, False), (cfg, True))
-    sizes = [footprint.of_proof(case, config, ids, gathered) for case, gathered in cases]
-    assert sizes == pytest.approx([piece, embedding + piece, embedding + piece], rel=0.02)
-    assert footprint.of_scoring(cfg, {"policy": config}, 80 * plan.GIB, *ids.shape) == pytest.approx(
-        2 * all_logits, rel=0.02
-    )
-    models = {"policy": plan.States.of(cfg, "policy", config)}
-    assert plan.publishing(cfg, {"policy": config}, models, 237, False, 80 * plan.GIB) == pytest.approx(
-        2 * all_logits, rel=0.02
-    )
+def test_a_published_tensor_by_hand():
+    """The embedding twice if it is larger than a chunk of logits."""
+    assert planned().categories["a tensor to publish, and its proof"] == 4 * V * H + 2**27
+    large = planned(configs={"policy": small(vocab_size=600_000)})
+    assert large.categories["a tensor to publish, and its proof"] == 2 * 4 * 600_000 * H
 
 
 def test_vllm_sleeps_on_a_gpu(unmeasured):
-    """A sleeping engine with weights needs host memory; during evaluation the engine is awake."""
+    """During evaluation the engine is awake."""
     gpu = dict(rollout="vllm", rollout_memory=0.5, rollout_dtype="bfloat16")
     asleep, cpu = planned(gpu_gib=10.0, **gpu), planned(**gpu)
     assert asleep.categories["engine"] == 5 * plan.GIB
@@ -219,14 +203,6 @@ def test_vllm_sleeps_on_a_gpu(unmeasured):
         assert "engine" in cpu.stages[stage] and "engine" not in asleep.stages[stage]
     for made in (asleep, cpu):
         assert made.of_stage("evaluate") == made.of_stage("roll out")
-
-    def host(gpu_gib=10.0, **changes):
-        cfg = replace(make_cfg(objective="grpo", **gpu), **changes)
-        return plan.plan_of(cfg, {"policy": small()}, 37, 2, gpu_gib).host
-
-    assert host() == 0  # weights are loaded before the next sampling
-    assert host(rollout_quant="int8") == host(delay="constant") == 2 * P == 2 * host(rollout_quant="int8", rollout_tp=2)
-    assert host(0.0, rollout_quant="int8") == host(rollout_quant="int8", samplers="folder") == 0  # awake
 
 
 def test_bytes_of_an_engine(unmeasured):
@@ -260,8 +236,6 @@ def test_an_evaluation_by_hand(unmeasured):
     assert evaluation(one) == 0 == evaluation(TWO, eval_every=-1)
     assert evaluation(one, eval_engine="torch") == cache == evaluation(TWO)
     assert evaluation(one, eval_engine="torch", eval_problems=9999) == 256 * 127 * OF_A_TOKEN  # at most 256 at once
-    sets = "a.jsonl:samples=2,b.jsonl:samples=7:max_tokens=60:temperature=0.5,c.jsonl"  # sets with separate settings
-    assert evaluation(TWO, eval_task=sets) == 51 * 7 * 97 * OF_A_TOKEN
     assert evaluation(TWO, parallel="fsdp") == 4 * P + cache
     assert evaluation(TWO, parallel="fsdp", ranks=1) == 101 * 127 * OF_A_TOKEN  # one rank, so no sharding
     vllm = dict(rollout="vllm", rollout_memory=0.25, eval_engine="second")
