@@ -13,6 +13,7 @@ import math
 import sys
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -343,11 +344,10 @@ class Learner:
             ]
         return state
 
-    def adapter_writer(self, name: str):
-        """`lora.writer` of one model; None if all its weights are trained. Collective."""
-        return (
-            lora.writer(getattr(self.models, name), whole) if lora.learns(self.cfg, name) else None
-        )
+    def write_adapter(self, name: str, folder: Path, base: str) -> None:
+        """Write a model's adapters, if it has any, on the first rank. Collective."""
+        if lora.learns(self.cfg, name):
+            lora.write(getattr(self.models, name), whole, folder, base, self.comm.rank == 0)
 
     def published(self, name: str, packed: bool) -> Published:
         """The tensors of one model for an engine. The stream can be read more than once; each

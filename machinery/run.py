@@ -35,7 +35,6 @@ from delay import DelaySource
 from machinery import checkpoint, warmstart
 from machinery.checkpoint import models
 from machinery.flags import UserError, is_hub_id, need
-from machinery.ranks import LOCAL_RANK
 from machinery.settings import digest_of_flags, unlike_paper
 from model import exact, lora
 from model.engines import make_engine, sleep_level
@@ -446,24 +445,16 @@ def version(package: str) -> str | None:
 
 
 def model_folder(flag: str, cfg: Config, comm) -> str | None:
-    """The folder of --model or --actor. A hub model is downloaded once per host, and a base model
-    is made once per disk."""
+    """The folder of --model or --actor; the first rank makes a missing base model. Collective."""
     name = getattr(cfg, flag)
     if name == "none":
         return None
     if name.startswith("base:"):
-        return made_once(comm, comm.rank == 0, lambda cached: warmstart.base_model(flag, name, cfg))
-    if is_hub_id(name):
-        return made_once(comm, LOCAL_RANK == 0, lambda cached: models.from_hub(flag, name, cached))
-    return name
-
-
-def made_once(comm, first: bool, make) -> str:
-    """Call make(False) on the ranks with `first`, and then make(True), which finds the result
-    ready, on the remaining ranks."""
-    folder = make(False) if first else None
-    comm.barrier()
-    return folder or make(True)
+        if comm.rank == 0:
+            warmstart.base_model(flag, name, cfg)
+        comm.barrier()
+        return warmstart.base_model(flag, name, cfg)
+    return models.from_hub(flag, name) if is_hub_id(name) else name
 
 
 def check_models(cfg: Config, policy: str, actor: str | None) -> None:
@@ -471,8 +462,7 @@ def check_models(cfg: Config, policy: str, actor: str | None) -> None:
     for flag, folder in (("model", policy), ("actor", actor)):
         if folder is None:
             continue
-        published = folder == (actor or policy) or cfg.eval_engine == "second"
-        models.check_family(folder, cfg.rollout == "vllm" and published)
+        models.check_family(folder)
         check_head(flag, models.read_config(folder))
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)

@@ -121,22 +121,19 @@ def is_adapters(name: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def writer(model, whole):
-    """A function of (folder, folder of the base model) that writes the model's adapters in peft's
-    format. whole: gathers a tensor from all ranks. Collective if they are sharded."""
+def write(model, whole, folder: Path, base: str, first: bool) -> None:
+    """Write the model's adapters in peft's format, on the `first` rank. whole: gathers a tensor from
+    all ranks; base: folder of the base model. Collective if the adapters are sharded."""
     from safetensors.torch import save_file
 
     adapters = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
     tensors = {in_file(name): whole(x).cpu().contiguous() for name, x in adapters.items()}
-
-    def write(folder: Path, base: str) -> None:
+    if first:
         config = copy.copy(model.peft_config[NAME])
         config.base_model_name_or_path = str(base)
         config.inference_mode = True
         config.save_pretrained(folder)
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
-
-    return write
 
 
 def in_file(name: str) -> str:

@@ -156,15 +156,6 @@ def test_changes_of_vllm_are_made_once_and_refused_without_a_target():
         in_vllm.change(owner, "two", twice)
 
 
-def test_head_sizes_without_vllm_attention_are_refused(tmp_path):
-    """On a CPU; vLLM's own error would be a traceback after loading the model."""
-    config = tiny_model(0).config
-    config.head_dim = 16
-    config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="a size of 16, and on a CPU vLLM supports only 32, .* use --rollout=hf"):
-        VLLMEngine(str(tmp_path), max_len=64, max_logprobs=1)
-
-
 def test_a_failed_start_of_vllm(monkeypatch, tmp_path):
     """An exception becomes one sentence with the name of a log; changed global state is restored."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -82,15 +82,13 @@ def write(folder: Path, run, learner, shared: dict, rank_state: dict) -> None:
     learner.comm.barrier()
     write_shards(own_share(learner), folder / "shards")
     for name in learner.names:
-        write_adapter = learner.adapter_writer(name)
         if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
             gathered = learner.named_tensors(name, lambda x: whole(x).cpu())  # collective
             tensors = {key: x for key, x in gathered if rank == 0}
+        origin = getattr(run, name)
         if rank == 0:
-            origin = getattr(run, name)
             save_model(run.configs[name], tensors, run.tokenizer, folder / name, origin)
-            if write_adapter is not None:
-                write_adapter(folder / f"{name}_adapter", origin)
+        learner.write_adapter(name, folder / f"{name}_adapter", origin)
     if rank == 0:
         torch.save(shared, folder / "learner.pt")
     torch.save(rank_state, folder / f"rank{rank}.pt")

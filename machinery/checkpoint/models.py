@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-import quant
 from machinery.flags import UserError, is_hub_id, need, read_json, shortened
 
 BASE_DIR = "out/base"  # toy models made here
@@ -47,26 +46,21 @@ def on_meta(config):
         return AutoModelForCausalLM.from_config(config)
 
 
-def in_files(model) -> tuple[dict, set[str]]:
-    """(name -> tensor in a folder of this model, names of the model's tensors that folders leave
-    out). Experts, which transformers joins on loading, are separate tensors in files."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
-    kept = {name: x for name, x in model.state_dict().items() if name not in left_out}
-    return revert_weight_conversion(model, kept), left_out
-
-
 def write_zeros(folder: Path) -> None:
     """Write weights of 0 into a model folder, in place of old weights."""
     from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     model = on_meta(read_config(folder))
     model.config.architectures = [type(model).__name__]  # vLLM finds the family by this
     model.config.save_pretrained(folder)
-    zeros = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in in_files(model)[0].items()}
+    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    kept = {name: x for name, x in model.state_dict().items() if name not in left_out}
+    # experts, which transformers joins on loading, are separate tensors in files
+    stored = revert_weight_conversion(model, kept)
+    zeros = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in stored.items()}
     save_file(zeros, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -93,15 +87,13 @@ def one_sentence(folder: Path | str, part: str, fix: str):
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # of a hub model
 
 
-def from_hub(flag: str, name: str, cached: bool = False, files=FILES) -> str:
+def from_hub(flag: str, name: str, files=FILES) -> str:
     """The local folder of a hub model, owner/name, downloaded if missing. Raises UserError if the
-    download fails.
-
-    cached: do not download, because a different process of this host has just done so."""
+    download fails."""
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=list(files), local_files_only=cached)
+        return snapshot_download(name, allow_patterns=list(files))
     except Exception as e:  # offline, unknown or gated: different exception types
         raise UserError(
             f"--{flag}={name}: no such folder here, and the hub cannot provide it ({shortened(e)}); download "
@@ -133,9 +125,8 @@ def read_config(folder: Path | str):
     return config
 
 
-def check_family(folder: str, by_vllm: bool) -> None:
-    """Raise UserError, from config.json alone, if training or publishing this model would go wrong.
-    by_vllm: vLLM samples from it."""
+def check_family(folder: str) -> None:
+    """Raise UserError, from config.json alone, if this model cannot be trained."""
     config = read_config(folder)
     is_plain = not getattr(config, "quantization_config", None)
     fix = "give the model in 16 bits, and name a format with --rollout_quant"
@@ -147,19 +138,10 @@ def check_family(folder: str, by_vllm: bool) -> None:
         folder, "config.json", "give a complete checkpoint of a causal language model"
     ):
         model = on_meta(config)
-        written, left_out = in_files(model)
-    known = hasattr(model.base_model, "layers")
-    family = f"{folder}: a model of the family {config.model_type}"
     need(
-        known,
-        f"{family}: its layers are not found (base_model.layers); give a model of the Qwen or Llama kind",
-    )
-    sent = quant.by_expert(model.state_dict().items(), quant.expert_parameters(model))
-    others = {name for name, _ in sent} - written.keys() - left_out
-    need(
-        not (others and by_vllm),
-        f"{family}: vLLM and this repository use different names for its tensors, such as "
-        f"{min(others, default='')}; use --rollout=hf",
+        hasattr(model.base_model, "layers"),
+        f"{folder}: a model of the family {config.model_type}: its layers are not found (base_model.layers); give a "
+        "model of the Qwen or Llama kind",
     )
 
 
