@@ -17,9 +17,7 @@ import objectives
 import quant
 from bench import gpu_parts
 from learner import Learner
-from machinery import checkpoint
-from machinery.checkpoint.models import check_weights, load_model
-from machinery.flags import UserError
+from machinery.checkpoint.models import load_model
 from machinery.ranks import Comm
 from model import Needs, lora, memory
 
@@ -247,17 +245,3 @@ def test_routers_reach_an_engine_in_full():
     learner = Learner(model("qwen3_moe"), None, make_cfg(objective="tis", rollout_dtype="bfloat16"), Comm())
     sent, name = dict(learner.published("policy", False)), "model.layers.1.mlp.gate.weight"
     assert torch.equal(sent[name], dict(learner.named_tensors("policy"))[name])
-
-
-def test_two_sets_of_weights_are_refused(tmp_path):
-    """A new file and an index of older parts: transformers would read the file, vLLM and the learner the parts."""
-    old, new = (tiny_model(seed, layers=2) for seed in (7, 8))
-    old.save_pretrained(tmp_path, max_shard_size="100KB")
-    parts = checkpoint.models.weight_files(tmp_path)
-    assert len(parts) > 1 and all(part.is_file() for part in parts)
-    new.save_pretrained(tmp_path / "new")
-    shutil.copy(tmp_path / "new" / "model.safetensors", tmp_path)
-    with pytest.raises(UserError, match=r"model\.safetensors, and an index of different files"):
-        check_weights(tmp_path)
-    (tmp_path / "model.safetensors.index.json").unlink()
-    check_weights(tmp_path)

@@ -205,20 +205,14 @@ def stamps(folder: Path | str) -> dict[str, list[int]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the files of its index, or the single file. Raises
-    UserError if the folder has both, because transformers and vLLM would read different files."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    """The safetensors files of a folder: the files of its index, or the single file."""
+    index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return [single]
+        return [folder / "model.safetensors"]
     fix = "copy the folder again, or delete it if it was made here: it is made again"
     parts = read_json(index, fix).get("weight_map")
     need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {fix}")
-    files = [folder / str(name) for name in sorted({*parts.values()}, key=str)]
-    need(
-        not single.is_file() or single in files,
-        f"{folder}: {single.name}, and an index of different files ({files[0].name}); delete the older of the two",
-    )
-    return files
+    return [folder / name for name in sorted({*parts.values()})]
 
 
 def check_weights(folder: Path | str) -> None:
