@@ -343,12 +343,6 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
     if cfg.actor != "none":
         configs["actor"] = config_of("actor", cfg.actor)
     prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
-    limit = min(config.max_position_embeddings for config in configs.values())
-    need(
-        prompt + cfg.max_tokens <= limit,
-        f"--max_tokens={cfg.max_tokens}: with a prompt of {prompt} tokens it exceeds the model's context of {limit}; "
-        "lower --max_tokens or --max_prompt_tokens",
-    )
     micro = largest_micro(cfg, configs, prompt, ranks, gpu_gib) if gpu_gib else MICRO_TOKENS
     if cfg.micro_tokens is None:
         cfg = replace(cfg, micro_tokens=micro)

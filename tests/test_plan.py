@@ -20,7 +20,6 @@ import plan
 import quant
 from batching import collate
 from learner import Learner
-from machinery.flags import UserError
 from machinery.ranks import Comm
 from model import PolicyAndActor, lora, memory
 from plan import footprint
@@ -300,7 +299,7 @@ def test_the_plan_counts_the_chunks_of_this_gpu():
 
 
 def test_the_command(tmp_path, capsys):
-    """A folder with only config.json is enough. A plan beyond the model's context of 512 tokens is refused."""
+    """A folder with only config.json is enough."""
     small().save_pretrained(tmp_path)
     argv = [f"--model={tmp_path}", "--actor=none", "--lr=1e-6", "--dtype=bfloat16", "--max_tokens=64", "--task=arith"]
     print_plan([*argv, "--max_prompt_tokens=32", "--gpu_gib=80", "--rollout=hf", "--ranks=4"])
@@ -308,8 +307,6 @@ def test_the_command(tmp_path, capsys):
     assert "one rank of 4" in printed and "it fits --gpu_gib=80" in printed and "--micro_tokens=32768" in printed
     weights = float(re.search(r"weights, policy +([\d.]+)", printed)[1])
     assert weights == pytest.approx(4 * P / plan.GIB, abs=0.005)
-    with pytest.raises(UserError, match="with a prompt of 449 tokens it exceeds .* context of 512"):
-        print_plan([*argv, "--max_prompt_tokens=449", "--rollout=hf"])
 
 
 RECIPES = [path for path in plans.RECIPES if path.stem in ("jackpot", "praxis", "qarl_moe", "heterorl", "tis_int8")]
