@@ -442,7 +442,7 @@ MUTANTS = {
     ],
     "machinery/checkpoint/models.py": [
         (" and name not in buffers", ""),
-        ('text._attn_implementation = "eager"', "pass"),
+        ('config._attn_implementation = "eager"', "pass"),
         ("        if name not in model.all_tied_weights_keys\n", ""),
     ],
     "machinery/run.py": [
