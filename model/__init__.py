@@ -208,13 +208,8 @@ class PolicyAndActor(nn.Module):
 
     def _hidden(self, lm, batch, at, share):
         """Hidden states (N, H) that predict the tokens at the flat positions `at` in (B, T)."""
-        scope = (
-            torch.autocast(at.device.type, self.autocast)
-            if self.autocast
-            else contextlib.nullcontext()
-        )
         read = read_shared if share else read_rows
-        with scope:
+        with torch.autocast(at.device.type, self.autocast, enabled=self.autocast is not None):
             hidden = read(lm.base_model, batch, at)
         if self.autocast:  # the head multiplies in the compute type, or in float32 with head_fp32
             hidden = hidden.to(torch.float32 if self.head_fp32 else self.autocast)

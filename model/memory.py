@@ -14,7 +14,6 @@ checkpoint. A plain sampler
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -48,27 +47,18 @@ def fill(models: nn.Module, device: str) -> None:
 
     Parameters remain the same objects. Raises UserError if the weights do not fit the config."""
     if any(x.device != torch.device(device) for x in chain(models.parameters(), models.buffers())):
-        with parameters_stay_objects():
+        torch.__future__.set_swap_module_params_on_conversion(True)  # else tied weights come apart
+        try:
             models._apply(
                 lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device)
             )
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
     for model in models.children():
         if hasattr(model, "on_disk"):
             read(model, vars(model).pop("on_disk"))
             if lora.layers(model):
                 lora.start(model)
-
-
-@contextmanager
-def parameters_stay_objects():
-    """Context in which a moved module keeps its Parameter objects, so that tied weights stay
-    tied."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def read(model, folder: Path | str) -> None:

@@ -87,25 +87,19 @@ def measure(
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         moment, forward = of_logits(cfg, configs, gpu, *batch)
         for name, config in configs.items():
-            two, four = (of_layers(cfg, name, config, n, *batch) for n in (2, 4))
-            kept[name] = two.kept + (four.kept - two.kept) * (config.num_hidden_layers - 2) // 2
-            moment = max(moment, two.layer, two.embedding - sum(kept.values()))
+            kept_by_two, layer, embedding = of_layers(cfg, name, config, 2, *batch)
+            kept_by_four, *_ = of_layers(cfg, name, config, 4, *batch)
+            more = (kept_by_four - kept_by_two) * (config.num_hidden_layers - 2) // 2
+            kept[name] = kept_by_two + more
+            moment = max(moment, layer, embedding - sum(kept.values()))
     return Activations(kept, moment, forward)
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Bytes of some layers of one model."""
-
-    kept: int
-    layer: int  # peak of the last layer's backward above `kept`
-    embedding: int  # peak of the embedding's backward, when nothing else is kept
 
 
 def of_layers(
     cfg: Config, name: str, config, n: int, rows: int, prompt: int, response: int
-) -> Layers:
-    """Bytes of forward and backward of n layers, without logits."""
+) -> tuple[int, int, int]:
+    """(bytes that n layers keep for the backward pass, without logits; peak of the last layer's
+    backward above them; peak of the embedding's backward, when nothing else is kept)."""
     with FakeTensorMode(), Allocated() as allocated:
         models = PolicyAndActor(shallow(cfg, name, config, n), None, memory.compute_type(cfg))
         batch = shapes_of_batch(rows, prompt, response)
@@ -117,7 +111,7 @@ def of_layers(
         kept = allocated.now - base
         hidden.backward(torch.empty_like(hidden))
         embedding = allocated.peak - base if len(peaks) == 2 else 0
-        return Layers(kept, peaks[0] - base - kept, embedding)
+        return kept, peaks[0] - base - kept, embedding
 
 
 def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> None:
