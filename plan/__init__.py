@@ -283,24 +283,6 @@ def mends(cfg: Config, width: int, ranks: int):
         yield f"--parallel=fsdp on {n_ranks} ranks", {"parallel": "fsdp"}, n_ranks
 
 
-def fitting(
-    cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float
-) -> tuple[list[str], Plan | None]:
-    """(flags to add, the plan with them) for the first changes that make the run fit; (all flags
-    that helped, None) if it does not fit."""
-    flags: list[str] = []
-    smallest = plan_of(cfg, configs, prompt, ranks, gpu_gib)
-    for flag, changes, n_ranks in mends(cfg, prompt + cfg.max_tokens, ranks):
-        made = plan_of(replace(cfg, **changes), configs, prompt, n_ranks, gpu_gib)
-        if made.peak >= smallest.peak:
-            continue
-        cfg, smallest = replace(cfg, **changes), made
-        flags = [words for words in flags if words.split("=")[0] != flag.split("=")[0]] + [flag]
-        if made.peak <= gpu_gib * GIB:
-            return flags, made
-    return flags, None
-
-
 def largest_micro(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:
     """The largest --micro_tokens, a power of two up to MOST_MICRO, with which the run fits; at least
     the tokens of one row."""
@@ -321,14 +303,22 @@ def verdict(
     peak = made.peak / GIB
     if peak <= gpu_gib:
         return True, f"it fits --gpu_gib={gpu_gib:g}: at most {peak:.1f} GiB ({made.worst})"
-    flags, smaller = fitting(cfg, configs, prompt, made.ranks, gpu_gib)
     needs = f"a rank needs {peak:.1f} GiB ({made.worst}), and --gpu_gib={gpu_gib:g} is less"
-    if smaller is None:
-        return (
-            False,
-            f"{needs}; {', '.join(flags) or 'flags'} do not save enough; use a smaller model or shorter responses",
-        )
-    return False, f"{needs}; with {', '.join(flags)} it needs {smaller.peak / GIB:.1f}"
+    flags: dict[str, str] = {}  # a later flag replaces an earlier one of the same name
+    for flag, changes, n_ranks in mends(cfg, prompt + cfg.max_tokens, made.ranks):
+        smaller = plan_of(replace(cfg, **changes), configs, prompt, n_ranks, gpu_gib)
+        if smaller.peak < made.peak:
+            cfg, made = replace(cfg, **changes), smaller
+            flags[flag.partition("=")[0]] = flag
+        if made.peak <= gpu_gib * GIB:
+            return (
+                False,
+                f"{needs}; with {', '.join(flags.values())} it needs {made.peak / GIB:.1f}",
+            )
+    return (
+        False,
+        f"{needs}; {', '.join(flags.values()) or 'flags'} do not save enough; use a smaller model or shorter responses",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
