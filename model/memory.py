@@ -7,9 +7,9 @@
 
 Master weights, gradients and optimizer states are float32 for every precision of the files, and
 with FSDP2 they are sharded. During training no GPU has the whole model in float32, except with a
-single rank or with DDP; the first rank has it in host memory when the files are read and for a
-checkpoint. A plain sampler
-(--rollout=hf, --eval_engine=torch) is a whole copy on each rank."""
+single rank or with DDP; the first rank has it in host memory while the files are read and while a
+checkpoint is written. A plain sampler (--rollout=hf, --eval_engine=torch) is a whole copy on each
+rank."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def read(model, folder: Path | str) -> None:
         dist.broadcast_object_list(why, src=0)
     need(not why[0], why[0])
     for i, x in tensors.items():
-        empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # on the other ranks
-        lora.copy_into(x, loaded.get(names[i], empty))
+        empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        lora.copy_into(x, loaded[names[i]] if loaded else empty)  # the first rank's is used
 
 
 # ---------------------------------------------------------------------------------------------------------------------
