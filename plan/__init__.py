@@ -152,7 +152,7 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
         "engine": sampling,
         "second engine": second_engine(cfg, configs["policy"], width, ranks, gpu_gib),
         "evaluation": evaluation(cfg, configs, width, ranks, sampling if asleep else 0),
-        "a tensor to publish, and its proof": publishing(models),
+        "a tensor to publish, and its proof": publishing(models, configs),
     }
     stays = [*states, "second engine"]
     always = [*stays, *([] if asleep else ["engine"])]
@@ -183,11 +183,13 @@ def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
     return adapters + model.optimizer + (model.weights - adapters) // 2
 
 
-def publishing(models: dict[str, States]) -> int:
+def publishing(models: dict[str, States], configs: dict) -> int:
     """Bytes of the larger of two: a tensor sent to the engine with its gathered shards, and the
-    weight check, which holds the head in float32 and a chunk of logits."""
+    weight check, which holds the head in float32 and a chunk of logits of at most 2,048 tokens
+    (sync.WeightCheck)."""
     tensor = max(model.tensor for model in models.values())
-    return tensor + max(tensor, LEAST_CHUNK)
+    logits = max(4 * 2048 * config.vocab_size for config in configs.values())
+    return tensor + max(tensor, min(logits, LEAST_CHUNK))
 
 
 def gathered(models: dict[str, States]) -> int:

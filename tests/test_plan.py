@@ -187,8 +187,8 @@ def test_stages_sum_their_categories():
 
 
 def test_a_published_tensor_by_hand():
-    """The embedding twice if it is larger than a chunk of logits."""
-    assert planned().categories["a tensor to publish, and its proof"] == 4 * V * H + 2**27
+    """The embedding twice if it is larger than the logits of the weight check."""
+    assert planned().categories["a tensor to publish, and its proof"] == 4 * V * H + 4 * V * 2048
     large = planned(configs={"policy": small(vocab_size=600_000)})
     assert large.categories["a tensor to publish, and its proof"] == 2 * 4 * 600_000 * H
 
