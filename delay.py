@@ -35,7 +35,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from config import Config
-from machinery.checkpoint.tensors import Layout, read_tensors
+from machinery.checkpoint.tensors import read_tensors, write_tensors
 from machinery.flags import UserError, need
 from machinery.ranks import from_all
 from rollout import Rollout, uniforms
@@ -114,7 +114,6 @@ class DelaySource(LocalSource):
         super().__init__(*args, **more)
         self.cfg = cfg
         self.store = Path(store)
-        self.layout: Layout | None = None  # of a version's file; None before the first
         self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max)
         self.longest = (
             math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
@@ -136,13 +135,11 @@ class DelaySource(LocalSource):
 
     def publish(self, version: int, named_tensors) -> None:
         """Broadcast the weights: store them for the samplers, every `--sync_every` updates.
-        Collective. If no broadcast is due, no rank reads the tensors (reading is collective).
-        named_tensors: can be read more than once."""
+        Collective. If no broadcast is due, no rank reads the tensors (reading is collective)."""
         if self.broadcast and version - max(self.broadcast) < self.cfg.sync_every:
             return
-        self.layout = self.layout or Layout(named_tensors)
         if self.rank == 0:
-            self.layout.write(self.path(version), named_tensors)
+            write_tensors(self.path(version), named_tensors)
         else:  # reading is collective: every rank must read every tensor equally often
             deque(named_tensors, maxlen=0)
         self.broadcast[version] = self.now(version)

@@ -300,15 +300,15 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
         need(tasks.names_of(cfg.task) == ["arith"], other)
         return warmstart.base_model(flag, name, Config(task="arith", arith=cfg.arith))
     root = Path(name)
-    newest = checkpoint.newest(root, which) or root
+    newest = checkpoint.newest(root) or root
     for folder in (root, root / which, newest / which):
         path = folder / "config.json"  # a run's config.json has no model_type
         if path.is_file() and "model_type" in read_json(
             path, "copy it again, or name a different folder"
         ):
-            return models.text_folder(str(folder))
+            return str(folder)
     if is_hub_id(name):
-        return models.text_folder(models.from_hub(flag, name))
+        return models.from_hub(flag, name)
     raise UserError(
         f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder"
     )

@@ -13,6 +13,7 @@ import math
 import sys
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -333,11 +334,10 @@ class Learner:
             ]
         return state
 
-    def adapter_writer(self, name: str):
-        """`lora.writer` of one model; None if all its weights are trained. Collective."""
-        return (
-            lora.writer(getattr(self.models, name), whole) if lora.learns(self.cfg, name) else None
-        )
+    def write_adapter(self, name: str, folder: Path, base: str) -> None:
+        """Write a model's adapters, if it has any, on the first rank. Collective."""
+        if lora.learns(self.cfg, name):
+            lora.write(getattr(self.models, name), whole, folder, base, self.comm.rank == 0)
 
     def published(self, name: str, packed: bool) -> Published:
         """The tensors of one model for an engine. The stream can be read more than once; each
@@ -364,18 +364,6 @@ class Learner:
         routes = routers_of(getattr(self.models, name))  # some engines keep routers in float32
         dtype = None if routes or self._quantizes(packed) else engine_type(self.cfg)
         return partial(whole_in, dtype) if dtype else whole
-
-    def score_in_full_precision(self, batch: Batch, needs: Needs) -> TokenStats:
-        """`score` in the precision of the weights, because 16-bit rounding hides a small update."""
-        rounding, self.models.autocast = self.models.autocast, None
-        with (
-            memory.in_full_precision(self.models)
-            if rounding and self.sharded
-            else contextlib.nullcontext()
-        ):
-            stats = self.score(batch, needs)
-        self.models.autocast = rounding
-        return stats
 
     def state_dict(self) -> dict:
         """Counters and the state of the loss scaler; `trained` returns weights and optimizer

@@ -58,7 +58,6 @@ from machinery.optim import learning
 from machinery.ranks import Comm
 from machinery.run import open_run, open_source, topk_of
 from model import Needs, TokenStats, needs_of_ref_pass
-from model.agreement import check_heads
 from objectives import columns_of, unregularised
 from source import LocalSource
 
@@ -334,7 +333,6 @@ class Measurement:
         self.learner = self.scorer = Learner(
             *run.load_models(), on_policy_cfg, self.comm, run.vocabulary
         )
-        check_heads(self.learner, run.probe_ids())
         if not self.learner.sharded:  # under FSDP the policy is already wrapped
             policy, in_float32 = self.learner.models.policy, replace(on_policy_cfg, dtype="float32")
             self.scorer = Learner(policy, None, in_float32, self.comm, run.vocabulary)

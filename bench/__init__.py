@@ -106,19 +106,21 @@ def resolved(**changes) -> config.Config:
     return settings.resolve(config.Config(**{**usual, **changes}), 1)
 
 
-def random_groups(rng, n: int, length: int, vocabulary: int) -> list[Rollout]:
-    """n groups of 8 responses of `length` random tokens."""
+def random_groups(rng, n: int, length: int, vocabulary: int, K: int = 0) -> list[Rollout]:
+    """n groups of 8 responses of `length` random tokens, with K random top log-probabilities."""
     prompts, responses = [], []
     for _ in range(n):
         prompts.append(rng.integers(0, vocabulary, 32).astype(np.int32))
         group = []
         for _ in range(8):
+            top_logp = rng.uniform(-12, -4, (length, K)).astype(np.float32)
             response = Response(
                 tokens=rng.integers(0, vocabulary, length).astype(np.int32),
                 loss_mask=np.ones(length, bool),
                 logp_inf=np.full(length, -11.0, np.float32),
-                topk_ids=np.zeros((length, 0), np.int32),
-                topk_logp=np.zeros((length, 0), np.float32),
+                topk_ids=rng.integers(0, vocabulary - K, (length, 1), np.int32)
+                + np.arange(K, dtype=np.int32),
+                topk_logp=-np.sort(-top_logp),
                 finish_reason="stop",
                 reward=float(rng.integers(0, 2)),
             )

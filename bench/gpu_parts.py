@@ -39,7 +39,7 @@ from model import Needs, OneModelRows, Scored
 from model.engines import VLLMEngine
 from model.head import ChunkedHead, Head, chunk_rows, memory_of
 from results import against_trl
-from rollout import uniforms
+from rollout import probe_ids
 from sampling import Sampling
 from sync import WeightCheck
 from tasks.arith import arithmetic_tokenizer
@@ -249,8 +249,7 @@ def linears(s: Setting) -> Iterator[dict]:
 
 
 def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator[dict]:
-    """Four rows: forward; the same relative to plain torch; forward and backward; forward with
-    weights that are quantized every time."""
+    """Three rows: forward; the same relative to plain torch; forward and backward."""
     plain = block_of(s, name)
     aligned = [quant.LowBitLinear.from_linear(m, quant.format_of(kind)) for m in plain]
     inputs = {
@@ -273,10 +272,6 @@ def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator
     yield ratio_row(
         f"forward and backward, {what}", pairs, f">= {least_both}", lambda r: r >= least_both
     )
-    runs = [s.waited(partial(through, plain, inputs)), s.waited(partial(anew, aligned, inputs))]
-    yield ratio_row(
-        f"forward, weights quantized again, {what}", bench.alternate(*runs, s.pick(6, 2), what)
-    )
 
 
 def in_plain_torch(run: Callable) -> None:
@@ -293,13 +288,6 @@ def through(layers, inputs: dict, backward: bool = False) -> None:
             y = m(x)
             if backward:
                 torch.autograd.grad(y, (x, m.weight), y.detach())
-
-
-def anew(layers, inputs: dict) -> None:
-    """Compute the products with weights that are quantized again."""
-    for m in layers:
-        m.cached = {}
-    through(layers, inputs)
 
 
 def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
@@ -383,18 +371,6 @@ def batch_of(learner: Learner, rows: int, length: int):
     return batch, objectives.prepare(batch, learner.comm, learner.cfg, {})
 
 
-def with_topk(groups, K: int, vocabulary: int, rng):
-    """The same groups, with K largest log-probabilities recorded for each token."""
-    for group in groups:
-        for i, response in enumerate(group.responses):
-            n = len(response.tokens)
-            first = rng.integers(0, vocabulary - K, (n, 1))
-            ids = (first + np.arange(K)).astype(np.int32)  # K different tokens
-            logp = np.sort(rng.uniform(-12, -4, (n, K)).astype(np.float32))[:, ::-1].copy()
-            group.responses[i] = replace(response, topk_ids=ids, topk_logp=logp)
-    return groups
-
-
 def obrs(s: Setting) -> Iterator[dict]:
     """Time of Jackpot (target ref, K = 20) relative to PPO: ref pass, statistics, loss and step, on
     one model and one batch."""
@@ -406,9 +382,7 @@ def obrs(s: Setting) -> Iterator[dict]:
         )
     vocabulary = learners["grpo"].models.policy.config.vocab_size
     rng = np.random.default_rng(0)
-    groups = with_topk(
-        bench.random_groups(rng, 2 * rows // 8, length, vocabulary), 20, vocabulary, rng
-    )
+    groups = bench.random_groups(rng, 2 * rows // 8, length, vocabulary, K=20)
 
     def step(name):
         learner = learners[name]
@@ -573,8 +547,7 @@ def sampled(s: Setting, engine, tokens: int) -> Iterator[dict]:
 def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
     """Seconds of three publications with their checks, with an update between two of them."""
     vocabulary = learner.models.policy.config.vocab_size
-    ids = (uniforms(4 * 144, "probe") * vocabulary).astype(np.int64).reshape(4, 144)
-    check = WeightCheck(learner.models.policy.config, ids)
+    check = WeightCheck(learner.models.policy.config, probe_ids(144, vocabulary))
     batch, stats = batch_of(learner, learner.cfg.train_batch, learner.cfg.max_tokens)
     changed, times = [], []
     for version in range(3):

@@ -35,10 +35,9 @@ from delay import DelaySource
 from machinery import checkpoint, warmstart
 from machinery.checkpoint import models
 from machinery.flags import UserError, is_first_rank, is_hub_id, need
-from machinery.ranks import LOCAL_RANK
-from model import exact, lora, memory
+from model import exact, lora
 from model.engines import make_engine, sleep_level
-from model.head import memory_of
+from model.head import check_head, memory_of
 from model.memory import unread
 from rollout import probe_ids
 from source import LocalSource
@@ -81,7 +80,7 @@ class Run:
 
     def load_models(self):
         """(policy, actor or None) from the checkpoint or the starting folders. With LoRA the base
-        model is from the starting folder, and its adapters are new or from the checkpoint.
+        model is from the starting folder; checkpoint.load reads its adapters.
         memory.fill reads the weights later, when the learner has placed the parameters."""
         return self.load_one("policy", self.policy), self.load_one("actor", self.actor)
 
@@ -90,10 +89,7 @@ class Run:
             return None
         if not lora.learns(self.cfg, name):
             return unread(self.checkpoint / name if self.checkpoint else start)
-        model = lora.attach(unread(start), self.cfg)
-        adapter = self.checkpoint and self.checkpoint / f"{name}_adapter"
-        model.on_disk = dataclasses.replace(model.on_disk, adapter=adapter, seed=self.cfg.seed)
-        return model
+        return lora.attach(unread(start), self.cfg)
 
     def load_start(self):
         """The frozen start model of --kl_coef: the starting policy of the run, also after a
@@ -179,7 +175,6 @@ def largest_micro(cfg: Config, configs: dict, prompt: int, comm) -> int:
     import plan  # optional
 
     gib = memory_of(comm.device) / plan.GIB
-    configs = {name: c.get_text_config() for name, c in configs.items()}
     why = f"the plan of memory allows it on a GPU of {gib:.0f} GiB"
     try:
         tokens = plan.largest_micro(cfg, configs, prompt, comm.size, 0.9 * gib)
@@ -260,7 +255,7 @@ LOCK = "lock"
 # Files of a run folder. --overwrite deletes only these files. config.json, which marks the folder
 # of a run, is deleted last, so that an interrupted deletion can be repeated.
 WRITTEN = ("checkpoints", "versions", "remote*.log*", "samples.jsonl", "curves.png")
-WRITTEN += ("metrics.jsonl", checkpoint.SAVED, "config.json")
+WRITTEN += ("metrics.jsonl", "config.json")
 
 
 @contextmanager
@@ -343,7 +338,6 @@ def prepare_folder(run: Run) -> None:
                 path.unlink()
     made = provenance(cfg, run.task)
     if cfg.resume:  # keep the record of the first start, and append this one
-        checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         again = {key: made[key] for key in ("command", "git")}
         resumed = [*first.get("resumed", []), again]
@@ -387,34 +381,25 @@ def version(package: str) -> str | None:
 
 
 def model_folder(flag: str, cfg: Config, comm) -> str | None:
-    """The folder of --model or --actor. A hub model is downloaded once per host, and a base model
-    is made once per disk."""
+    """The folder of --model or --actor; the first rank makes a missing base model. Collective."""
     name = getattr(cfg, flag)
     if name == "none":
         return None
     if name.startswith("base:"):
-        return made_once(comm, comm.rank == 0, lambda cached: warmstart.base_model(flag, name, cfg))
-    folder = name
-    if is_hub_id(name):
-        folder = made_once(
-            comm, LOCAL_RANK == 0, lambda cached: models.from_hub(flag, name, cached)
-        )
-    return made_once(comm, comm.rank == 0, lambda cached: models.text_folder(folder))
-
-
-def made_once(comm, first: bool, make) -> str:
-    """Call make(False) on the ranks with `first`, and then make(True), which finds the result
-    ready, on the remaining ranks."""
-    folder = make(False) if first else None
-    comm.barrier()
-    return folder or make(True)
+        if comm.rank == 0:
+            warmstart.base_model(flag, name, cfg)
+        comm.barrier()
+        return warmstart.base_model(flag, name, cfg)
+    return models.from_hub(flag, name) if is_hub_id(name) else name
 
 
 def check_models(cfg: Config, policy: str, actor: str | None) -> None:
     """Check the models against the flags, from config.json alone. Raises UserError."""
-    for folder in filter(None, (policy, actor)):
-        published = folder == (actor or policy) or cfg.eval_engine == "second"
-        models.check_family(folder, cfg.rollout == "vllm" and published)
+    for flag, folder in (("model", policy), ("actor", actor)):
+        if folder is None:
+            continue
+        models.check_family(folder)
+        check_head(flag, models.read_config(folder))
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
     exact.check_model(cfg, policy, actor)
@@ -467,7 +452,6 @@ def check_folders(
             models.check_angles(folder, context)
         models.check_rows(folder, vocabulary)
         models.check_weights(folder)
-        memory.check_names(folder, in_vllm)
 
 
 def common_tokenizer(cfg: RunFlags, policy: str, actor: str | None):

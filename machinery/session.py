@@ -29,7 +29,7 @@ from machinery.run import (
 )
 from machinery.speed import Speed
 from model import Needs
-from model.agreement import agreement, check_agreement, check_heads, expects_agreement
+from model.agreement import agreement, check_agreement, expects_agreement
 from model.engines import evaluated_by
 from presets import called
 
@@ -49,7 +49,6 @@ class Session:
         self.learner = Learner(
             *self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start()
         )
-        check_heads(self.learner, self.run.probe_ids())
         self.to_check = expects_agreement(cfg)
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)

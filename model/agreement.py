@@ -1,24 +1,18 @@
-"""Agreement of learner and engine before the first update, and of model/head.py with a model's own
-head."""
+"""Agreement of learner and engine before the first update."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-import batching
 from batching import Batch
 from config import Config, RolloutFlags
-from machinery.flags import UserError, need
+from machinery.flags import UserError
 from model import Needs
-from model.head import rows_at_once
 from model.streamed import nudged
 from sampling import Sampling
 
-# tolerance per dtype: mean |difference in log p| between two head implementations
-HEADS = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 3e-2}
 AGREES = 1e-3  # smallest tolerance of mean |p_learner - p_engine|, for every dtype
 LIMIT = 5.0  # tolerance, in multiples of the noise floor
 
@@ -84,34 +78,3 @@ def expects_agreement(cfg: Config) -> bool:
         cfg.keep_sampling_mask == "replay" or not Sampling.of(cfg).truncates
     )
     return cfg.check_sync and fresh and same
-
-
-def check_heads(learner, ids: np.ndarray) -> None:
-    """Raise UserError, one sentence, if model/head.py computes different logits than the
-    model's own head. Collective.
-
-    The comparison is in full precision, since it tests the function and not the rounding. ids:
-    token ids (R, L)."""
-    longest = min(
-        rows_at_once(getattr(learner.models, name).config, ids.shape[1]) for name in learner.names
-    )
-    batches = [
-        batching.of_rows(ids[i : i + longest], learner.cfg) for i in range(0, len(ids), longest)
-    ]
-    ours = [learner.score_in_full_precision(batch, Needs()) for batch in batches]
-    expected_stats = [
-        learner.score_in_full_precision(batch, Needs(own_head=True)) for batch in batches
-    ]
-    for name, key in zip(learner.names, ("logp", "actor_logp"), strict=False):
-        config = getattr(learner.models, name).config
-        logp, expected = (
-            torch.cat([getattr(stats, key) for stats in stats_list])
-            for stats_list in (ours, expected_stats)
-        )
-        gap = float((logp - expected).abs().mean())
-        need(
-            gap <= HEADS.get(str(expected.dtype).removeprefix("torch."), 1e-3),
-            f"--{name if name == 'actor' else 'model'}: models of the family {config.model_type} apply an "
-            f"operation to their logits that model/head.py lacks (log-probabilities differ by {gap:.3g} from the "
-            "model's); choose a different model, or add the operation to head.Head",
-        )

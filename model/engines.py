@@ -49,7 +49,7 @@ from model.in_vllm import (
     summed_over,
     vllm_leaves_no_trace,
 )
-from model.memory import stored_tensors, unread
+from model.memory import unread
 from rollout import Response, uniforms
 from sampling import Sampling, pick, truncate
 from sync import checksums
@@ -82,7 +82,7 @@ class VLLMEngine:
     sleep_level    on a GPU. 1: `sleep` moves weights to host memory; 2: drops them; 0: no effect
 
     Raises UserError if vLLM cannot be imported, lacks a function that model/in_vllm.py replaces, or
-    has no kernel for the model's head size."""
+    does not start."""
 
     def __init__(
         self,
@@ -113,8 +113,6 @@ class VLLMEngine:
         )
         self.packed = has_kernel  # True: it loads low-bit tensors; False: exactly dequantized ones
         change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
-        if not cuda:
-            check_head_size(folder, head_size(shell.config))
         if fmt is not None and not self.packed:
             print(
                 f"{fmt.name}: vLLM has no kernel for this format here; the engine gets the exactly dequantized "
@@ -139,18 +137,9 @@ class VLLMEngine:
             memory["max_num_seqs"] = min(max(rows, 16), 1024)
         else:
             of_a_token = cache_of_a_token(shell.config, getattr(torch, dtype).itemsize)
-            most = int(memory_gib * 2**30) or psutil.virtual_memory().available // (
-                4 * LOCAL_WORLD_SIZE
-            )
-            wanted = int(memory_gib * 2**30) or cache_size(of_a_token, max_len, rows)
-            one_row = cache_size(of_a_token, max_len, 1)
-            need(
-                one_row <= most or has_other_caches(shell.config),
-                f"{folder}: one response of {max_len} tokens, prompt included, needs {one_row / 2**20:,.1f} MiB of "
-                f"key-value cache, and {most / 2**20:,.1f} MiB are available; raise --rollout_memory, or shorten the "
-                "response",
-            )
-            memory = {"kv_cache_memory_bytes": min(wanted, most)}
+            most = psutil.virtual_memory().available // (4 * LOCAL_WORLD_SIZE)
+            wanted = min(cache_size(of_a_token, max_len, rows), most)
+            memory = {"kv_cache_memory_bytes": int(memory_gib * 2**30) or wanted}
         self.sleep_level, self.asleep = sleep_level if cuda else 0, False
         self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
         settings |= memory | among_ranks(tp)
@@ -177,8 +166,8 @@ class VLLMEngine:
             seconds = time.perf_counter() - started
             print(f"vLLM started in {seconds:.0f} s; later starts reuse its compiled code")
         if fmt is not None:
-            model, named_tensors = stored_tensors(folder)
-            self.load(quant.for_engine(named_tensors, model, fmt, self.packed))
+            model = load_model(folder)
+            self.load(quant.for_engine(model.state_dict().items(), model, fmt, self.packed))
 
     def generate(
         self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed=0, finished=None
@@ -343,18 +332,6 @@ class VLLMEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def check_head_size(folder: str, size: int) -> None:
-    """Raise UserError if vLLM has no attention kernel for this head size on a CPU."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    need(
-        size in sizes,
-        f"{folder}: its heads have a size of {size}, and on a CPU vLLM supports only "
-        f"{', '.join(map(str, sizes))}; use --rollout=hf, or a different model",
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Plain torch
 # ---------------------------------------------------------------------------------------------------------------------
@@ -363,17 +340,11 @@ def check_head_size(folder: str, size: int) -> None:
 CACHE_GIB = 4.0  # GiB of KV cache on every machine, so that runs can be repeated elsewhere
 
 
-def head_size(config) -> int:
-    """Size of one attention head. config: of transformers."""
-    text = config.get_text_config()
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
 def cache_of_a_token(config, number: int) -> int:
     """Bytes of a token's keys and values. config: of transformers; number: bytes per entry."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * head_size(config) * number
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * number
 
 
 BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
@@ -401,13 +372,6 @@ def share_of_gpu(share: float) -> float:
         file=sys.stderr,
     )
     return most
-
-
-def has_other_caches(config) -> bool:
-    """Whether some layers cache less than the keys and values of all tokens."""
-    return bool(
-        set(getattr(config.get_text_config(), "layer_types", None) or []) - {"full_attention"}
-    )
 
 
 def cached_tokens(config, number: int) -> int:

@@ -14,10 +14,13 @@ one more product than the naive way (4 instead of 3), and no memory grows with N
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from machinery.flags import need
 
 # Bytes of a chunk's logits in float32: on a GPU 1/64 of its memory between these bounds, because few
 # large products are faster there; on a CPU the first
@@ -45,7 +48,7 @@ class Head:
 
         z = scale (h W^T + b), and with a cap z = cap tanh(z / cap)
 
-    `agreement.check_heads` rejects models with a different function. multiply: `product`, or the same
+    `check_head` rejects models with a different function. multiply: `product`, or the same
     product with a fixed order of sums (exact.py)."""
 
     scale: float = 1.0  # Granite, Cohere
@@ -56,7 +59,6 @@ class Head:
     @classmethod
     def of(cls, config, width: int | None = None, multiply: Callable = product) -> Head:
         """The head that a model's config describes."""
-        config = config.get_text_config()
         scale = (getattr(config, "logit_scale", None) or 1.0) / getattr(
             config, "logits_scaling", 1.0
         )
@@ -87,6 +89,34 @@ class Head:
         if not self.cap:
             return None if self.scale == 1 else self.scale
         return (z / self.cap).square_().neg_().add_(1.0).clamp_min_(0.0).mul_(self.scale)
+
+
+def check_head(flag: str, config) -> None:
+    """Raise UserError if a model computes its logits by a different function than `Head`.
+
+    config: the transformers config of --model or --actor (`flag`). A model without layers, with
+    random weights and 64 token ids, has the same function from hidden states to logits."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(config)
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 0, 64, None
+    if getattr(config, "layer_types", None):
+        config.layer_types = []
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for p in model.parameters():
+            p.normal_()
+        ids = torch.arange(config.vocab_size)[None]
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = Head.of(config).of_layer(model.get_output_embeddings(), hidden[0])
+        expected = model(input_ids=ids, use_cache=False).logits[0]
+    gap = float((logits - expected).abs().max() / expected.std())
+    need(
+        gap < 1e-4,
+        f"--{flag}: models of the family {config.model_type} apply an operation to their logits that model/head.py "
+        f"lacks (logits differ by {gap:.3g} of their deviation); choose a different model, or add the operation to "
+        "head.Head",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -219,4 +249,4 @@ def chunk_rows(V: int, memory: int = 0) -> int:
 
 def rows_at_once(config, length: int) -> int:
     """Number of sequences of this length for which a model computes whole logits at once."""
-    return max(1, chunk_rows(config.get_text_config().vocab_size) // length)
+    return max(1, chunk_rows(config.vocab_size) // length)

@@ -13,22 +13,19 @@ its base model."""
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.util
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 import quant
 from config import Config, OptimizerFlags
-from machinery.flags import need, read_text
+from machinery.flags import need
 
 NAME = "default"  # peft's name for a model's only adapter
 ALPHA = 32  # B A is scaled by ALPHA / rank
 FILE = "adapter_model.safetensors"
-BASE = "base_model.digest"  # not a file of peft: the base model's fingerprint
 
 
 def learns(cfg: OptimizerFlags, name: str) -> bool:
@@ -36,9 +33,8 @@ def learns(cfg: OptimizerFlags, name: str) -> bool:
     return cfg.lora_rank > 0 and name == "policy"
 
 
-def attach(model, cfg: Config, folder: Path | None = None):
-    """Add adapters to the model, freeze all other weights, and return the model. folder: adapters of
-    a checkpoint, or None.
+def attach(model, cfg: Config):
+    """Add adapters to the model, freeze all other weights, and return the model.
 
     For a model without weights (memory.unread) call `start` when the model's weights are read."""
     import peft
@@ -51,23 +47,22 @@ def attach(model, cfg: Config, folder: Path | None = None):
     )
     with torch.random.fork_rng(devices=[]):  # peft draws adapters, which `start` overwrites
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
+    model.adapter_seed = cfg.seed
     if not any(p.is_meta for p in model.parameters()):
-        start(model, cfg.seed, folder)
+        start(model)
     return model
 
 
 @torch.no_grad()
-def start(model, seed: int, folder: Path | None = None) -> None:
+def start(model) -> None:
     """Initialize the adapters with B = 0 and A (rank, in) uniform in +-1 / sqrt(in), equal on every
-    rank; check `folder`, the adapters of a checkpoint. Collective if they are sharded."""
-    generator = torch.Generator().manual_seed(seed)
+    rank. Collective if they are sharded."""
+    generator = torch.Generator().manual_seed(model.adapter_seed)
     for layer in layers(model):
         A, B = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
         draws = torch.rand(A.shape, generator=generator, dtype=torch.float64)
         copy_into(A, (2 * draws - 1) / A.shape[1] ** 0.5)
         copy_into(B, torch.zeros(B.shape))
-    if folder is not None:
-        check_adapter(model, folder)
 
 
 def copy_into(p, tensor) -> None:
@@ -123,60 +118,24 @@ def is_adapters(name: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def writer(model, whole):
-    """A function of (folder, folder of the base model) that writes the model's adapters in peft's
-    format. whole: gathers a tensor from all ranks. Collective if they are sharded."""
+def write(model, whole, folder: Path, base: str, first: bool) -> None:
+    """Write the model's adapters in peft's format, on the `first` rank. whole: gathers a tensor from
+    all ranks; base: folder of the base model. Collective if the adapters are sharded."""
     from safetensors.torch import save_file
 
     adapters = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
     tensors = {in_file(name): whole(x).cpu().contiguous() for name, x in adapters.items()}
-    digest = fingerprint(model)
-
-    def write(folder: Path, base: str) -> None:
+    if first:
         config = copy.copy(model.peft_config[NAME])
         config.base_model_name_or_path = str(base)
         config.inference_mode = True
         config.save_pretrained(folder)
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
-        (folder / BASE).write_text(digest, encoding="utf-8")
-
-    return write
-
-
-def fingerprint(model) -> str:
-    """A digest of the base model from the first entries of each tensor. The first rank also has
-    these entries of sharded tensors, and broadcasts the digest. Collective if sharded."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, p in model.named_parameters():
-        if not is_adapters(name):
-            first = getattr(p.detach(), "_local_tensor", p.detach()).flatten()[:4]
-            digest.update(name.encode() + first.float().cpu().numpy().tobytes())
-    text = [digest.hexdigest()]
-    if any(hasattr(p, "full_tensor") for p in model.parameters()):
-        dist.broadcast_object_list(text, src=0)
-    return text[0]
 
 
 def in_file(name: str) -> str:
     """A parameter's name in peft's file."""
     return "base_model.model." + name.replace(f".{NAME}.", ".")
-
-
-def check_adapter(model, folder: Path) -> None:
-    """Raise UserError if the adapters in a checkpoint's folder do not fit the model. Their values are
-    also in the checkpoint's shards, which the learner reads."""
-    from safetensors.torch import load_file
-
-    saved = load_file(folder / FILE)
-    same_base = read_text(folder / BASE) == fingerprint(model)
-    adapters = {in_file(name): p for name, p in model.named_parameters() if is_adapters(name)}
-    fit = {name: p.shape for name, p in adapters.items()} == {
-        name: x.shape for name, x in saved.items()
-    }
-    need(
-        fit and same_base,
-        f"{folder}: its adapters do not fit this model; give the base model that they were trained on, unchanged",
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,19 +2,18 @@
 
     unread      a model with parameters that take no memory until they are placed
     shard       FSDP2: each rank owns a shard of every parameter, and gathers one layer at a time
-    fill        allocate the parameters, and read each rank's shards of them from the files
+    fill        allocate the parameters, and read their values from the files
     recompute   recompute activations inside a layer in the backward pass (--gradient_checkpointing)
 
 Master weights, gradients and optimizer states are float32 for every precision of the files, and
 with FSDP2 they are sharded. During training no GPU has the whole model in float32, except with a
-single rank or with DDP; for a checkpoint the first rank gathers it in host memory. A plain sampler
-(--rollout=hf, --eval_engine=torch) is a whole copy on each rank."""
+single rank or with DDP; the first rank has it in host memory while the files are read and while a
+checkpoint is written. A plain sampler (--rollout=hf, --eval_engine=torch) is a whole copy on each
+rank."""
 
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -25,14 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quant
 from config import OptimizerFlags
-from machinery.checkpoint.models import (
-    in_files,
-    load_model,
-    on_meta,
-    one_sentence,
-    read_config,
-    weight_files,
-)
+from machinery.checkpoint.models import load_model, read_config
 from machinery.flags import need
 from model import exact, lora
 
@@ -40,25 +32,12 @@ from model import exact, lora
 # Reading weights
 # ---------------------------------------------------------------------------------------------------------------------
 
-PIECE = 1 << 24  # entries that are read at once: 64 MiB in float32
-PLAIN = {"F64", "F32", "F16", "BF16"}  # dtypes of unquantized weights in a file
-
-
-@dataclass(frozen=True)
-class OnDisk:
-    """Location of the weights of a model that has not read them yet. adapter: folder of LoRA
-    adapters; None: new adapters, drawn from seed."""
-
-    folder: str
-    adapter: Path | None = None
-    seed: int = 0
-
 
 def unread(folder: Path | str):
     """The model of a folder, with its parameters on the meta device, where they take no memory;
     `fill` reads them."""
     model = quant.empty_model(read_config(folder)).requires_grad_(True).eval()
-    model.on_disk = OnDisk(str(folder))
+    model.on_disk = folder
     return model
 
 
@@ -68,63 +47,29 @@ def fill(models: nn.Module, device: str) -> None:
 
     Parameters remain the same objects. Raises UserError if the weights do not fit the config."""
     if any(x.device != torch.device(device) for x in chain(models.parameters(), models.buffers())):
-        with parameters_stay_objects():
+        torch.__future__.set_swap_module_params_on_conversion(True)  # else tied weights come apart
+        try:
             models._apply(
                 lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device)
             )
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
     for model in models.children():
         if hasattr(model, "on_disk"):
-            source = vars(model).pop("on_disk")
-            read(model, source.folder)
-            lora.start(model, source.seed, source.adapter)
-
-
-@contextmanager
-def parameters_stay_objects():
-    """Context in which a moved module keeps its Parameter objects, so that tied weights stay
-    tied."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+            read(model, vars(model).pop("on_disk"))
+            if lora.layers(model):
+                lora.start(model)
 
 
 def read(model, folder: Path | str) -> None:
-    """Fill a model's parameters and buffers from the files of a folder, tensor by tensor; a rank
-    reads only its rows.
+    """Fill a model's parameters and buffers, but no adapters, from a folder, by transformers.
 
-    If names or dtypes in the files are not those of the model, transformers reads them
-    (`read_whole`)."""
-    stored = Stored(folder)
-    tensors = stored.named(model)
-    if not stored.fit(model, tensors):
-        read_whole(tensors, folder)
-        return
-    with one_sentence(folder, "weights", "copy the folder again"):
-        for name, x in tensors.items():
-            first, local_rows = own_rows(x)
-            for row, piece in stored.pieces(name, first, first + len(local_rows)):
-                local_rows[row - first : row - first + len(piece)].copy_(piece)
-
-
-def own_rows(x) -> tuple[int, torch.Tensor]:
-    """(index of the first row, rows) of this rank's shard; all rows if the tensor is not
-    sharded."""
-    if not hasattr(x, "to_local"):
-        return 0, x.detach()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
-    return offset[0], x.detach().to_local()
-
-
-def read_whole(tensors: dict, folder: Path | str) -> None:
-    """Fill these tensors by transformers, which supports each family's older names and formats.
-
-    With shards only the first rank loads the whole model, in the precision of the files, and
-    distributes it tensor by tensor."""
+    With shards only the first rank loads the whole model, into host memory and in the precision of
+    the files, and distributes it tensor by tensor."""
+    tensors, names = {}, {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        if not lora.is_adapters(name):
+            tensors[id(x)], names[id(x)] = x, name.replace(".base_layer.", ".")  # tied ones once
     sharded = any(hasattr(x, "to_local") for x in tensors.values())
     loaded, why = {}, [""]
     if not sharded or dist.get_rank() == 0:
@@ -135,142 +80,9 @@ def read_whole(tensors: dict, folder: Path | str) -> None:
     if sharded:
         dist.broadcast_object_list(why, src=0)
     need(not why[0], why[0])
-    for name, x in tensors.items():
-        full_tensors = (
-            loaded[name].to(x.device, x.dtype)
-            if loaded
-            else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        )
-        lora.copy_into(x, full_tensors)
-
-
-class Stored:
-    """The tensors in the safetensors files of a model folder."""
-
-    def __init__(self, folder: Path | str):
-        from safetensors import safe_open
-
-        folder = Path(folder)
-        self.files: dict[str, Path] = {}
-        self.shapes: dict[str, list[int]] = {}
-        self.types: set[str] = set()
-        for file in filter(Path.is_file, weight_files(folder)):
-            with safe_open(file, "pt") as f:
-                for name in f.keys():  # noqa: SIM118  not a dictionary
-                    self.files[name] = file
-                    self.shapes[name] = f.get_slice(name).get_shape()
-                    self.types.add(f.get_slice(name).get_dtype())
-
-    def named(self, model) -> dict[str, torch.Tensor]:
-        """The model's tensors to read, by their names in the files. Tied tensors appear once, under
-        the name that a file has."""
-        names: dict[int, list[str]] = {}
-        tensors = {}
-        for name, x in model.state_dict(keep_vars=True).items():
-            if not lora.is_adapters(name):
-                names.setdefault(id(x), []).append(name.replace(".base_layer.", "."))
-                tensors[id(x)] = x
-        return {
-            next((n for n in names[i] if n in self.files), names[i][0]): x
-            for i, x in tensors.items()
-        }
-
-    def fit(self, model, tensors: dict) -> bool:
-        """Whether the files have each of these tensors with its name and shape, unquantized."""
-        if (
-            not self.types <= PLAIN
-            or hasattr(model.config, "quantization_config")
-            or rearranges(model)
-        ):
-            return False
-        return all(x.ndim and self.shape(name, x) == list(x.shape) for name, x in tensors.items())
-
-    def shape(self, name: str, x) -> list[int] | None:
-        """The shape in the files of the tensor that is read into x; None: it is missing."""
-        parts = expert_parts(name, 0)
-        if name in self.shapes or not parts:
-            return self.shapes.get(name)
-        shapes = [self.shapes.get(part) for e in range(len(x)) for part in expert_parts(name, e)]
-        alike = shapes[0] is not None and all(shape == shapes[0] for shape in shapes)
-        return [len(x), len(parts) * shapes[0][0], *shapes[0][1:]] if alike else None
-
-    def pieces(self, name: str, first: int, last: int):
-        """Yield (index of the first row, consecutive rows) of a tensor for the rows `first` to
-        `last` - 1.
-
-        A file is opened for each tensor, so that the memory of earlier tensors can be freed."""
-        from safetensors import safe_open
-
-        if name in self.files:
-            size = max(1, PIECE // max(1, torch.Size(self.shapes[name][1:]).numel()))
-            with safe_open(self.files[name], "pt") as f:
-                for row in range(first, last, size):
-                    yield row, f.get_slice(name)[row : min(row + size, last)]
-            return
-        opened = {}
-        for e in range(first, last):
-            for part in expert_parts(name, e):
-                opened[self.files[part]] = opened.get(self.files[part]) or safe_open(
-                    self.files[part], "pt"
-                )
-            yield (
-                e,
-                torch.cat(
-                    [opened[self.files[part]].get_tensor(part) for part in expert_parts(name, e)]
-                )[None],
-            )
-
-    def tensor(self, name: str) -> torch.Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self.files[name], "pt") as f:
-            return f.get_tensor(name)
-
-
-def stored_tensors(folder: str):
-    """(a folder's model without weights, an iterable of (name, float32 tensor) read from its files
-    one by one, including `lm_head.weight`).
-
-    If names or dtypes in the files are not those of the model, transformers reads the whole
-    model."""
-    stored, model = Stored(folder), unread(folder)
-    tensors = stored.named(model)
-    embedding = next(
-        name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight
-    )
-    if not stored.fit(model, tensors) or embedding not in tensors:
-        full_model = load_model(folder)
-        return full_model, full_model.state_dict().items()
-    sources = {name: name for name in tensors}
-    sources.setdefault("lm_head.weight", embedding)  # a tied head is stored once
-
-    def read(name: str):
-        rows = stored.pieces(name, 0, len(tensors[name]))
-        return torch.cat([piece.float() for _, piece in rows])
-
-    return model, ((name, read(source)) for name, source in sources.items())
-
-
-def expert_parts(name: str, e: int) -> list[str]:
-    """Names in the files of the matrices of expert e, for the name of a tensor of all experts
-    (quant.by_expert); [] for any other tensor."""
-    layer, experts, kind = name.rpartition(".experts.")
-    halves = (
-        {"gate_up_proj": ["gate", "up"], "down_proj": ["down"]}.get(kind, []) if experts else []
-    )
-    return [f"{layer}.experts.{e}.{half}_proj.weight" for half in halves]
-
-
-def rearranges(model) -> bool:
-    """Whether transformers changes tensors of this family on loading, apart from joining
-    experts."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    known = {"MergeModulelist", "Concatenate"}
-    operations = [
-        op for way in get_model_conversion_mapping(model) for op in getattr(way, "operations", [])
-    ]
-    return not {type(op).__name__ for op in operations} <= known
+    for i, x in tensors.items():
+        empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        lora.copy_into(x, loaded[names[i]] if loaded else empty)  # the first rank's is used
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,35 +113,6 @@ def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | N
         for layer in model.base_model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(models, mesh=mesh)
-
-
-@contextmanager
-def in_full_precision(models: nn.Module):
-    """Context in which the layers wrapped by `shard` compute with their float32 weights, not with
-    the 16-bit weights that ranks gather.
-
-    Only for forward passes without gradients. One whole layer is in memory at a time."""
-    layers = [layer for model in models.children() for layer in model.base_model.layers]
-    before = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = functools.partial(
-            forward_whole, layer, layer.forward, dict(layer.named_parameters())
-        )
-    try:
-        yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            del layer.forward
-            if forward:
-                layer.forward = forward
-
-
-def forward_whole(layer, forward, shards: dict, *args, **kwargs):
-    """`forward` of a layer, with its sharded parameters replaced by the gathered parameters."""
-    call = nn.Module()
-    call.layer, call.forward = layer, forward
-    full = {f"layer.{name}": p.full_tensor() for name, p in shards.items()}
-    return torch.func.functional_call(call, full, args, kwargs)
 
 
 def compute_type(cfg: OptimizerFlags) -> torch.dtype | None:
@@ -400,39 +183,3 @@ def filled(layer, *keys_and_values):
         layer.lazy_initialization(*keys_and_values)
         layer.keys, layer.values = keys_and_values
     return layer
-
-
-def check_names(folder: str, by_vllm: bool) -> None:
-    """Raise UserError if tensor names in the files do not fit the model. Called before an engine
-    starts.
-
-    by_vllm: vLLM samples from the model. transformers ignores unknown tensors, and vLLM does not.
-    Families with names that transformers changes on loading are not checked."""
-    model, stored = on_meta(read_config(folder)), Stored(folder)
-    for tied in model.all_tied_weights_keys.items():
-        held = [stored.tensor(name) for name in tied if name in stored.files]
-        need(
-            len(held) < 2 or torch.equal(*held),
-            f"{folder}: its config.json ties {' and '.join(tied)}, which differ in its files; set tie_word_embeddings "
-            "to false there",
-        )
-    expected, left_out = in_files(model)
-    names = set(stored.files)
-    missing = sorted(expected.keys() - names)
-    others = sorted(name for name in names - expected.keys() - left_out if "rotary_emb" not in name)
-    if not names or rearranges(model) or not (missing or others):
-        return
-    prefix = next(
-        (name.removesuffix(missing[0]) for name in others if missing and name.endswith(missing[0])),
-        "",
-    )
-    need(
-        not prefix,
-        f"{folder}: its tensors have names such as {prefix}{min(missing, default='')}, but the model's names have no "
-        f"{prefix}; rename the tensors in the files",
-    )
-    need(
-        not (others and by_vllm),
-        f"{folder}: its files hold {min(others, default='')}, which the model does not have and vLLM cannot ignore; "
-        "remove this tensor from the files, or use --rollout=hf",
-    )

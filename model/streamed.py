@@ -29,23 +29,18 @@ class StreamedModel:
         ).eval()
         self.vocabulary = vocabulary
 
+    @torch.no_grad()
     def logprobs(
         self, named_tensors, ids: np.ndarray, dtype: str = "float32", nudge: float = 0.0
     ) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1, in nats: ids (rows, L) -> float32 (rows, L - 1). For
-        the arguments see `score`."""
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        )
-        return self.score(named_tensors, torch.from_numpy(ids), dtype, nudge, device).cpu().numpy()
-
-    @torch.no_grad()
-    def score(self, named_tensors, ids, dtype: str = "float32", nudge: float = 0.0, device=None):
-        """`logprobs` as a tensor (rows, L - 1). Raises KeyError if the stream lacks a tensor.
+        """log p(ids[t] | ids[:t]) for t >= 1, in nats: ids (rows, L) -> float32 (rows, L - 1).
+        Raises KeyError if the stream lacks a tensor.
 
         Computed in float32 with weights rounded to `dtype`. nudge > 0: in the last half of the
         rows, each module's output is multiplied by 1 + nudge u with u uniform in [-1, 1], as a
-        model of rounding errors. device: of the computation; None: the device of the tensors."""
+        model of rounding errors."""
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         stream = TensorStream(named_tensors, getattr(torch, dtype), device)
         layer, hooks = self.model.get_output_embeddings(), []
         layer.forward = functools.partial(score, Head.of(self.model.config, self.vocabulary), layer)
@@ -61,14 +56,14 @@ class StreamedModel:
             hooks.append(owner.register_forward_pre_hook(functools.partial(fill, parts, stream)))
             hooks.append(owner.register_forward_hook(functools.partial(release, parts)))
         try:
-            ids = ids.to(stream.device)
+            tokens = torch.from_numpy(ids).to(device)
             for module in self.model.modules():
                 module._buffers.update(
-                    {n: x.to(ids.device) for n, x in module._buffers.items() if x is not None}
+                    {n: x.to(device) for n, x in module._buffers.items() if x is not None}
                 )
             with nudged(self.model, nudge, last_half=True) if nudge else nullcontext():
-                out = self.model.base_model(input_ids=ids, use_cache=False)
-                return layer(out.last_hidden_state, ids)
+                out = self.model.base_model(input_ids=tokens, use_cache=False)
+                return layer(out.last_hidden_state, tokens).cpu().numpy()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -80,10 +75,8 @@ class TensorStream:
 
     def __init__(self, named_tensors, dtype: torch.dtype, device):
         self.stream = iter(named_tensors)
-        self.dtype = dtype
-        name, tensor = next(self.stream)
-        self.waiting: dict[str, torch.Tensor] = {name: tensor}
-        self.device = device or tensor.device
+        self.dtype, self.device = dtype, device
+        self.waiting: dict[str, torch.Tensor] = {}
 
     def advance(self) -> bool:
         """Read one more tensor. False at the end of the stream."""
@@ -151,9 +144,14 @@ def fill(parts: list, stream: TensorStream, *_) -> None:
 
 
 def release(parts: list, *_) -> None:
-    """Forward hook: drop the tensors of these (name, module)."""
+    """Forward hook: move the parameters of these (name, module) to the meta device, and drop their
+    low-bit tensors."""
     for _name, module in parts:
-        drop_weights(module)
+        if isinstance(module, quant.LowBit):
+            module.loaded = {}
+        for key, p in list(module._parameters.items()):
+            if p is not None:
+                module._parameters[key] = torch.nn.Parameter(p.to("meta"), requires_grad=False)
 
 
 @contextmanager
@@ -180,12 +178,3 @@ def nudged(model, nudge: float, last_half: bool = False):
     finally:
         for handle in hooks:
             handle.remove()
-
-
-def drop_weights(module) -> None:
-    """Move a module's parameters to the meta device, and drop its low-bit tensors."""
-    if isinstance(module, quant.LowBit):
-        module.loaded = {}
-    for key, p in list(module._parameters.items()):
-        if p is not None:
-            module._parameters[key] = torch.nn.Parameter(p.to("meta"), requires_grad=False)

@@ -7,9 +7,8 @@ on n ranks that shard them (--parallel=fsdp; otherwise n = 1), each rank has, in
 
     weights 4 P / n     gradients 4 Q / n     AdamW 8 Q / n, Muon 4 Q / n
 
-Activations of a forward pass, and the memory of a weight check, are measured on meta tensors
-(plan/footprint.py). A run needs less than its plan if responses share a prompt, or if rows are
-shorter than the longest row.
+Activations are measured on tensors without data (plan/footprint.py). A run needs less than its plan
+if responses share a prompt, or if rows are shorter than the longest row.
 
     Plan            bytes of one rank by category, and the categories that each stage needs together
     States          weights, gradients and optimizer of one model
@@ -27,11 +26,11 @@ from machinery.checkpoint.models import one_sentence, read_config, read_tokenize
 from machinery.flags import embedded_model, is_hub_id, need
 from machinery.optim import Muon, make_optimizers
 from model import lora
-from model.engines import cache_of_a_token, cache_size, cached_tokens, evaluated_by, sleep_level
-from plan.footprint import layers_travel_in, measure, of_proof, of_scoring, on_meta, sampler_of
+from model.engines import cache_of_a_token, cache_size, cached_tokens, evaluated_by
+from model.head import LEAST_CHUNK
+from plan.footprint import layers_travel_in, measure, on_meta, sampler_of
 from quant import empty_model
-from rollout import probe_ids
-from tasks import at_once, make_task, settings_of
+from tasks import at_once, make_task
 
 GIB = 2**30
 MOST_RANKS = 64  # the largest number of ranks that is tried
@@ -95,7 +94,6 @@ class Plan:
     categories: dict[str, int]
     stages: dict[str, list[str]]
     checkpoint: int  # bytes on disk, for all ranks together
-    host: int  # bytes in host memory: a sleeping engine
 
     def sum_of(self, *kinds: str) -> int:
         """Total bytes of the categories with names that begin with one of `kinds`."""
@@ -114,7 +112,7 @@ class Plan:
         return self.of_stage(self.worst)
 
     def text(self) -> str:
-        """The plan as text: the categories, the stages, host memory and disk."""
+        """The plan as text: the categories, the stages, and disk."""
         rows, width = self.micro
         lines = [
             f"GiB on one rank of {self.ranks}; the largest micro-batch has {rows} x {width} tokens"
@@ -124,11 +122,8 @@ class Plan:
         ]
         lines += ["peak of each stage"]
         lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
-        others = {
-            "host memory: a sleeping engine": self.host,
-            "a checkpoint on disk, all ranks": self.checkpoint,
-        }
-        lines += [f"{name:<52}{size / GIB:9.2f}" for name, size in others.items() if size]
+        if self.checkpoint:
+            lines += [f"{'a checkpoint on disk, all ranks':<52}{self.checkpoint / GIB:9.2f}"]
         return "\n".join(lines)
 
 
@@ -151,17 +146,14 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     local = cfg.samplers == "local"
     sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib) if local else 0
     asleep = gpu_gib > 0 and cfg.rollout == "vllm"
-    laid_down = local and asleep and sleep_level(cfg) == 1  # engine weights go to host memory
     others = {
         "logits, or a layer's backward": measured.moment,
         "a forward without gradient": measured.forward,
         "gathered from other ranks": gathered(models) if sharded else 0,
         "engine": sampling,
         "second engine": second_engine(cfg, configs["policy"], width, ranks, gpu_gib),
-        "evaluation": evaluation(cfg, configs, width, ranks, gpu_gib, sampling if asleep else 0),
-        "a tensor to publish, and its proof": publishing(
-            cfg, configs, models, width, sharded, memory
-        ),
+        "evaluation": evaluation(cfg, configs, width, ranks, sampling if asleep else 0),
+        "a tensor to publish, and its proof": publishing(models, configs),
     }
     stays = [*states, "second engine"]
     always = [*stays, *([] if asleep else ["engine"])]
@@ -179,9 +171,8 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
         ],
     }
     saved = sum(on_disk(cfg, name, model) for name, model in models.items())
-    host = engine_weights(cfg, configs[sampler_of(cfg)]) if laid_down else 0
     categories = states | gradients | activations | others
-    return Plan(ranks, (rows, width), categories, stages, saved, host)
+    return Plan(ranks, (rows, width), categories, stages, saved)
 
 
 def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
@@ -193,24 +184,13 @@ def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
     return adapters + model.optimizer + (model.weights - adapters) // 2
 
 
-def publishing(
-    cfg: Config, configs: dict, models: dict[str, States], width: int, sharded: bool, memory: int
-) -> int:
-    """Bytes of the largest of three: a tensor sent to the engine, the weight check, and the
-    learner's forward pass of the same sequences.
-
-    vLLM's forward takes less: it computes the logits of one sequence at a time, 9 bytes each with
-    their logarithms and ranks. For 143 tokens and a hidden size of at least 161, this is less than
-    twice the embedding, the first of the three."""
-    ids = probe_ids(width, min(config.vocab_size for config in configs.values()))
-    rows, length = ids.shape
-    at_once = min(rows, max(1, cfg.micro_tokens // length))
-    scoring = of_scoring(cfg, configs, memory, at_once, length)
-    return max(
-        2 * max(model.tensor for model in models.values()),
-        of_proof(cfg, configs[sampler_of(cfg)], ids, sharded),
-        scoring + (gathered(models) if sharded else 0),
-    )
+def publishing(models: dict[str, States], configs: dict) -> int:
+    """Bytes of the larger of two: a tensor sent to the engine with its gathered shards, and the
+    weight check, which holds the head in float32 and a chunk of logits of at most 2,048 tokens
+    (sync.WeightCheck)."""
+    tensor = max(model.tensor for model in models.values())
+    logits = max(4 * 2048 * config.vocab_size for config in configs.values())
+    return tensor + max(tensor, min(logits, LEAST_CHUNK))
 
 
 def gathered(models: dict[str, States]) -> int:
@@ -256,34 +236,23 @@ def torch_cache(config, number: int, rows: int, width: int) -> int:
     )
 
 
-def evaluation(cfg: Config, configs: dict, width: int, ranks: int, gpu_gib: float, own: int) -> int:
-    """Bytes of an evaluation on one rank, without states and rollout engine; prompts are as long as
-    in training.
+def evaluation(cfg: Config, configs: dict, width: int, ranks: int, own: int) -> int:
+    """Bytes of an evaluation on one rank, without states and rollout engine; responses are as long
+    as in training, with one sample for each problem.
 
-    own: bytes of the rollout engine, if it sleeps at other times.
-
-    Models and task sets are evaluated one after the other: by the engine that samples from the
-    model, by a second engine, or in plain torch."""
+    own: bytes of the rollout engine, if it sleeps at other times. Models are evaluated one after
+    the other: by the engine that samples from the model, by a second engine, or in plain torch."""
     if cfg.eval_every < 0:
         return 0
-    sets = [{"samples": 1, "max_tokens": cfg.max_tokens}]
-    if cfg.eval_task:
-        sets = [eval_set for _, eval_set in settings_of(cfg, "eval_task", sets[0])]
     sharded = cfg.parallel == "fsdp" and ranks > 1
-    sizes = []
+    rows = min(at_once(1), -(-cfg.eval_problems // ranks))
+    sizes = {"own": own, "second": 0}  # a second engine is always loaded
+    most = 0
     for name, config in configs.items():
-        engine_kind = evaluated_by(cfg, name)
-        if engine_kind in ("own", "second"):  # a second engine is always loaded
-            sizes.append(own if engine_kind == "own" else 0)
-            continue
-        # plain torch: eval.sampler_of copies a sharded model
-        copied = weights_of(empty_model(config)) if sharded else 0
-        for eval_set in sets:
-            n = eval_set["samples"]
-            rows = n * min(at_once(n), -(-cfg.eval_problems // ranks))
-            longest = width - cfg.max_tokens + eval_set["max_tokens"]
-            sizes.append(copied + torch_cache(config, 4, rows, longest))
-    return max(sizes)
+        copied = weights_of(empty_model(config)) if sharded else 0  # by eval.sampler_of
+        sizes["torch"] = copied + torch_cache(config, 4, rows, width)
+        most = max(most, sizes[evaluated_by(cfg, name)])
+    return most
 
 
 def second_engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
@@ -301,13 +270,6 @@ def second_engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -
 def mends(cfg: Config, width: int, ranks: int):
     """Yield (flags, changes of the configuration, ranks) that reduce memory: the cheapest first,
     cumulative."""
-    for n in (2, 4, 8):
-        # config and quant refuse these combinations
-        apart = (cfg.delay != "none" and cfg.dynamic_sampling) or cfg.router_replay
-        if cfg.rollout == "vllm" and cfg.rollout_tp < n and ranks % n == 0 and not apart:
-            yield f"--rollout_tp={n}", {"rollout_tp": n}, ranks
-    if cfg.eval_every >= 0:
-        yield "--eval_every=-1", {"eval_every": -1}, ranks  # python eval.py --model=CHECKPOINT
     if cfg.rollout == "vllm" and cfg.rollout_memory > 0.4:
         yield "--rollout_memory=0.4", {"rollout_memory": 0.4}, ranks
     if not cfg.gradient_checkpointing:
@@ -322,24 +284,6 @@ def mends(cfg: Config, width: int, ranks: int):
         if cfg.train_batch % (cfg.group_size * n_ranks):
             continue  # config.check_sizes
         yield f"--parallel=fsdp on {n_ranks} ranks", {"parallel": "fsdp"}, n_ranks
-
-
-def fitting(
-    cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float
-) -> tuple[list[str], Plan | None]:
-    """(flags to add, the plan with them) for the first changes that make the run fit; (all flags
-    that helped, None) if it does not fit."""
-    flags: list[str] = []
-    smallest = plan_of(cfg, configs, prompt, ranks, gpu_gib)
-    for flag, changes, n_ranks in mends(cfg, prompt + cfg.max_tokens, ranks):
-        made = plan_of(replace(cfg, **changes), configs, prompt, n_ranks, gpu_gib)
-        if made.peak >= smallest.peak:
-            continue
-        cfg, smallest = replace(cfg, **changes), made
-        flags = [words for words in flags if words.split("=")[0] != flag.split("=")[0]] + [flag]
-        if made.peak <= gpu_gib * GIB:
-            return flags, made
-    return flags, None
 
 
 def largest_micro(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:
@@ -362,14 +306,22 @@ def verdict(
     peak = made.peak / GIB
     if peak <= gpu_gib:
         return True, f"it fits --gpu_gib={gpu_gib:g}: at most {peak:.1f} GiB ({made.worst})"
-    flags, smaller = fitting(cfg, configs, prompt, made.ranks, gpu_gib)
     needs = f"a rank needs {peak:.1f} GiB ({made.worst}), and --gpu_gib={gpu_gib:g} is less"
-    if smaller is None:
-        return (
-            False,
-            f"{needs}; {', '.join(flags) or 'flags'} do not save enough; use a smaller model or shorter responses",
-        )
-    return False, f"{needs}; with {', '.join(flags)} it needs {smaller.peak / GIB:.1f}"
+    flags: dict[str, str] = {}  # a later flag replaces an earlier one of the same name
+    for flag, changes, n_ranks in mends(cfg, prompt + cfg.max_tokens, made.ranks):
+        smaller = plan_of(replace(cfg, **changes), configs, prompt, n_ranks, gpu_gib)
+        if smaller.peak < made.peak:
+            cfg, made = replace(cfg, **changes), smaller
+            flags[flag.partition("=")[0]] = flag
+        if made.peak <= gpu_gib * GIB:
+            return (
+                False,
+                f"{needs}; with {', '.join(flags.values())} it needs {made.peak / GIB:.1f}",
+            )
+    return (
+        False,
+        f"{needs}; {', '.join(flags.values()) or 'flags'} do not save enough; use a smaller model or shorter responses",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,12 +334,6 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
     tokenizer."""
     configs = configs_of(cfg)
     prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
-    limit = min(config.max_position_embeddings for config in configs.values())
-    need(
-        prompt + cfg.max_tokens <= limit,
-        f"--max_tokens={cfg.max_tokens}: with a prompt of {prompt} tokens it exceeds the model's context of {limit}; "
-        "lower --max_tokens or --max_prompt_tokens",
-    )
     micro = largest_micro(cfg, configs, prompt, ranks, gpu_gib) if gpu_gib else MICRO_TOKENS
     if cfg.micro_tokens is None:
         cfg = replace(cfg, micro_tokens=micro)
@@ -411,7 +357,7 @@ def config_of(flag: str, name: str):
     if name.startswith("base:"):
         return warmstart.config_of(embedded_model(flag, name)[0])
     if not is_hub_id(name):
-        return read_config(name).get_text_config()
+        return read_config(name)
     from transformers import AutoConfig
 
     with one_sentence(

@@ -4,8 +4,6 @@ The learner's modules run with two and with four layers. Each further layer keep
 difference between the two.
 
     measure         Activations: memory that the largest micro-batch keeps, and the peak above it
-    of_proof        peak of the published tensors' forward pass (sync.py)
-    of_scoring      peak of the learner's forward pass
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import quant
 from batching import Batch
-from config import Config, EngineFlags, OptimizerFlags, RunFlags
+from config import Config, OptimizerFlags, RunFlags
 from machinery.optim import learning
 from model import (
     Needs,
@@ -36,7 +33,6 @@ from model import (
     memory,
     needs_of_update,
 )
-from model.streamed import StreamedModel, drop_weights
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Forward and backward
@@ -87,36 +83,23 @@ def measure(
     config; gpu: bytes of GPU memory, which set the size of the head's chunks."""
     batch = (rows, prompt, response)
     kept = {}
-    with without_warning():
+    with warnings.catch_warnings():  # of the cache in quant.py
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         moment, forward = of_logits(cfg, configs, gpu, *batch)
         for name, config in configs.items():
-            two, four = (of_layers(cfg, name, config, n, *batch) for n in (2, 4))
-            kept[name] = two.kept + (four.kept - two.kept) * (config.num_hidden_layers - 2) // 2
-            moment = max(moment, two.layer, two.embedding - sum(kept.values()))
+            kept_by_two, layer, embedding = of_layers(cfg, name, config, 2, *batch)
+            kept_by_four, *_ = of_layers(cfg, name, config, 4, *batch)
+            more = (kept_by_four - kept_by_two) * (config.num_hidden_layers - 2) // 2
+            kept[name] = kept_by_two + more
+            moment = max(moment, layer, embedding - sum(kept.values()))
     return Activations(kept, moment, forward)
-
-
-@contextmanager
-def without_warning():
-    """Ignore a warning caused by the cache in quant.py."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Bytes of some layers of one model."""
-
-    kept: int
-    layer: int  # peak of the last layer's backward above `kept`
-    embedding: int  # peak of the embedding's backward, when nothing else is kept
 
 
 def of_layers(
     cfg: Config, name: str, config, n: int, rows: int, prompt: int, response: int
-) -> Layers:
-    """Bytes of forward and backward of n layers, without logits."""
+) -> tuple[int, int, int]:
+    """(bytes that n layers keep for the backward pass, without logits; peak of the last layer's
+    backward above them; peak of the embedding's backward, when nothing else is kept)."""
     with FakeTensorMode(), Allocated() as allocated:
         models = PolicyAndActor(shallow(cfg, name, config, n), None, memory.compute_type(cfg))
         batch = shapes_of_batch(rows, prompt, response)
@@ -128,7 +111,7 @@ def of_layers(
         kept = allocated.now - base
         hidden.backward(torch.empty_like(hidden))
         embedding = allocated.peak - base if len(peaks) == 2 else 0
-        return Layers(kept, peaks[0] - base - kept, embedding)
+        return kept, peaks[0] - base - kept, embedding
 
 
 def note_peak_behind_backward(layer, allocated: Allocated, peaks: list[int]) -> None:
@@ -152,7 +135,10 @@ def of_logits(
     """(peak of logits, forward or backward, above kept memory; peak of a pass without gradient)."""
     needs = needs_of_update(cfg, "actor" in configs, cfg.obrs_lambda, True)
     with FakeTensorMode(), Allocated() as allocated:
-        pair = pair_of(cfg, configs, gpu)
+        models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
+        models += [None] * (2 - len(models))
+        pair = PolicyAndActor(*models, memory.compute_type(cfg), cfg.lm_head_fp32)
+        pair.gpu_memory = gpu
         batch = shapes_of_batch(rows, prompt, response)
         base = allocated.peak = allocated.now
         with torch.no_grad():
@@ -165,27 +151,6 @@ def of_logits(
         return allocated.peak - base - kept, forward
 
 
-def of_scoring(cfg: Config, configs: dict, gpu: int, rows: int, length: int) -> int:
-    """The peak of a learner's forward pass that returns log-probabilities only, in the precision of
-    the weights."""
-    with without_warning(), FakeTensorMode(), Allocated() as allocated, torch.no_grad():
-        pair = pair_of(replace(cfg, dtype="float32"), configs, gpu)
-        batch = shapes_of_batch(rows, 1, length - 1)
-        base = allocated.peak = allocated.now
-        through_logits(pair, Needs(), batch)
-        return allocated.peak - base
-
-
-def pair_of(cfg: Config, configs: dict, gpu: int) -> PolicyAndActor:
-    """The learner's models, two layers deep, on a GPU with `gpu` bytes."""
-    models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
-    pair = PolicyAndActor(
-        *models, *[None] * (2 - len(models)), memory.compute_type(cfg), cfg.lm_head_fp32
-    )
-    pair.gpu_memory = gpu
-    return pair
-
-
 def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
     """The statistics that a forward pass returns."""
     at = torch.arange(batch.tokens.numel())
@@ -196,29 +161,6 @@ def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
         rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=needs.entropy)), needs)
         models.append(pair.actor)
     return pair._through_heads(models, rows, batch, at, share=False)
-
-
-def of_proof(cfg: EngineFlags, config, ids, gathered: bool) -> int:
-    """The peak of the forward pass of the published tensors in the check of a sync (sync.py), two
-    layers deep.
-
-    gathered: the tensors are sharded over ranks, and each tensor is gathered when it is read."""
-    with FakeTensorMode(), Allocated() as allocated:
-        with unset_fake_temporarily():
-            streamed = StreamedModel(of_depth(config, 2))
-        take_bytes(streamed.model)
-        shapes = {name: x.shape for name, x in streamed.model.state_dict().items()}
-        for module in streamed.model.modules():
-            drop_weights(module)
-        tensors = {} if gathered else {name: torch.empty(shape) for name, shape in shapes.items()}
-        rows = torch.zeros(4 * len(ids), ids.shape[1], dtype=torch.long)  # as in WeightCheck
-        base = allocated.peak = allocated.now
-        stream = (
-            (name, torch.empty(shape) if gathered else tensors[name])
-            for name, shape in shapes.items()
-        )
-        streamed.score(stream, rows, cfg.rollout_dtype)
-        return allocated.peak - base
 
 
 # ---------------------------------------------------------------------------------------------------------------------

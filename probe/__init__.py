@@ -43,7 +43,6 @@ from machinery.checkpoint.models import load_model
 from machinery.ranks import Comm
 from machinery.run import check_models
 from model import FLOOR, Needs
-from model.agreement import check_heads
 from model.engines import make_engine
 from probe.figures import draw_ladder, draw_mismatch
 from probe.floor import floors
@@ -111,8 +110,6 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
     engine = start_engine(cfg, setup, actor or setup.folder, start, max(1, allowed), device)
     learner = Learner(load_model(setup.folder), None, train_cfg, comm, setup.vocabulary)
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed)
-    first = groups[0]
-    check_heads(learner, np.concatenate([first.prompt_ids, first.responses[0].tokens])[None])
     scored = score(learner, groups, train_cfg)
     floor = floors(learner, scored.batch, engine, sampling, setup)
     ladder = (

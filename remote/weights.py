@@ -1,12 +1,10 @@
-"""Published weights on disk: one file, written tensor by tensor. HeteroRL, section 4.2.
+"""Published weights on disk: one file for all ranks. HeteroRL, section 4.2.
 
 Gathered weights arrive one tensor after the other, and every rank must request each tensor. The
-first rank writes the tensor to its place in the file and drops it, so no rank holds a second
-model. The file's layout needs all names, types and shapes in advance, so the first publication
-reads the stream twice.
+first rank copies them to host memory and writes the file.
 
-The file is a Layout's (machinery/checkpoint/tensors.py): equal weights make equal files, and
-weights of the same model make files of the same size."""
+Equal weights make equal files, and weights of the same model make files of the same size
+(machinery/checkpoint/tensors.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import mmap
 from collections import deque
 from pathlib import Path
 
-from machinery.checkpoint.tensors import Layout
+from machinery.checkpoint.tensors import write_tensors
 from remote import delta
 from remote.account import retain_weights
 
@@ -29,20 +27,16 @@ class Store:
         self.folder = folder
         self.comm = comm
         self.with_deltas = with_deltas
-        self.layout: Layout | None = None  # set on the rank that writes
         self.files: list[Path] = []  # of this session
 
     def publish(self, version: int, named_tensors) -> tuple[Path, bytes | None]:
         """Write a version; return (its file, the delta from the previous file), which only the
-        first rank has. Collective. named_tensors: can be iterated more than once."""
+        first rank has. Collective."""
         path, change = self.folder / f"v{version:06d}.safetensors", None
         if self.comm.rank > 0:
-            for _ in range(1 if self.files else 2):  # as many times as the rank that writes
-                deque(named_tensors, maxlen=0)
+            deque(named_tensors, maxlen=0)
             self.files = [path]
             return path, None
-        if self.layout is None:
-            self.layout = Layout(named_tensors)
         self._write_if_new(path, named_tensors)
         if self.with_deltas and self.files:
             change = delta.encode(mapped(self.files[-1]), mapped(path))
@@ -54,7 +48,7 @@ class Store:
         checkpoint's weights a second time; the unchanged file keeps groups that these weights
         sampled from becoming orphans."""
         fresh = path.with_suffix(".new")
-        self.layout.write(fresh, named_tensors)
+        write_tensors(fresh, named_tensors)
         if path.exists() and filecmp.cmp(fresh, path, shallow=False):
             fresh.unlink()
         else:

@@ -83,7 +83,7 @@ def run_of(**changes) -> str:
 
 
 RUN = run_of()
-DAMAGED = {"digests.json": '{"policy/config.json": "00"}', "policy": {"config.json": "{}"}}
+DAMAGED = {"learner.pt": "cut", "policy": {"config.json": "{}"}}
 FILES = {
     # problems
     "fine.jsonl": GOOD,

@@ -310,8 +310,8 @@ def at(logp, ids):
 
 
 def logprobs(learner, name: str, ids) -> np.ndarray:
-    """log p(ids[t] | ids[:t]) for t >= 1 of one model, in the precision of its weights: (R, L) -> (R, L - 1)."""
-    stats = learner.score_in_full_precision(batching.of_rows(ids, learner.cfg), Needs())
+    """log p(ids[t] | ids[:t]) for t >= 1 of one model: (R, L) -> (R, L - 1)."""
+    stats = learner.score(batching.of_rows(ids, learner.cfg), Needs())
     return (stats.logp if name == "policy" else stats.actor_logp).numpy()
 
 

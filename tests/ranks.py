@@ -19,7 +19,6 @@ from learner import Learner
 from machinery.checkpoint import shards
 from machinery.ranks import Comm
 from model import lora, needs_of_exact_kappa
-from model.agreement import check_heads
 
 f64 = torch.float64
 LOW_BITS = {"rollout_quant": "w4a16", "learner_quant": "aligned", "quant_group": 32}
@@ -120,7 +119,6 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
     cfg = make_cfg(**case, train_batch=16, rollout_batch=16, micro_tokens=budget, **memory)
     learner = make_learner(cfg, dtype, comm)
     step = learner._step
-    check_heads(learner, PROBE)
     probed = {name: torch.from_numpy(logprobs(learner, name, PROBE)) for name in learner.names}
     groups = rank_groups(odd)[2 * comm.rank : 2 * comm.rank + 2]
     grads, logged, controllers = one_update(cfg, learner, groups)

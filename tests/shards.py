@@ -1,16 +1,13 @@
 """Ranks of test_memory under torchrun, which read model folders into shards.
 
-shards.py values FOLDERS OUT    rank 0 saves the gathered tensors of each model
-shards.py peak FOLDER OUT       each rank saves the memory that reading one model takes, in MiB"""
+shards.py FOLDERS OUT    rank 0 saves the gathered tensors of each model"""
 
-import json
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import torch
-import torch.distributed as dist
 from conftest import make_cfg
 from torch.distributed.tensor import DTensor
 from torchrun import as_rank
@@ -39,29 +36,12 @@ def values(folders: str, out: str, comm) -> None:
         tensors[folder] = whole(learner_of(folder, comm))
     adapted = learner_of(folders.split(",")[0], comm, lora_rank=3)
     tensors["adapters"] = {name: x for name, x in whole(adapted).items() if lora.is_adapters(name)}
-    tensors["fingerprint"] = lora.fingerprint(adapted.models.policy)
     if comm.rank == 0:
         torch.save(tensors, out)
 
 
-def high_water() -> float:
-    """The most memory of this process so far, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
-
-
-def peak(folder: str, out: str, comm) -> None:
-    learner_of(str(Path(folder).parent / "small"), comm)  # loads everything that is loaded on first use
-    before = high_water()
-    learner_of(folder, comm)
-    peaks = [None] * comm.size
-    dist.all_gather_object(peaks, high_water() - before)
-    if comm.rank == 0:
-        Path(out).write_text(json.dumps(peaks))
-
-
-def main(task: str, *args: str) -> None:
-    {"values": values, "peak": peak}[task](*args, Comm())
+def main(folders: str, out: str) -> None:
+    values(folders, out, Comm())
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ run --out=read_only/x.png | --out=read_only/x.png: no file can be written there;
         r"""
 train.py --resume --out=/no/such/run | --resume: /no/such/run holds no run; start without --resume, or name its folder
 train.py --resume --out=run --lr=0.5 | --resume with a changed configuration: ... or start a new run in a different
-train.py --resume --out=run_spoilt | run_spoilt: all checkpoints are damaged; ... start a new run with --overwrite, or
+train.py --resume --out=run_spoilt | run_spoilt/checkpoints/step_000002 is damaged ... delete it and resume
 -m remote.keys | name one new folder: python -m remote.keys keys --samplers=4
 -m remote.keys k --samplers=0 | --samplers=0: must be at least 1
 -m remote.keys keys_learner | keys_learner is not empty: keys are not overwritten; name a new folder

@@ -123,7 +123,7 @@ def make_run(folders, tmp_path, monkeypatch):
         return run
 
     newest = "checkpoints/step_000001"
-    monkeypatch.setattr(evaluation.checkpoint, "newest", lambda root, which="": root / newest)
+    monkeypatch.setattr(evaluation.checkpoint, "newest", lambda root: root / newest)
     return make
 
 

@@ -1,7 +1,6 @@
 """Logits and vocabularies of real models, on stand-ins of ten families: the learner scores like the model, engines
 sample from the model, unsupported models are refused."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,19 +9,19 @@ import pytest
 import torch
 from conftest import logprobs, make_cfg, make_groups
 from standins import COMMON, FAMILIES, config, folder_and_task, model, save, tokenizer
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig
 from transformers.integrations import sdpa_attention
 
 import batching
 import train
 from learner import Learner
-from machinery import checkpoint, run
+from machinery import run
 from machinery.checkpoint import models
 from machinery.flags import UserError
 from machinery.ranks import Comm
 from model import Needs, attention, memory
-from model.agreement import check_heads
 from model.engines import HFEngine
+from model.head import check_head
 from model.streamed import StreamedModel
 from sampling import Sampling
 from sync import WeightCheck
@@ -69,7 +68,7 @@ def test_the_learner_scores_like_the_model(family):
     for name, p in lm.named_parameters():
         if p.grad is not None:
             assert torch.allclose(got[name], p.grad, atol=1e-4 * float(p.grad.abs().max())), name
-    check_heads(learner, TWO_ROWS)
+    check_head("model", lm.config)
 
 
 MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8)
@@ -131,10 +130,9 @@ def test_a_family_with_unknown_operations_on_logits_is_refused(tmp_path):
     """Falcon-H1 multiplies logits by a factor; the same model with factor 1 is accepted."""
     sentence = "models of the family falcon_h1 apply an operation to their logits"
     other = model("falcon_h1", lm_head_multiplier=0.5, **MAMBA)
-    for policy, actor, flag in ((other, None, "--model"), (model("qwen3"), other, "--actor")):
-        with pytest.raises(UserError, match=f"{flag}: {sentence}"):
-            check_heads(learner_of(policy, actor), TWO_ROWS)
-    check_heads(learner_of(model("falcon_h1", lm_head_multiplier=1.0, **MAMBA)), TWO_ROWS)
+    with pytest.raises(UserError, match=f"--actor: {sentence}"):
+        check_head("actor", other.config)
+    check_head("actor", config("falcon_h1", lm_head_multiplier=1.0, **MAMBA))
     with pytest.raises(UserError, match=f"--model: {sentence}"):
         train.train(make_cfg(objective="tis", out=str(tmp_path / "run"), **folder_and_task(other, tmp_path)))
     assert not (tmp_path / "run" / "config.json").exists()
@@ -156,19 +154,18 @@ def test_a_cap_of_attention_scores_is_applied(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family, changes, rollout, sentence",
+    "family, changes, sentence",
     [
-        ("mixtral", {"num_local_experts": 4}, "vllm", "family mixtral: vLLM and this repository use different names"),
-        ("mixtral", {"num_local_experts": 4}, "hf", ""),
-        ("qwen3_moe", {}, "vllm", ""),
-        ("gpt2", {}, "hf", "family gpt2: its layers are not found"),
-        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "hf", "its weights are already quantized"),
+        ("mixtral", {"num_local_experts": 4}, ""),
+        ("qwen3_moe", {}, ""),
+        ("gpt2", {}, "family gpt2: its layers are not found"),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "its weights are already quantized"),
     ],
 )
-def test_unsupported_models_are_refused(family, changes, rollout, sentence, tmp_path):
+def test_unsupported_models_are_refused(family, changes, sentence, tmp_path):
     """The check reads only config.json."""
     config(family, **changes).save_pretrained(tmp_path)
-    cfg = replace(make_cfg(), rollout=rollout)
+    cfg = make_cfg()
     if not sentence:
         return run.check_models(cfg, str(tmp_path), None)
     with pytest.raises(UserError, match=sentence):
@@ -224,38 +221,24 @@ def test_engines_ignore_padding_rows(kind, tmp_path, vllm_engines):
 # -- Sources of models ------------------------------------------------------------------------------------------------
 
 
-def folder_of(model: str, tmp_path) -> str:
+def folder_of(model: str) -> str:
     """The folder that --model=MODEL opens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path / "base"))
-        return run.model_folder("model", SimpleNamespace(model=model), Comm())
+    return run.model_folder("model", SimpleNamespace(model=model), Comm())
 
 
-def test_an_id_of_the_hub(tmp_path, hub):
+def test_an_id_of_the_hub(hub):
     """Offline: a cached model is found, a different one is refused in one sentence."""
     fetched = hub("some/one")
     save(model("qwen3"), fetched)
-    assert Path(folder_of("some/one", tmp_path)) == fetched
+    assert Path(folder_of("some/one")) == fetched
     with pytest.raises(UserError, match="--model=some/other: no such folder here, and the hub cannot provide it"):
-        folder_of("some/other", tmp_path)
+        folder_of("some/other")
 
 
-def test_only_the_text_model_of_a_vision_model_is_trained(tmp_path):
-    """A family without a separate text model is refused: Qwen2.5-VL's has no causal class in transformers."""
-    text = {**COMMON, **FAMILIES["gemma3_text"], "vocab_size": IDS, "model_type": "gemma3_text"}
-    eyes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16)
-    both = dict(text_config=text, vision_config={**eyes, "patch_size": 8}, mm_tokens_per_image=4)
-    whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma3", **both)).eval()
-    folder = folder_of(save(whole, tmp_path / "whole"), tmp_path)
-    lm = models.load_model(folder)
-    assert lm.config.model_type == "gemma3_text"
-    assert torch.allclose(scores(lm, TWO_ROWS), scores(whole, TWO_ROWS), atol=1e-5)
-    assert folder_of(str(tmp_path / "whole"), tmp_path) == folder  # extracted once
-    assert folder_of(folder, tmp_path) == folder
-    AutoConfig.for_model("qwen2_5_vl", text_config={**COMMON, "vocab_size": IDS}).save_pretrained(tmp_path / "sees")
-    tokenizer().save_pretrained(tmp_path / "sees")
-    with pytest.raises(UserError, match="its text model cannot be read .*; give a text-only model: .* qwen2_5_vl"):
-        folder_of(str(tmp_path / "sees"), tmp_path)
+def test_a_multimodal_model_is_refused(tmp_path):
+    AutoConfig.for_model("qwen2_5_vl", text_config={**COMMON, "vocab_size": IDS}).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="a multimodal model of the family qwen2_5_vl; give a text-only model"):
+        models.read_config(tmp_path)
 
 
 # -- Attention without copies -----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import batching
 import quant
 import train
 from learner import Learner
-from machinery import checkpoint, run
+from machinery import run
 from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
 from machinery.optim import make_optimizers
@@ -343,12 +343,11 @@ def test_the_router_has_a_gradient_through_expert_weights():
     assert abs(slope) > 1e-2
 
 
-def test_experts_pass_the_wire_and_a_checkpoint():
+def test_experts_pass_the_wire():
     groups = sampled(moe())
     limits = Limits(3, 12, 9, IDS, 3, 0, routed=(2, 2, 8))
     again = decode_group(encode_group(groups[0]), limits)
-    (kept,) = checkpoint.unpack(checkpoint.pack(groups[1:]))
-    for a, b in zip(groups[0].responses + groups[1].responses, again.responses + kept.responses, strict=True):
+    for a, b in zip(groups[0].responses, again.responses, strict=True):
         assert np.array_equal(a.routed, b.routed) and np.array_equal(a.tokens, b.tokens)
     bad = (((0, 0, 0), "arrays"), ((3, 2, 8), "experts of shape"), ((2, 2, 3), "experts that the model does not have"))
     for wrong, words in bad:
@@ -357,7 +356,7 @@ def test_experts_pass_the_wire_and_a_checkpoint():
 
 
 def test_impossible_replays_are_refused(monkeypatch):
-    with pytest.raises(UserError, match="--router_replay: a model of the family qwen3 has no experts; leave it out"):
+    with pytest.raises(UserError, match="--router_replay: models of the family qwen3 have no experts"):
         replaying(model("qwen3"))
     with pytest.raises(UserError, match="--router_replay: vLLM reports expert choices only on the first rank"):
         quant.check_routing(SimpleNamespace(router_replay=True, rollout="hf", rollout_tp=2))

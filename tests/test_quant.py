@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import standins
 import torch
-from conftest import Held, make_cfg, tiny_model
-from safetensors.torch import load_file, save_file
+from conftest import make_cfg, tiny_model
 from transformers import AutoModelForCausalLM
 
 import batching
@@ -19,7 +18,7 @@ from learner import Learner
 from machinery.flags import UserError
 from machinery.ranks import Comm
 from machinery.run import check_models
-from model import Needs, memory
+from model import Needs
 from model.engines import HFEngine
 from model.in_vllm import engine_config, import_vllm
 from quant import LowBitLinear, dequantize, format_of, quantize
@@ -330,27 +329,6 @@ def test_a_learner_in_a_different_format_publishes_the_engines_format():
     sent = dict(quant.for_engine(policy.state_dict().items(), policy, other, False))
     for n, m in quant.quantized_linears(policy).items():
         assert torch.equal(sent[f"{n}.weight"], dequantize(*other.quantize(m.weight.detach())))
-
-
-@pytest.mark.parametrize("family, older", [("qwen2", False), ("qwen3", True), ("qwen3_moe", False), ("gemma2", False)])
-def test_tensors_are_read_from_files(family, older, tmp_path):
-    """Tied and untied heads, experts; also older names, which only transformers can read."""
-    whole = standins.model(family)
-    standins.save(whole, tmp_path)
-    if older:
-        file = tmp_path / "model.safetensors"
-        save_file({n.removeprefix("model."): x for n, x in load_file(file).items()}, file, metadata={"format": "pt"})
-    got, wanted = dict(memory.stored_tensors(str(tmp_path))[1]), whole.state_dict()
-    assert got.keys() == wanted.keys() and all(torch.equal(got[name], x.float()) for name, x in wanted.items())
-
-
-def test_tensors_are_quantized_one_by_one(tmp_path):
-    model = tiny_model(0, layers=6, hidden=256)
-    model.save_pretrained(tmp_path)
-    with Held() as held:
-        shell, tensors = memory.stored_tensors(str(tmp_path))
-        assert len([None for _ in quant.for_engine(tensors, shell, format_of("int8"))]) > 50
-    assert held.most < sum(p.nbytes for p in model.parameters()) / 2
 
 
 def test_only_the_sampling_model_is_aligned():

@@ -15,7 +15,7 @@ import batching
 from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
 from model import engines, in_vllm
-from model.engines import HFEngine, VLLMEngine, make_engine
+from model.engines import HFEngine, make_engine
 from rollout import Response, uniforms
 from sampling import Sampling
 from source import LocalSource
@@ -109,8 +109,8 @@ def test_ragged_prompts_and_finished_rows_change_nothing():
     assert [len(group) for _, (group,) in small._batches([range(3)], [list(range(5))], 30)] == [1] * 5
 
 
-def test_sizes_of_caches(folders):
-    """The plain engine's by hand; vLLM refuses one that is too small for a response before it starts."""
+def test_sizes_of_caches():
+    """By hand."""
     c = tiny_model(1, layers=3).config
     of_a_token = 2 * 3 * c.num_key_value_heads * c.head_dim
     for dtype, nbytes in (("float32", 4), ("bfloat16", 2)):
@@ -118,8 +118,6 @@ def test_sizes_of_caches(folders):
     block = 128 * 10  # bytes
     assert engines.cache_size(10, 64, 4) == 4 * 2 * block
     assert engines.cache_size(10, 129, 999) == 256 * 3 * block
-    with pytest.raises(UserError, match="one response of 64 tokens, prompt included, needs .* raise --rollout_memory"):
-        VLLMEngine(str(folders / "actor"), max_len=64, max_logprobs=1, memory_gib=1e-5)
 
 
 def test_flags_reach_the_engines(folders, monkeypatch):
@@ -154,15 +152,6 @@ def test_changes_of_vllm_are_made_once_and_refused_without_a_target():
     assert owner.one() == 2
     with pytest.raises(UserError, match=r"has no owner.two, which model/in_vllm.py replaces; .* --rollout=hf"):
         in_vllm.change(owner, "two", twice)
-
-
-def test_head_sizes_without_vllm_attention_are_refused(tmp_path):
-    """On a CPU; vLLM's own error would be a traceback after loading the model."""
-    config = tiny_model(0).config
-    config.head_dim = 16
-    config.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="a size of 16, and on a CPU vLLM supports only 32, .* use --rollout=hf"):
-        VLLMEngine(str(tmp_path), max_len=64, max_logprobs=1)
 
 
 def test_a_failed_start_of_vllm(monkeypatch, tmp_path):

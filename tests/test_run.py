@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_TASK, copied, make_cfg, write_rows
-from safetensors.torch import load_file, save_file
 
 import config
 import plan
@@ -56,7 +55,7 @@ def config_of_run(tmp_path) -> dict:
 def shared_file(checkpoint: Path, n_ranks: int = 1) -> None:
     """The first files of a checkpoint that a run reads."""
     checkpoint.mkdir(parents=True, exist_ok=True)
-    torch.save({"format": 4, "n_ranks": n_ranks}, checkpoint / "learner.pt")
+    torch.save({"format": 5, "n_ranks": n_ranks}, checkpoint / "learner.pt")
     for rank in range(n_ranks):
         torch.save({}, checkpoint / f"rank{rank}.pt")
 
@@ -66,8 +65,6 @@ def test_samplers_of_a_different_number_of_ranks_are_refused(folders, tmp_path, 
     r = started(folders, tmp_path)
     saved = r.folder / "checkpoints" / "step_000002"
     shared_file(saved, n_ranks=4)
-    digest = run.checkpoint.digest(saved / "learner.pt")
-    (saved / "digests.json").write_text(json.dumps({"learner.pt": digest}))
     for other in ({"delay": "constant"}, {"samplers": "zmq"}):
         with pytest.raises(UserError, match="step_000002 was written by 4 rank.s. and this run has 1"):
             open_run(replace(r.cfg, resume=True, **other), Comm())
@@ -162,7 +159,7 @@ def shape(cfg) -> tuple[dict, int]:
     return {"policy": r.configs["policy"].get_text_config()}, r.context - cfg.max_tokens
 
 
-def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypatch):
+def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path):
     started(folders, tmp_path)
     started(folders, tmp_path)  # no metrics yet: it may start again
     log = tmp_path / "run" / "metrics.jsonl"
@@ -170,15 +167,13 @@ def test_a_run_is_resumed_or_deleted_only_when_asked(folders, tmp_path, monkeypa
     with pytest.raises(UserError, match="already holds a run: add --resume to continue it, --overwrite to delete it"):
         started(folders, tmp_path)
 
-    for name in ("step_000003", "step_000012", "step_000020"):
+    for name in ("step_000003", "step_000012"):
         shared_file(tmp_path / "run" / "checkpoints" / name)
-    monkeypatch.setattr(run.checkpoint, "damage", lambda folder, part: "spoilt" if folder.name[-2:] == "20" else "")
     first = config_of_run(tmp_path)
     assert first["versions"]["torch"] == torch.__version__ and first["command"] == " ".join(sys.argv)
     for steps in (200, 300):
         r = started(folders, tmp_path, resume=True, steps=steps)
     assert r.checkpoint.name == "step_000012"
-    assert (tmp_path / "run" / "checkpoints" / "step_000020.damaged").is_dir()
     config = config_of_run(tmp_path)
     assert config["config"]["steps"] == 300
     assert [sorted(again) for again in config["resumed"]] == [["command", "git"]] * 2
@@ -252,25 +247,10 @@ def test_published_weights_have_the_engines_format(samplers, quant, learner_quan
     assert bool(packed_names) == (packed and quant != "none")
 
 
-@pytest.mark.parametrize(
-    "change, rollout, message",
-    [
-        ("value", "vllm", "its files hold value_head.weight, which the model does not have .* or use --rollout=hf"),
-        ("value", "hf", ""),
-        ("prefix", "hf", "its tensors have names such as module.lm_head.weight, but the model's names have no module."),
-        ("two heads", "hf", "ties lm_head.weight and model.embed_tokens.weight, which differ in its files"),
-    ],
-)
-def test_files_with_unknown_tensor_names_are_refused(folders, tmp_path, change, rollout, message):
-    model = copied(folders / "untied", tmp_path / "model", tie_word_embeddings=change == "two heads")
-    tensors = load_file(model / "model.safetensors")
-    if change == "value":
-        tensors["value_head.weight"] = torch.zeros(1, 32)
-    elif change == "prefix":
-        tensors = {f"module.{name}": x for name, x in tensors.items()}
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=message) if message else nullcontext():
-        opened(folders, tmp_path, model=str(model), actor="none", rollout=rollout)
+def test_tied_weights_that_differ_are_refused(folders, tmp_path):
+    model = copied(folders / "untied", tmp_path / "model", tie_word_embeddings=True)
+    with pytest.raises(UserError, match="ties lm_head.weight and model.embed_tokens.weight, which differ in its files"):
+        opened(folders, tmp_path, model=str(model), actor="none")
 
 
 def layers(model) -> int:

@@ -394,18 +394,6 @@ def test_too_many_skipped_updates_save_and_end_the_run(solvers, tmp_path, train_
     assert checkpoint.newest(tmp_path / "run").name == "step_000002"
 
 
-def test_resume_with_deleted_checkpoints_is_refused(whole, tmp_path, train_here):
-    """A run killed before or during its first save starts again."""
-    out = tmp_path / "run"
-    shutil.copytree(whole[0], out, ignore=shutil.ignore_patterns("checkpoints"))
-    logged = (out / "metrics.jsonl").read_text()
-    with pytest.raises(UserError, match="has no checkpoint, though the run saved one; restore"):
-        train_here(["--resume", f"--out={out}"])
-    assert (out / "metrics.jsonl").read_text() == logged
-    (out / checkpoint.SAVED).unlink()  # killed before the end of its first save
-    checkpoint.check_none_lost(str(out))
-
-
 @SEVERAL_PROCESSES
 def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, train_here):
     """torchrun with one engine a rank: a whole run under FSDP, resumed in the middle of a rollout batch on two ranks;

@@ -7,20 +7,14 @@
                                 shards/      trained weights, optimizer states (shards.py)
                                 learner.pt   counters, controllers (kappa, lambda_distill)
                                 rank0.pt     source of this rank, its pending groups with their ref columns
-                                digests.json SHA-256 of every file
 
-A checkpoint is written under a temporary name that is renamed at the end: it is complete or absent.
-If a digest shows later damage, the previous checkpoint is used."""
+A checkpoint is written under a temporary name that is renamed at the end: it is complete or absent."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,13 +22,10 @@ import torch
 from config import Config
 from machinery.checkpoint.models import save_model
 from machinery.checkpoint.shards import read_shards, whole, write_shards
-from machinery.checkpoint.state import dealt, pack, unpack
-from machinery.flags import need
-from machinery.ranks import from_all
+from machinery.flags import UserError, need
 from rollout import Rollout
 
-FORMAT = 4  # a checkpoint of a different format is rejected
-SAVED = "saved.txt"  # empty file of a run folder: a checkpoint was written
+FORMAT = 5  # a checkpoint of a different format is rejected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,18 +47,24 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
         "learner": learner.state_dict(),
         "controllers": controllers,
     }
-    rank_state = {"source": source.state_dict(), "pending": [pack(groups) for groups in pending]}
+    rank_state = {"source": source.state_dict(), "pending": pending}
     final = Path(cfg.out) / "checkpoints" / f"step_{step:06d}"
-    why = write_at(final, run, learner, shared, rank_state)
-    need(
-        not why,
-        f"{final}: the checkpoint could not be written ({why}); free disk space there, and continue from the "
-        f"previous checkpoint with --resume --out={cfg.out}",
-    )
-    if rank == 0:  # old checkpoints are deleted last, so that a kill leaves one
-        with suppress(OSError):  # a full disk
-            (Path(cfg.out) / SAVED).touch()
-        for old in folders(cfg.out)[: -cfg.keep]:
+    scratch = final.with_name(final.name + ".writing")
+    try:
+        write(scratch, run, learner, shared, rank_state)
+    except Exception as e:  # torch and safetensors replace the OSError of a full disk
+        shutil.rmtree(scratch, ignore_errors=True)
+        why = str(e).partition("\n")[0]
+        raise UserError(
+            f"{final}: the checkpoint could not be written ({why}); free disk space there, and continue from the "
+            f"previous checkpoint with --resume --out={cfg.out}"
+        ) from None
+    if rank == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(scratch, final)
+        flush(final.parent)
+        # old checkpoints, and those of killed saves, are deleted last, so that a kill leaves one
+        for old in (*folders(cfg.out)[: -cfg.keep], *final.parent.glob("step_*.writing")):
             if old.is_symlink():
                 old.unlink()
             else:
@@ -76,43 +73,29 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
     return final
 
 
-def write_at(final: Path, run, learner, shared: dict, rank_state: dict) -> str:
-    """Write one checkpoint atomically. Returns on every rank the reason of a failure, or "" if the
-    checkpoint was written. Collective."""
+def write(folder: Path, run, learner, shared: dict, rank_state: dict) -> None:
+    """Write the files of a checkpoint, and force them to disk. Collective."""
     rank = learner.comm.rank
-    scratch = final.with_name(final.name + ".writing")
-    attempt = Attempt()
     if rank == 0:
-        attempt(shutil.rmtree, scratch, ignore_errors=True)
-        attempt(scratch.mkdir, parents=True)
-    if attempt.failed():
-        return attempt.why
-    attempt(write_shards, own_share(learner), scratch / "shards")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    learner.comm.barrier()
+    write_shards(own_share(learner), folder / "shards")
     for name in learner.names:
-        write_adapter = learner.adapter_writer(name)
         if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
             gathered = learner.named_tensors(name, lambda x: whole(x).cpu())  # collective
             tensors = {key: x for key, x in gathered if rank == 0}
-            if rank == 0:
-                origin = getattr(run, name)
-                attempt(
-                    save_model, run.configs[name], tensors, run.tokenizer, scratch / name, origin
-                )
-        if rank == 0 and write_adapter is not None:
-            attempt(write_adapter, scratch / f"{name}_adapter", getattr(run, name))
+        origin = getattr(run, name)
+        if rank == 0:
+            save_model(run.configs[name], tensors, run.tokenizer, folder / name, origin)
+        learner.write_adapter(name, folder / f"{name}_adapter", origin)
     if rank == 0:
-        attempt(torch.save, shared, scratch / "learner.pt")
-    attempt(torch.save, rank_state, scratch / f"rank{rank}.pt")
-    digests = from_all(attempt(digests_of, scratch, rank))
-    if not attempt.failed() and rank == 0:
-        attempt(seal, scratch, digests)
-        attempt(shutil.rmtree, final, ignore_errors=True)
-        attempt(os.replace, scratch, final)
-        attempt(flush, final.parent)
-    failed = attempt.failed()
-    if rank == 0 and failed:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return attempt.why if failed else ""
+        torch.save(shared, folder / "learner.pt")
+    torch.save(rank_state, folder / f"rank{rank}.pt")
+    learner.comm.barrier()
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
+    learner.comm.barrier()
 
 
 def own_share(learner) -> dict[str, torch.Tensor]:
@@ -127,31 +110,6 @@ def own_share(learner) -> dict[str, torch.Tensor]:
     return tensors
 
 
-class Attempt:
-    """Runner of a sequence of writes: after the first failure it skips the rest."""
-
-    def __init__(self):
-        self.error: Exception | None = None
-
-    def __call__(self, do, *args, **more):
-        if self.error is not None:
-            return None
-        try:
-            return do(*args, **more)
-        except Exception as e:  # torch and safetensors replace the OSError of a full disk
-            self.error = e
-
-    def failed(self) -> bool:
-        """Whether a write failed on any rank. Collective."""
-        return any(from_all(self.error is not None))
-
-    @property
-    def why(self) -> str:
-        if isinstance(self.error, OSError) and self.error.strerror:
-            return self.error.strerror
-        return str(self.error).partition("\n")[0] if self.error else "another rank could not write"
-
-
 def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:
     """Restore learner and source, on any number of ranks. Returns (step, pending, controllers), the
     arguments of `save`.
@@ -162,34 +120,48 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
     learner.load_state_dict(shared["learner"])
     read_shards(learner, folder / "shards")
     if shared["n_ranks"] == n_ranks:
-        rank_state = torch.load(folder / f"rank{rank}.pt", weights_only=True)
+        rank_state = torch.load(folder / f"rank{rank}.pt", weights_only=False)  # has classes
     else:
         paths = [folder / f"rank{i}.pt" for i in range(shared["n_ranks"])]
-        states = [torch.load(path, weights_only=True, mmap=True) for path in paths]
+        states = [torch.load(path, weights_only=False) for path in paths]
         rank_state = {
             "source": source.dealt([state["source"] for state in states]),
             "pending": dealt([state["pending"] for state in states], rank, n_ranks),
         }
     source.load_state_dict(rank_state["source"])
-    pending = [unpack(packed) for packed in rank_state["pending"]]
-    return shared["step"], pending, shared["controllers"]
+    return shared["step"], rank_state["pending"], shared["controllers"]
 
 
-def shared_by_ranks(folder: Path, mmap: bool = False) -> dict:
-    """The contents of learner.pt. mmap: tensors stay on disk. Raises UserError if the
-    checkpoint has a different FORMAT."""
-    shared = torch.load(folder / "learner.pt", weights_only=True, mmap=mmap)
+def dealt(pending: list[list[list]], rank: int, n_ranks: int) -> list[list[Rollout]]:
+    """This rank's groups of each pending minibatch, for a resume with a different number of ranks.
+
+    pending: the minibatches of each previous rank. Group i of rank r of N ranks is group i N + r of
+    the minibatch, the order in which sources distribute problems. A minibatch therefore keeps its
+    groups for any number of ranks."""
+    minibatches = []
+    for parts in zip(*pending, strict=True):
+        groups = [group for turn in zip(*parts, strict=True) for group in turn]
+        minibatches.append(groups[rank::n_ranks])
+    return minibatches
+
+
+def shared_by_ranks(folder: Path) -> dict:
+    """The contents of learner.pt. Raises UserError if it cannot be read, or if the checkpoint has a
+    different FORMAT."""
+    try:
+        shared = torch.load(folder / "learner.pt", weights_only=True)
+    except Exception as e:  # of many types
+        why = " ".join(str(e).split())[:200]
+        raise UserError(
+            f"--resume: {folder} is damaged ({why}); delete it and resume from an earlier checkpoint, or start a new "
+            "run with --overwrite"
+        ) from None
     need(
         shared.get("format") == FORMAT,
         f"--resume: {folder} has checkpoint format {shared.get('format', 1)}, and this revision reads {FORMAT}; "
         "resume with the revision that wrote it, or start a new run in a different --out",
     )
     return shared
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Durable writes, and digests that detect damage
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def flush(path: Path) -> None:
@@ -201,58 +173,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def digests_of(folder: Path, rank: int) -> dict[str, str]:
-    """Force the files that this rank has written to disk; returns file -> digest."""
-    digests = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and writer_of(path) == rank:
-            flush(path)
-            digests[str(path.relative_to(folder))] = digest(path)
-    return digests
-
-
-def writer_of(path: Path) -> int:
-    """The rank that writes this file of a checkpoint, from the file's name."""
-    match = re.fullmatch(r"rank(\d+)\.pt|__(\d+)_\d+\.distcp", path.name)
-    return int(match[1] or match[2]) if match else 0
-
-
-def seal(folder: Path, digests: list[dict]) -> None:
-    """Write digests.json from the digests of each rank, and flush the folders."""
-    joined = {name: known for part in digests if part for name, known in part.items()}
-    text = json.dumps(dict(sorted(joined.items())), indent=1)
-    (folder / "digests.json").write_text(text + "\n", encoding="utf-8")
-    for path in (
-        folder / "digests.json",
-        *(path for path in folder.rglob("*") if path.is_dir()),
-        folder,
-    ):
-        flush(path)
-
-
-def digest(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def damage(folder: Path, part: str = "") -> str:
-    """A description of the damage of a checkpoint, or of the files below `part`; "" if intact."""
-    if not (folder / "digests.json").is_file():
-        return "digests.json is missing"
-    try:
-        digests = json.loads((folder / "digests.json").read_text(encoding="utf-8"))
-        for name, known in digests.items():
-            if not name.startswith(part):
-                continue
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            if digest(folder / name) != known:
-                return f"{name} has changed since it was written"
-    except (OSError, ValueError, AttributeError) as e:
-        return f"digests.json cannot be read ({e})"
-    return ""
-
-
 def folders(out: Path | str) -> list[Path]:
     """The folders of a run's complete checkpoints, oldest first."""
     steps = (Path(out) / "checkpoints").glob("step_*")
@@ -260,69 +180,26 @@ def folders(out: Path | str) -> list[Path]:
     return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def newest(out: Path | str, part: str = "") -> Path | None:
-    """The newest intact checkpoint of the run folder `out`; None if there is no checkpoint.
-
-    part: check only this model's folder. Damaged checkpoints are skipped with a warning. Raises
-    UserError if all are damaged."""
-    steps = folders(out)
-    damaged = []
-    for folder in reversed(steps):
-        wrong = damage(folder, part)
-        if not wrong:
-            for sentence in damaged:
-                print(f"warning: {sentence}; the previous checkpoint is used", file=sys.stderr)
-            return folder
-        damaged.append(f"{folder} is damaged ({wrong})")
-    fix = "start a new run with --overwrite, or in a different --out"
-    need(
-        not steps,
-        f"{out}: all checkpoints are damaged; {fix} (the newest: {''.join(damaged[:1])})",
-    )
-    return None
+def newest(out: Path | str) -> Path | None:
+    """The newest checkpoint of the run folder `out`; None if there is no checkpoint."""
+    return next(reversed(folders(out)), None)
 
 
 def to_resume(cfg: Config, comm) -> Path | None:
-    """The checkpoint to resume from, the same on every rank; None if the run was killed before its
-    first.
+    """The checkpoint to resume from; None if the run was killed before its first.
 
-    Raises UserError if checkpoints were deleted, or if the checkpoint cannot be redistributed to
-    this number of ranks."""
-    chosen = newest(cfg.out) if comm.rank == 0 else None  # it reads all bytes
-    number = int(comm.max([int(chosen.name[5:]) if chosen else -1])[0])
-    if number < 0:
+    Raises UserError if it cannot be redistributed to this number of ranks."""
+    folder = newest(cfg.out)
+    if folder is None:
         if comm.rank == 0:
-            check_none_lost(cfg.out)
+            print(
+                f"{cfg.out}: no checkpoint was written before the run stopped; the run starts from the first update"
+            )
         return None
-    folder = Path(cfg.out) / "checkpoints" / f"step_{number:06d}"
-    before = shared_by_ranks(folder, mmap=True)["n_ranks"]
+    before = shared_by_ranks(folder)["n_ranks"]
     need(
         before == comm.size or (cfg.delay == "none" and cfg.samplers == "local"),
         f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; groups of delayed or "
         "remote samplers cannot be redistributed: use the same number of ranks",
     )
     return folder
-
-
-def check_none_lost(out: str) -> None:
-    """Raise UserError if a run has saved a checkpoint and now has none."""
-    need(
-        not (Path(out) / SAVED).exists(),
-        f"--resume: {out} has no checkpoint, though the run saved one; restore {out}/checkpoints, start again with "
-        "--overwrite, or start a new run in a different --out",
-    )
-    print(
-        f"{out}: no checkpoint was written before the run stopped; the run starts from the first update"
-    )
-
-
-def set_aside(out: Path | str, chosen: Path | None) -> None:
-    """Rename the damaged checkpoints after the chosen one, so that they are not found again, and
-    remove the files of an interrupted save."""
-    for unfinished in (Path(out) / "checkpoints").glob("step_*.writing"):
-        shutil.rmtree(unfinished, ignore_errors=True)
-    steps = folders(out)
-    for folder in steps[steps.index(chosen) + 1 :] if chosen else []:
-        aside = folder.with_name(folder.name + ".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(folder, aside)

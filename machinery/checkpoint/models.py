@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-import quant
 from machinery.flags import UserError, is_hub_id, need, read_json, shortened
 
-BASE_DIR = "out/base"  # models made here: toy models, and text models of multimodal models
+BASE_DIR = "out/base"  # toy models made here
 
 
 def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> None:
@@ -49,26 +46,21 @@ def on_meta(config):
         return AutoModelForCausalLM.from_config(config)
 
 
-def in_files(model) -> tuple[dict, set[str]]:
-    """(name -> tensor in a folder of this model, names of the model's tensors that folders leave
-    out). Experts, which transformers joins on loading, are separate tensors in files."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
-    kept = {name: x for name, x in model.state_dict().items() if name not in left_out}
-    return revert_weight_conversion(model, kept), left_out
-
-
 def write_zeros(folder: Path) -> None:
     """Write weights of 0 into a model folder, in place of old weights."""
     from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
     for old in folder.glob("*.safetensors*"):
         old.unlink()
     model = on_meta(read_config(folder))
     model.config.architectures = [type(model).__name__]  # vLLM finds the family by this
     model.config.save_pretrained(folder)
-    zeros = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in in_files(model)[0].items()}
+    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    kept = {name: x for name, x in model.state_dict().items() if name not in left_out}
+    # experts, which transformers joins on loading, are separate tensors in files
+    stored = revert_weight_conversion(model, kept)
+    zeros = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in stored.items()}
     save_file(zeros, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -95,15 +87,13 @@ def one_sentence(folder: Path | str, part: str, fix: str):
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # of a hub model
 
 
-def from_hub(flag: str, name: str, cached: bool = False, files=FILES) -> str:
+def from_hub(flag: str, name: str, files=FILES) -> str:
     """The local folder of a hub model, owner/name, downloaded if missing. Raises UserError if the
-    download fails.
-
-    cached: do not download, because a different process of this host has just done so."""
+    download fails."""
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=list(files), local_files_only=cached)
+        return snapshot_download(name, allow_patterns=list(files))
     except Exception as e:  # offline, unknown or gated: different exception types
         raise UserError(
             f"--{flag}={name}: no such folder here, and the hub cannot provide it ({shortened(e)}); download "
@@ -111,61 +101,22 @@ def from_hub(flag: str, name: str, cached: bool = False, files=FILES) -> str:
         ) from None
 
 
-def text_folder(folder: str) -> str:
-    """The folder itself, or, for a multimodal model, a folder with its text model, the only part
-    that is trained.
-
-    It is made once, in BASE_DIR. Raises UserError if transformers has no such text model."""
-    config = read_config(folder)
-    text = config.get_text_config()
-    if text is config:
-        return folder
-    files = [
-        (path.resolve(), path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(Path(folder).iterdir())
-    ]
-    digest = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
-    made = Path(BASE_DIR) / f"text-{digest}"
-    if not (made / "config.json").is_file():
-        fix = f"give a text-only model: this model is of the family {config.model_type}"
-        with one_sentence(folder, "text model", fix):
-            tensors = text_tensors(folder, text)
-        scratch = made.with_name(f"{made.name}.{os.getpid()}")  # a concurrent run may make it too
-        save_model(text, tensors, read_tokenizer(folder), scratch, folder)
-        if (made / "config.json").is_file():
-            shutil.rmtree(scratch)
-        else:
-            os.replace(scratch, made)
-    return str(made)
-
-
-def text_tensors(folder: str, text) -> dict:
-    """The weights of a multimodal model's text model, under the text model's names. text: the text
-    model's config."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    with torch.device("meta"):
-        text_model = AutoModelForCausalLM.from_config(text)
-    full_model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
-    body = full_model.base_model.language_model.state_dict()
-    tensors = {f"{text_model.base_model_prefix}.{name}": x for name, x in body.items()}
-    tensors["lm_head.weight"] = full_model.get_output_embeddings().weight.detach()
-    need(tensors.keys() == text_model.state_dict().keys(), "its tensors have different names")
-    return tensors
-
-
 def read_config(folder: Path | str):
-    """The transformers config of a model folder. Raises UserError if it is missing or invalid."""
+    """The transformers config of a model folder. Raises UserError if it is missing or invalid, or if
+    the model is multimodal."""
     from transformers import AutoConfig
 
     fix = "give a complete folder of a causal language model, as save_pretrained writes it"
     read_json(Path(folder) / "config.json", fix)
     with one_sentence(folder, "config.json", fix):
         config = AutoConfig.from_pretrained(folder)
-        text = config.get_text_config()
-        if getattr(text, "attn_logit_softcapping", None):  # torch's SDPA would ignore the cap
-            text._attn_implementation = "eager"
-        known = text.vocab_size, text.max_position_embeddings
+        need(
+            config.get_text_config() is config,
+            f"{folder}: a multimodal model of the family {config.model_type}; give a text-only model",
+        )
+        if getattr(config, "attn_logit_softcapping", None):  # torch's SDPA would ignore the cap
+            config._attn_implementation = "eager"
+        known = config.vocab_size, config.max_position_embeddings
     is_valid = all(isinstance(size, int) and size > 0 for size in known)
     need(
         is_valid,
@@ -174,9 +125,8 @@ def read_config(folder: Path | str):
     return config
 
 
-def check_family(folder: str, by_vllm: bool) -> None:
-    """Raise UserError, from config.json alone, if training or publishing this model would go wrong.
-    by_vllm: vLLM samples from it."""
+def check_family(folder: str) -> None:
+    """Raise UserError, from config.json alone, if this model cannot be trained."""
     config = read_config(folder)
     is_plain = not getattr(config, "quantization_config", None)
     fix = "give the model in 16 bits, and name a format with --rollout_quant"
@@ -188,26 +138,17 @@ def check_family(folder: str, by_vllm: bool) -> None:
         folder, "config.json", "give a complete checkpoint of a causal language model"
     ):
         model = on_meta(config)
-        written, left_out = in_files(model)
-    known = hasattr(model.base_model, "layers")
-    family = f"{folder}: a model of the family {config.model_type}"
     need(
-        known,
-        f"{family}: its layers are not found (base_model.layers); give a model of the Qwen or Llama kind",
-    )
-    sent = quant.by_expert(model.state_dict().items(), quant.expert_parameters(model))
-    others = {name for name, _ in sent} - written.keys() - left_out
-    need(
-        not (others and by_vllm),
-        f"{family}: vLLM and this repository use different names for its tensors, such as "
-        f"{min(others, default='')}; use --rollout=hf",
+        hasattr(model.base_model, "layers"),
+        f"{folder}: a model of the family {config.model_type}: its layers are not found (base_model.layers); give a "
+        "model of the Qwen or Llama kind",
     )
 
 
 def check_angles(folder: str, context: int) -> None:
     """Raise UserError if the model's rotary angles would depend on the longest row of a batch.
     context: longest prompt and response, in tokens."""
-    config = read_config(folder).get_text_config()
+    config = read_config(folder)
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
         kind = rope.get("rope_type", "default")
@@ -249,7 +190,7 @@ def vocabulary_size(tokenizer) -> int:
 
 def check_rows(folder: str, vocabulary: int) -> None:
     """Raise UserError if the tokenizer has more ids than the model's embedding has rows."""
-    rows = read_config(folder).get_text_config().vocab_size
+    rows = read_config(folder).vocab_size
     need(
         rows >= vocabulary,
         f"{folder}: its tokenizer has {vocabulary} tokens and its config.json a vocab_size of {rows}; give the "
@@ -258,25 +199,19 @@ def check_rows(folder: str, vocabulary: int) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the files of its index, or the single file. Raises
-    UserError if the folder has both, because transformers and vLLM would read different files."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    """The safetensors files of a folder: the files of its index, or the single file."""
+    index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return [single]
+        return [folder / "model.safetensors"]
     fix = "copy the folder again, or delete it if it was made here: it is made again"
     parts = read_json(index, fix).get("weight_map")
     need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {fix}")
-    files = [folder / str(name) for name in sorted({*parts.values()}, key=str)]
-    need(
-        not single.is_file() or single in files,
-        f"{folder}: {single.name}, and an index of different files ({files[0].name}); delete the older of the two",
-    )
-    return files
+    return [folder / name for name in sorted({*parts.values()})]
 
 
 def check_weights(folder: Path | str) -> None:
-    """Raise UserError if a file of weights is missing or damaged. Called before an engine or a
-    model loads them."""
+    """Raise UserError if a file of weights is missing or damaged, or if weights that config.json
+    ties differ in the files. Called before an engine or a model loads them."""
     from safetensors import safe_open
 
     folder, fix = (
@@ -286,10 +221,20 @@ def check_weights(folder: Path | str) -> None:
     files = weight_files(folder)
     if not any(file.is_file() for file in files) and any(folder.glob("*.bin")):
         return  # torch's older format is checked on loading
+    tied = on_meta(read_config(folder)).all_tied_weights_keys
+    stored = {}
     for file in files:
         need(file.is_file(), f"{folder}: no weights there ({file.name} is missing); {fix}")
         with one_sentence(file, "weights", fix), safe_open(file, "pt") as opened:
-            opened.keys()
+            names = {*opened.keys()} & {*tied, *tied.values()}
+            stored |= {name: opened.get_tensor(name) for name in names}
+    for pair in tied.items():
+        held = [stored[name] for name in pair if name in stored]
+        need(
+            len(held) < 2 or torch.equal(*held),
+            f"{folder}: its config.json ties {' and '.join(pair)}, which differ in its files; set tie_word_embeddings "
+            "to false there",
+        )
 
 
 def load_model(folder: Path | str, dtype=torch.float32):

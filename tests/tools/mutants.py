@@ -65,7 +65,7 @@ TESTS = {
     "model/agreement.py": "test_learner.py -k agree",
     "model/exact.py": "test_exact.py",
     "model/lora.py": "test_lora.py test_memory.py::test_new_adapters_are_small_and_change_nothing -k 'not vllm'",
-    "model/memory.py": "test_memory.py test_run.py::test_files_with_unknown_tensor_names_are_refused",
+    "model/memory.py": "test_memory.py",
     "model/decoding.py": (
         "test_rollout.py test_sampling.py -k '(ragged or sampled_distribution or after_the_end) and not vllm'"
     ),
@@ -120,9 +120,8 @@ TESTS = {
     "machinery/checkpoint/__init__.py": (
         "test_checkpoint.py test_run.py::test_samplers_of_a_different_number_of_ranks_are_refused"
     ),
-    "machinery/checkpoint/state.py": "test_checkpoint.py",
     "tasks/turns.py": "test_turns.py -k 'not vllm and (conversation or draws or replies or allowed)'",
-    "machinery/checkpoint/tensors.py": "test_checkpoint.py test_weights.py",
+    "machinery/checkpoint/tensors.py": "test_weights.py",
     "machinery/checkpoint/models.py": "test_checkpoint.py test_models.py -k 'not vllm'",
     "machinery/run.py": "test_run.py",
     "worth.py": "test_worth.py -k 'not worth_1 and not different_models'",
@@ -272,7 +271,6 @@ MUTANTS = {
     ],
     "learner.py": [
         ("self.scaler.scale(loss * self.comm.size).backward()", "self.scaler.scale(loss).backward()"),
-        ("rounding, self.models.autocast = self.models.autocast, None", "rounding = self.models.autocast"),
         ("                    loss = loss * 0.0", "                    pass"),
         (' and not (all_rejected and name == "policy")', ""),
         ("self.skipped_in_a_row = 0 if finite else", "self.skipped_in_a_row = self.skipped_in_a_row if finite else"),
@@ -300,8 +298,6 @@ MUTANTS = {
     "model/memory.py": [
         ("filled_layer, **more),\n           ", "None, **more),"),
         ("            layer.forward = functools.partial(forward_again, layer.forward, i)", "            pass"),
-        ("return offset[0], x.detach().to_local()", "return 0, x.detach().to_local()"),
-        ('{"gate_up_proj": ["gate", "up"]', '{"gate_up_proj": ["up", "gate"]'),
         ("param_dtype=compute", "param_dtype=None"),
         ("            layer.cache_quantized = False", "            pass"),
     ],
@@ -320,7 +316,7 @@ MUTANTS = {
     "model/lora.py": [
         ("(config.lora_alpha / config.r) * (B @ A)", "(config.lora_alpha * config.r) * (B @ A)"),
         ("layer.set_scale(NAME, 1.0)", "pass"),
-        ("torch.Generator().manual_seed(seed)", "torch.Generator()"),
+        ("torch.Generator().manual_seed(model.adapter_seed)", "torch.Generator()"),
     ],
     "plan/__init__.py": [
         ("if made.peak <= gpu_gib * GIB:\n            break", "if made.peak < gpu_gib * GIB:\n            break"),
@@ -336,7 +332,7 @@ MUTANTS = {
     ],
     "model/streamed.py": [
         ("(x * (1 + nudge * u))", "x.clone()"),
-        ("drop_weights(module)\n\n\n@contextmanager", "pass\n\n\n@contextmanager"),
+        ('p.to("meta")', "p"),
     ],
     "quant.py": [
         ("copy.deepcopy(config), dtype", "config, dtype"),
@@ -448,28 +444,22 @@ MUTANTS = {
     "machinery/checkpoint/__init__.py": [
         ('    read_shards(learner, folder / "shards")\n', "    pass\n"),
         ('        "controllers": controllers,\n', '        "controllers": {},\n'),
-        ("            if digest(folder / name) != known:", "            if False:"),
+        ("group for turn in zip(*parts, strict=True) for group in turn", "g for part in parts for g in part"),
         ('    source.load_state_dict(rank_state["source"])\n', ""),
-        ("    for folder in reversed(steps):", "    for folder in steps:"),
-    ],
-    "machinery/checkpoint/state.py": [
-        ("group for turn in turns for group in turn", 'g for part in parts for g in part["groups"]'),
+        ("next(reversed(folders(out)), None)", "next(iter(folders(out)), None)"),
     ],
     "machinery/checkpoint/tensors.py": [
-        ('        text += b" " * (-len(text) % 8)\n', ""),
-        ("            if storage is not None and not storage.expired():", "            if storage is not None:"),
-        ("        if left:\n", "        if False:\n"),
+        ("name if name in stored else embedding", "name if name in stored else order[0]"),
     ],
     "machinery/checkpoint/models.py": [
         (" and name not in buffers", ""),
-        ('text._attn_implementation = "eager"', "pass"),
+        ('config._attn_implementation = "eager"', "pass"),
         ("        if name not in model.all_tied_weights_keys\n", ""),
     ],
     "machinery/run.py": [
         ("math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)", "math.ceil(cfg.epochs * task.size)"),
         ("        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "        pass"),
         ("[path for pattern in WRITTEN for path in folder.glob(pattern)]", 'folder.glob("*")'),
-        ("        checkpoint.set_aside(cfg.out, run.checkpoint)\n", ""),
     ],
     "train.py": [
         ("        self.values = {}\n        self.step += 1", "        self.step += 1"),
@@ -567,7 +557,6 @@ MUTANTS = {
     ],
     "remote/weights.py": [
         ("        if path.exists() and filecmp.cmp(fresh, path, shallow=False):", "        if False:"),
-        ("range(1 if self.files else 2)", "range(1)"),
     ],
     "remote/delta.py": [
         ("inflate.decompress(packed, bits + words.nbytes + 1)", "inflate.decompress(packed)"),
