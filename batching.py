@@ -60,7 +60,7 @@ class Batch:
     spread: torch.Tensor  # (B,) bool       the rewards of the response's group differ
     adv: torch.Tensor  # (B, 1) float32   advantage of all tokens of a response; otb: (B, T)
     sampling: torch.Tensor  # (B, 4) float32   the learner's temperature, top_p, top_k, min_p
-    staleness: torch.Tensor  # (B, 2) float32   age of the sampling weights: in updates, in seconds
+    staleness: torch.Tensor  # (B,) float32   age of the sampling weights, in updates
     tokens: torch.Tensor  # (B, T) int64     response tokens
     mask: torch.Tensor  # (B, T) bool      tokens that may carry a gradient
     logp_inf: torch.Tensor  # (B, T) float32   computed by the engine while sampling
@@ -83,7 +83,6 @@ class Batch:
     tail_ref: torch.Tensor | None = None
     actor_logp_ref: torch.Tensor | None = None  # (B, T)
     z_ref: torch.Tensor | None = None  # (B, T)    exact Z over the vocabulary (two models)
-    kl_ref: torch.Tensor | None = None  # (B, T)    KL(p_ref || p_actor), whole vocabulary
     sum_p2_ref: torch.Tensor | None = None  # (B, T)    sum over the vocabulary of p_ref^2
     # (B, T)    KL(p_ref || distribution of the accepted tokens)
     kl_after_ref: torch.Tensor | None = None
@@ -198,11 +197,11 @@ def optimal_token_baseline(reward, group, logp, sum_p2, mask, weight):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0.0) -> Batch:
+def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
     """Pad whole groups into one batch, with advantages, mask uniforms and the groups' ref columns.
 
-    version, now: the learner's version and clock, to compute staleness. UserError: a group has no
-    recorded allowed sets or experts to replay."""
+    version: the learner's, to compute staleness. UserError: a group has no recorded allowed sets or
+    experts to replay."""
     pairs = [(group, response) for group in groups for response in group.responses]
     responses = [response for _, response in pairs]
     T = max(1, *(len(response.tokens) for response in responses))
@@ -218,7 +217,6 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
         np.exp(response.topk_logp[:, -1]) if K else np.ones(len(response.tokens), np.float32)
         for response in responses
     ]
-    age = [[version - group.version, max(0.0, now - group.t_published)] for group, _ in pairs]
     ids = pad(
         [np.concatenate([group.prompt_ids, response.tokens]) for group, response in pairs],
         dtype=np.int64,
@@ -246,7 +244,7 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
         sampling=torch.tensor(
             [scored_with(group.sampling, cfg.keep_sampling_mask) for group, _ in pairs]
         ),
-        staleness=torch.tensor(age),
+        staleness=torch.tensor([float(version - group.version) for group, _ in pairs]),
         tokens=pad([response.tokens for response in responses], T, dtype=np.int64),
         mask=pad([trained_tokens(response, cfg) for response in responses], T, fill=False),
         logp_inf=pad([response.logp_inf for response in responses], T),

@@ -331,10 +331,7 @@ class Correction:
     parameter name (`call`)."""
 
     function: Callable
-    # "token" or "sequence": a cap, else bounds, of r or of R; metrics count ratios beyond these
-    level: str = ""
     drops: bool = False  # the correction rejects tokens or responses
-    counts_drops_as_zero: bool = False  # metrics count a dropped weight as 0
     needs_z: bool = False  # the correction needs OBRS's Z, a sum over the vocabulary (obrs.py)
     plain: bool = False  # all weights are 1
 
@@ -393,21 +390,21 @@ def z_tis_correction(new, batch, stats, cfg: LossFlags):
 CORRECTIONS = {
     "none": Correction(none, plain=True),
     "is": Correction(vanilla_is),
-    "tis": Correction(tis, level="token"),
-    "tis_adjusted": Correction(tis_adjusted, level="token"),
-    "icepop": Correction(icepop, level="token", drops=True, counts_drops_as_zero=True),
-    "kpop": Correction(kpop, drops=True, counts_drops_as_zero=True),
-    "areal_drop": Correction(areal_drop, level="token", drops=True, counts_drops_as_zero=True),
-    "seq_is": Correction(seq_is, level="sequence"),
-    "seq_tis": Correction(seq_tis, level="sequence"),
+    "tis": Correction(tis),
+    "tis_adjusted": Correction(tis_adjusted),
+    "icepop": Correction(icepop, drops=True),
+    "kpop": Correction(kpop, drops=True),
+    "areal_drop": Correction(areal_drop, drops=True),
+    "seq_is": Correction(seq_is),
+    "seq_tis": Correction(seq_tis),
     "prefix_tis": Correction(prefix_tis),
     "retrace": Correction(retrace),
     "retrace_seq": Correction(retrace_seq),
-    "seq_mis": Correction(seq_mis, level="sequence", drops=True, counts_drops_as_zero=True),
+    "seq_mis": Correction(seq_mis, drops=True),
     "geo_rs": Correction(geo_rs, drops=True, plain=True),
-    "geo_rs_seq_tis": Correction(geo_rs_seq_tis, level="sequence", drops=True),
+    "geo_rs_seq_tis": Correction(geo_rs_seq_tis, drops=True),
     "tbpo_mismatch": Correction(tbpo_mismatch),
-    "vespo": Correction(vespo, level="sequence"),
+    "vespo": Correction(vespo),
     "z_tis": Correction(z_tis_correction, needs_z=True),
     "obrs": Correction(obrs_correction, drops=True, needs_z=True),
     "jackpot_adjusted": Correction(obrs_correction, drops=True, needs_z=True),
@@ -637,24 +634,6 @@ def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
     if cfg.reject == "none":
         gone.add("reject_of")
     return {name: value for name, value in axes.items() if name not in gone}
-
-
-def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
-    """A warning if sequence weights have an effective sample size below 1/4; else "".
-
-    logged: metrics of an update. The warning names corrections that work at this mismatch."""
-    # clamped weights are equal, so their ESS is near 1 and means nothing
-    clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5
-    share = 0.0 if clamped else logged["rollout_corr/seq_eff_sample_size"]
-    of_prefixes = cfg.correction in ("prefix_tis", "retrace_seq")
-    by_response = of_prefixes or CORRECTIONS[cfg.correction].level == "sequence"
-    if not by_response or share >= 0.25:
-        return ""
-    return (
-        f"--correction={cfg.correction}: the sequence weights have a relative effective sample size of {share:.2g} (KL "
-        f"{logged['rollout_corr/kl']:.2g} a token over {logged['response_length']:.0f} tokens): few responses "
-        "determine the update; use token weights (--objective=tis) or OBRS (--objective=jackpot)"
-    )
 
 
 def check(cfg: Config) -> None:

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from functools import partial
 from itertools import chain
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 import batching
 import corrections
@@ -198,9 +196,6 @@ class Learner:
         """One optimizer step on this rank's share of a batch. Returns the step's metrics over all
         ranks."""
         logged = self.backward(batch, stats)
-        dead = corrections.dead_weights(self.cfg, logged) if self.version == 0 else ""
-        if dead and self.comm.rank == 0:
-            tqdm.write(f"warning: {dead}", file=sys.stderr)
         # rejection does not mask the entropy bonus and CPPO's KL
         alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
         all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1

@@ -354,8 +354,8 @@ def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dic
         if cfg.obrs_mask == "bernoulli":
             accepted = (batch.mask_uniforms < accepted).to(accepted.dtype)
         summed, _ = obrs.z_bracket(batch.support_logp, support_logp, stats.lam)
-        sums = comm.sum([accepted[batch.mask].sum(), batch.mask.sum(), summed[batch.mask].sum()])
-        stats.kappa = obrs.kappa_from(*sums)
+        sums = comm.sum([x[batch.mask].sum() for x in (accepted, summed)])
+        stats.kappa = obrs.kappa_from(*(x / stats.tokens for x in sums))
 
 
 def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
@@ -394,7 +394,7 @@ def columns_of(new) -> dict:
 # statistic of a forward pass -> column of a batch
 REF = {
     name: f"{name}_ref"
-    for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl", "kl_after", "sum_p2")
+    for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl_after", "sum_p2")
 }
 REF |= {"logp_start": "logp_start"}
 
@@ -432,7 +432,6 @@ def loss(new, batch, stats: StepStats, cfg: Config):
         k2 = cfg.cppo_kl == "k2"
         scale = 1.0 if k2 else per_response_scale(batch.mask, stats, cfg, sampler_kl.dtype)
         unreduced = unreduced + cfg.cppo_beta * sampler_kl * scale
-        logs = {**logs, "cppo_kl": sampler_kl.detach()}
     # the surrogate's ratio is the importance weight here, so log it as `weight`
     if cfg.ratio_base in ("inf", "group"):
         weight = weight * ratio.detach()
@@ -471,7 +470,7 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
     value = value + actor_loss
     if stats.distill_lambda != 0:
         value = value + stats.distill_lambda * distill
-    return value, {**logs, "actor_loss": actor_loss.detach(), "distill": distill.detach()}
+    return value, {**logs, "actor_loss": actor_loss.detach()}
 
 
 def actor_config(cfg: Config):
@@ -522,10 +521,10 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
     at most exp(gain)."""
     if not logged.get("stepped", True):  # do not update the controllers from a skipped step
         return
-    if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_sum"] > 0:
-        controllers["kappa"] = obrs.kappa_from(
-            logged["accept_sum"], logged["tokens"], logged["z_sum"]
-        )
+    if cfg.correction in USES_Z and cfg.obrs_z != "exact":
+        z = logged["obrs/z_approx" if cfg.obrs_z == "approx" else "obrs/z_low"]
+        if z > 0:
+            controllers["kappa"] = obrs.kappa_from(logged["obrs/accept_rate"], z)
     kl, target = logged.get("distill_kl", math.nan), cfg.distill_kl_target
     if target > 0 and math.isfinite(kl):
         gain = math.exp(DISTILL_GAIN * max(-1.0, min(1.0, (kl - target) / target)))

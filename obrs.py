@@ -128,11 +128,9 @@ def token_z(support_logp_inf, support_logp_tgt, tail, exact, lam, kappa, how: st
     return {"z": used, "z_low": low, "z_high": high}
 
 
-def kappa_from(accepted: float, proposed: float, z_sum: float) -> float:
-    """kappa = (accepted / proposed) / mean(Z_low or Z_approx), section 4.4.2; 1 if the sum is 0."""
-    if proposed <= 0 or z_sum <= 0:
-        return 1.0
-    return (accepted / proposed) / (z_sum / proposed)
+def kappa_from(acceptance: float, mean_z: float) -> float:
+    """kappa = acceptance rate / mean(Z_low or Z_approx), section 4.4.2; 1 if the mean is 0."""
+    return acceptance / mean_z if mean_z > 0 else 1.0
 
 
 def target_of(new, batch, which: str) -> tuple:

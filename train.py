@@ -107,7 +107,7 @@ class Training(Session):
         values = dict(self.values)
         with timer(self.clock, "update_s"):
             # 4. pad one minibatch; compute advantages and mask uniforms
-            batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))
+            batch = batching.collate(groups, cfg, learner.version)
             # 5. statistics over all ranks: denominators, lambda, kappa
             fresh = None
             if "fresh" in objectives.passes_needed(

@@ -530,7 +530,7 @@ WARNINGS = {
     "rollout_corr/seq_false_ess": (
         "more than half of the responses are at the clamp of --log_ratio_clamp: their weights are equal because they "
         "are clamped, and an effective sample size near 1 is misleading; sequence weights correct nothing at this "
-        "length (rollout_corr/t_max)"
+        "length"
     ),
     "poisoned": (
         "the engine gave a log-probability that is non-finite, positive or below -200: such responses are left out; "

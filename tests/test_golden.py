@@ -48,7 +48,7 @@ def tensors(responses: list[dict]) -> tuple[TokenStats, Batch]:
         spread=torch.ones(B, dtype=torch.bool),
         adv=torch.tensor([[r["adv"]] for r in responses], dtype=f64),
         sampling=torch.tensor([[1.0, 1.0, 0.0, 0.0]] * B),
-        staleness=torch.tensor([[float(r["age"]), 0.0] for r in responses]),
+        staleness=torch.tensor([float(r["age"]) for r in responses]),
         tokens=ids[:, 1:],
         mask=mask,
         logp_inf=columns["inf"],

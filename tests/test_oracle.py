@@ -277,7 +277,7 @@ def batch_of(cfg, wild: bool, part: list[int], ref: bool):
     if ref:
         learner = scored_by(wild, ("ref", "actor_ref"), cfg)
         batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
-    return batching.collate(groups, cfg, version=9, now=100.0)
+    return batching.collate(groups, cfg, version=9)
 
 
 def forward(cfg, case, key, batch, needs) -> dict:

@@ -173,7 +173,7 @@ def test_a_run_logs_every_update_and_writes_all_its_files(whole, solvers):
     rows = read_metrics(out)
     assert [row["step"] for row in rows] == list(range(-1, 6))
     assert {"eval/policy_pass@1", "eval/actor_pass@1"} <= rows[0].keys() & rows[-1].keys()
-    assert all(row["obrs/kl_after"] < row["obrs/kl_before"] for row in rows[1:])
+    assert all(row["obrs/kl_after"] < row["distill_kl"] for row in rows[1:])
     assert [row["staleness/max_updates"] for row in rows[1:]] == [0, 1] * 3
     assert ["rollout_s" in row for row in rows[1:]] == [True, False] * 3
     assert ["sync/MiB" in row for row in rows[1:]] == [True, False] * 3  # a roll-out logs it once

@@ -221,7 +221,7 @@ MUTANTS = {
         ("rho = rho * (logp_ref - logp_tgt).clamp", "rho = rho * (logp_tgt - logp_ref).clamp"),
         (" / lam).sum(-1)", ").sum(-1) / lam"),
         (" kappa * low", " low"),
-        ("return (accepted / proposed) / (z_sum / proposed)", "return (z_sum / proposed) / (accepted / proposed)"),
+        ("return acceptance / mean_z", "return mean_z / acceptance"),
         (".logp_ref,", ".logp_inf,"),
         ("room = n * rate - n + k", "room = n * rate - n + k - 1"),
     ],
