@@ -76,8 +76,8 @@ class ObjectiveFlags:
     """Function of ratio and advantage that is maximised (objectives.SURROGATES)."""
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
     """Denominator of the surrogate's ratio; group: GEPO's expectation over the group."""
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "otb"] | None = None
-    """Advantage within a group (default grpo; batching.py); otb: optimal token baseline."""
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl"] | None = None
+    """Advantage within a group (default grpo; batching.py)."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """Reduction of (B, T) to a scalar; one denominator over all ranks and micro-batches."""
     clip: bool = True
@@ -92,8 +92,6 @@ class ObjectiveFlags:
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
     correction_target: Literal["ref", "new"] | None = None
     """Numerator policy of the ratios p / p_inf in weights and statistics: ref (default) or new."""
-    normalize_weights: bool = False
-    """Divide weights by their mean over the update: self-normalised importance sampling."""
     is_cap: float | None = None
     """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...)."""
     is_floor: float = 0.0
@@ -110,9 +108,6 @@ class ObjectiveFlags:
     """Upper bound of the statistic of --reject and of rejecting corrections."""
     log_ratio_clamp: float = 20.0
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
-    mask_cut: bool = False
-    """Exclude responses truncated at --max_tokens from the loss and its denominator, not from the
-    advantages (DAPO's overlong filtering)."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Denominator of the loss: proposed counts rejected tokens, kept does not."""
     positive_only: bool = False
@@ -125,13 +120,11 @@ class ObjectiveFlags:
     """c of GEPO's defensive mixing e = clip(c Var q, 0, 0.99) (no value in the paper); 0: off."""
     cppo_beta: float | None = None
     """Weight of a KL between new and inf (CPPO: 0.005 in HeteroRL with delay); 0 (default): off."""
-    cppo_kl: Literal["official", "k2", "k3"] | None = None
+    cppo_kl: Literal["official", "k2"] | None = None
     """Estimator of the KL of --cppo_beta. official (default): CPPO's released code, whose mean
-    under inf is chi2 - KL; k2: prime-rl's; k3: KL(inf || new)."""
+    under inf is chi2 - KL; k2: prime-rl's."""
     kl_coef: float = 0.0
     """Weight of KL(policy || start), start: the frozen model that the run started from; 0: off."""
-    kl_estimator: Literal["k2", "k3"] = "k2"
-    """Estimator of the KL of --kl_coef (objectives.kl_estimate)."""
     entropy_coef: float = 0.0
     """Weight of the entropy (nats) of the distribution that the learner scores; 0: off."""
 
@@ -142,8 +135,6 @@ class ObrsFlags:
 
     obrs_lambda: float = 1.0
     """lambda: acceptance is min(1, p_tgt / (lambda p_inf))."""
-    obrs_accept_rate: float | None = None
-    """Budget: choose lambda at each update so that this share is accepted."""
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None

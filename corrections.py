@@ -309,12 +309,11 @@ def group_log_base(mean_logp_new, log_group_mean, mixing):
 
 
 def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
-    """CPPO's KL between new and inf, (B, T), with gradient: exp(d) - d - 1; k2: d^2 / 2.
+    """CPPO's KL between new and inf, (B, T), with gradient, d = log p_inf - log p_new.
 
-    official: d = log p_inf - log p_new, as in the released code; its mean under inf is chi2 - KL,
-    not a KL. k3: d = log p_new - log p_inf; its mean under inf is KL(inf || new). k2 approximates
-    the KL; prime-rl uses it, with --cppo_beta=0.002."""
-    d = logp_inf - logp_new if how == "official" else logp_new - logp_inf
+    official: exp(d) - d - 1, as in the released code; its mean under inf is chi2 - KL, not a KL.
+    k2: d^2 / 2 approximates the KL; prime-rl uses it, with --cppo_beta=0.002."""
+    d = logp_inf - logp_new
     return d * d / 2 if how == "k2" else token_k3(d, clamp)
 
 
@@ -359,7 +358,7 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
     """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept with probability a (obrs.py).
     Jackpot."""
     logp_tgt, *sums = obrs.target_of(new, batch, cfg.obrs_target)
-    logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
+    logs = obrs.token_z(batch.support_logp, *sums, cfg.obrs_lambda, stats.kappa, cfg.obrs_z)
     # p_ref / p_tgt is needed only if the surrogate has the ratio p_new / p_ref
     moves = cfg.obrs_target == "new" and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"
     weight, keep, accept = obrs.correction(
@@ -368,7 +367,7 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
         batch.logp_ref if moves else None,
         logs["z"],
         batch.mask_uniforms,
-        lam=stats.lam,
+        lam=cfg.obrs_lambda,
         c1=cfg.obrs_c1,
         c2=cfg.obrs_c2,
         expected=cfg.obrs_mask == "expected",
@@ -381,9 +380,9 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
 def z_tis_correction(new, batch, stats, cfg: LossFlags):
     """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for OBRS's mask."""
     _, *sums = obrs.target_of(new, batch, "ref")
-    logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
+    logs = obrs.token_z(batch.support_logp, *sums, cfg.obrs_lambda, stats.kappa, cfg.obrs_z)
     weight, keep = z_tis(batch.log_r, logs["z"], cfg.obrs_c1, cfg.log_ratio_clamp)
-    accept = obrs.acceptance(batch.logp_ref, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
+    accept = obrs.acceptance(batch.logp_ref, batch.logp_inf, cfg.obrs_lambda, cfg.log_ratio_clamp)
     return weight, keep, {"accept": accept, **logs}
 
 
@@ -537,7 +536,6 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
     if cfg.correction_target == "new":
         batch = replace(batch, logp_ref=new.logp.detach(), support_logp_ref=new.support_logp)
     weight, keep, *logs = weight_and_mask(new, batch, stats, cfg)
-    weight = weight / stats.weight_mean
     for row, low, high in rejections(cfg):
         high = stats.largest_kept if row.of_batch else high
         statistic = call(
@@ -576,17 +574,6 @@ def sees_new(cfg: LossFlags) -> bool:
     return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new
 
 
-def mean_weight(batch, comm, stats, cfg: LossFlags, fresh) -> float:
-    """Mean of keep * weight over the tokens of all ranks, or over responses if weights are (B, 1).
-
-    As in verl, the mean is taken before --reject."""
-    weight, keep, *_ = weight_and_mask(fresh, batch, stats, cfg)
-    applied = weight * keep
-    counted = batch.mask if applied.shape == batch.mask.shape else batch.mask.any(1, keepdim=True)
-    total, count = comm.sum([applied[counted].sum(), counted.sum()])
-    return total / count if total > 0 else 1.0
-
-
 def actor_is_sampler(cfg: Config) -> bool:
     """Whether the actor's distribution equals the sampler's up to numerical noise.
 
@@ -602,14 +589,9 @@ def actor_is_sampler(cfg: Config) -> bool:
 
 
 def exact_z_known(cfg: Config) -> bool:
-    """Whether the learner can compute Z exactly: two models, target ref, no budget, and an actor
-    that is the sampler."""
-    return (
-        cfg.actor != "none"
-        and cfg.obrs_target == "ref"
-        and not cfg.obrs_accept_rate
-        and actor_is_sampler(cfg)
-    )
+    """Whether the learner can compute Z exactly: two models, target ref, and an actor that is the
+    sampler."""
+    return cfg.actor != "none" and cfg.obrs_target == "ref" and actor_is_sampler(cfg)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -671,22 +653,6 @@ def check_target(cfg: LossFlags) -> None:
         f"--loss_denominator=kept: needs the keep-mask before the update starts, but {within} is computed during it; "
         "use proposed",
     )
-    need(
-        not (
-            cfg.normalize_weights
-            and cfg.loss_denominator == "kept"
-            and CORRECTIONS[cfg.correction].drops
-        ),
-        f"--loss_denominator=kept: --normalize_weights already divides by the tokens that "
-        f"--correction={cfg.correction} keeps; "
-        "use proposed",
-    )
-    early = "--normalize_weights" if cfg.normalize_weights else ""
-    early = "--advantage=otb" if cfg.advantage == "otb" else early
-    need(
-        not early or not sees_new(cfg),
-        f"{early} needs all weights before the update, but {within} is computed during it; leave the flag out",
-    )
 
 
 def check_caps(cfg: ObjectiveFlags) -> None:
@@ -743,31 +709,18 @@ def check_obrs(cfg: Config) -> None:
     z, new = cfg.correction in USES_Z, cfg.obrs_target == "new"
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
     need(
-        cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
-        f"--obrs_accept_rate={cfg.obrs_accept_rate}: must be in (0, 1]; leave it out to use --obrs_lambda",
-    )
-    need(
-        cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
-        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave "
-        "out one of the two flags",
-    )
-    need(
         cfg.correction != "jackpot_adjusted" or new,
         "--correction=jackpot_adjusted: its target is the current policy; use --obrs_target=new",
     )
     need(
         cfg.obrs_z != "exact" or exact_z_known(cfg),
-        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, no "
-        "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
+        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, "
+        "and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
         "quantization, --keep_sampling_mask=replay, --kv_cache_dtype=auto); use bracket",
     )
     need(
         not (z and new and cfg.loss_denominator == "kept") or cfg.kappa == "exact",
         "--loss_denominator=kept with --obrs_target=new must know the mask before the update: add --kappa=exact",
-    )
-    need(
-        not (z and new and cfg.obrs_accept_rate) or cfg.kappa == "exact",
-        "--obrs_accept_rate with --obrs_target=new must know the policy before the update: add --kappa=exact",
     )
     need(
         cfg.correction != "z_tis" or not new,

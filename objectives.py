@@ -32,7 +32,6 @@ import torch
 
 import corrections
 import obrs
-from batching import optimal_token_baseline
 from config import Config, LossFlags, ObjectiveFlags
 from corrections import (
     CLAMP,
@@ -42,9 +41,7 @@ from corrections import (
     call,
     can_drop,
     geo_ratio,
-    mean_weight,
     seq_mean,
-    token_k3,
     token_ratio,
 )
 from machinery.flags import choice, need, print_page, run_command
@@ -220,19 +217,13 @@ CLIPS |= {"gmpo": (0.4, 0.4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05), "d
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def kl_estimate(logp, logp_start, estimator: str, clamp=CLAMP):
-    """Per-token estimate of KL(p || start), (B, T) nats, with gradient. x = log(p_start / p).
-    Schulman.
+def kl_estimate(logp, logp_start):
+    """Per-token estimate of KL(p || start), (B, T) nats, with gradient: k2 = log(p_start / p)^2 / 2.
 
-                            mean of k          mean of the gradient, E[dk]
-        k2 = x^2 / 2        near KL(p||start)  dKL(p || start)
-        k3 = e^x - 1 - x    KL(p || start)     dKL(start || p)
-
-    E is over tokens of p. k3 has the gradient of KL(p || start) only if the gradient also flows
-    through a factor p_new / p_old (DeepSeek-V3.2); here the factor is detached. k1 = -x has a
-    gradient of mean zero."""
+    Over tokens of p its mean is near the KL, and the mean of its gradient is the KL's gradient.
+    Schulman's k3 would have the gradient of KL(start || p), and k1 a gradient of mean zero."""
     x = logp_start - logp
-    return x * x / 2 if estimator == "k2" else token_k3(x, clamp)
+    return x * x / 2
 
 
 def unregularised(cfg: Config):
@@ -252,13 +243,11 @@ class StepStats:
 
     tokens: float  # tokens that may carry a gradient
     sequences: float  # responses with at least one such token
-    lam: float  # OBRS's lambda: --obrs_lambda, or solved for --obrs_accept_rate
     kappa: float  # scale of Z_low or Z_approx
     distill_lambda: float  # weight of the distillation loss
     kept_factor: torch.Tensor | None = None  # (B, 1) proposed denominator / kept denominator
     log_group_mean: torch.Tensor | None = None  # (B, 1) GEPO's log E of each response's group
     mixing: torch.Tensor | None = None  # (B, 1) GEPO's e
-    weight_mean: float = 1.0  # divisor of --normalize_weights
     largest_kept: float = math.inf  # largest statistic that a rejection over the batch keeps
 
     def select(self, rows) -> StepStats:
@@ -273,14 +262,11 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
 
     With one update per batch, `ref` is the policy of this update, so the update's forward pass
     replaces the ref pass, unless a statistic over all ranks is needed before the first backward
-    pass: kappa, a budget's lambda, the kept denominator, the mean weight, a bound over the batch, a
-    baseline over the group."""
+    pass: kappa, the kept denominator, a bound over the batch."""
     z = cfg.correction in USES_Z
     passes = set()
     kept = cfg.loss_denominator == "kept" and can_drop(cfg)
-    over_batch = kept or cfg.normalize_weights or corrections.batch_rejection(cfg) is not None
-    over_batch = over_batch or cfg.advantage == "otb"
-    if updates > 1 or over_batch or (z and cfg.obrs_accept_rate):
+    if updates > 1 or kept or corrections.batch_rejection(cfg) is not None:
         passes.add("ref")
     if z and cfg.obrs_z != "exact":
         no_kappa = controllers.get("kappa") is None
@@ -294,8 +280,7 @@ def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
 
 
 def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepStats:
-    """The statistics of one optimizer step over all ranks. With --advantage=otb it also replaces
-    the batch's advantages.
+    """The statistics of one optimizer step over all ranks.
 
     batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers:
     state of earlier steps (`update_controllers`); fresh: TokenStats of the current policy, for
@@ -305,7 +290,6 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepS
     stats = StepStats(
         tokens=max(tokens, 1.0),
         sequences=max(sequences, 1.0),
-        lam=cfg.obrs_lambda,
         kappa=1.0,
         distill_lambda=controllers.get("distill", cfg.distill_lambda),
     )
@@ -317,13 +301,6 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepS
         row, bound = of_batch
         values = row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)[batch.mask]
         stats.largest_kept = corrections.largest_kept(comm.cat(values), bound)
-    if cfg.normalize_weights:
-        stats.weight_mean = mean_weight(batch, comm, stats, cfg, fresh)
-    if cfg.advantage == "otb":
-        weight, *_ = corrections.weight_and_mask(fresh, batch, stats, cfg)
-        of_rewards = (batch.reward, batch.group, batch.logp_ref, batch.sum_p2_ref, batch.mask)
-        adv = optimal_token_baseline(*of_rewards, weight.expand_as(batch.logp_ref))
-        batch.adv = torch.where(batch.spread[:, None], adv, 0).to(batch.reward)
     if cfg.loss_denominator == "kept" and can_drop(cfg):
         prepare_kept(stats, batch, comm, cfg, fresh)
     return stats
@@ -339,21 +316,18 @@ def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
 
 
 def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict, fresh) -> None:
-    """Compute lambda for a budget; compute kappa, or take the previous update's kappa."""
+    """Compute kappa, or take the previous update's kappa."""
+    if cfg.obrs_z == "exact":
+        return
     logp_tgt, support_logp = batch.logp_ref, batch.support_logp_ref
     if fresh is not None:
         logp_tgt, support_logp = fresh.logp, fresh.support_logp
-    if cfg.obrs_accept_rate:
-        ratios = token_ratio(logp_tgt - batch.logp_inf, cfg.log_ratio_clamp)[batch.mask]
-        stats.lam = obrs.solve_lambda(comm.cat(ratios), cfg.obrs_accept_rate)
-    if cfg.obrs_z == "exact":
-        return
     stats.kappa = controllers.get("kappa")
     if stats.kappa is None or fresh is not None or cfg.obrs_target == "ref":
-        accepted = obrs.acceptance(logp_tgt, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
+        accepted = obrs.acceptance(logp_tgt, batch.logp_inf, cfg.obrs_lambda, cfg.log_ratio_clamp)
         if cfg.obrs_mask == "bernoulli":
             accepted = (batch.mask_uniforms < accepted).to(accepted.dtype)
-        summed, _ = obrs.z_bracket(batch.support_logp, support_logp, stats.lam)
+        summed, _ = obrs.z_bracket(batch.support_logp, support_logp, cfg.obrs_lambda)
         sums = comm.sum([x[batch.mask].sum() for x in (accepted, summed)])
         stats.kappa = obrs.kappa_from(*(x / stats.tokens for x in sums))
 
@@ -393,8 +367,7 @@ def columns_of(new) -> dict:
 
 # statistic of a forward pass -> column of a batch
 REF = {
-    name: f"{name}_ref"
-    for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl_after", "sum_p2")
+    name: f"{name}_ref" for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl_after")
 }
 REF |= {"logp_start": "logp_start"}
 
@@ -421,7 +394,7 @@ def loss(new, batch, stats: StepStats, cfg: Config):
     unreduced = -keep * weight * surrogate
     if cfg.kl_coef:
         on_new = keep * weight * (1.0 if ratio is None else ratio.detach())
-        start_kl = kl_estimate(new.logp, batch.logp_start, cfg.kl_estimator, cfg.log_ratio_clamp)
+        start_kl = kl_estimate(new.logp, batch.logp_start)
         unreduced = unreduced + cfg.kl_coef * on_new * start_kl
     if stats.kept_factor is not None:
         unreduced = unreduced * stats.kept_factor.to(unreduced)
@@ -464,7 +437,7 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
     if new.actor_logp is None:
         return value, logs
     as_actor = replace(batch, logp_ref=batch.actor_logp_ref)
-    of_actor = replace(stats, kept_factor=None, weight_mean=1.0)
+    of_actor = replace(stats, kept_factor=None)
     actor_loss, _ = loss(replace(new, logp=new.actor_logp), as_actor, of_actor, actor_config(cfg))
     distill = new.distill_loss.masked_fill(~batch.mask, 0.0)
     value = value + actor_loss

@@ -95,7 +95,7 @@ class Training(Session):
             learner.cfg, self.controllers, self.updates_per_rollout
         ):
             with timer(self.clock, "ref_s"), given_back_if_it_fails(source):
-                columns = learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda)
+                columns = learner.ref_columns(batching.collate(groups, cfg))
                 batching.write_ref_columns(groups, columns)
         self.pending = [groups[i : i + n] for i in range(0, len(groups), n)]
         return True

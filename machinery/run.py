@@ -546,8 +546,8 @@ WARNINGS = {
         "nothing: raise --max_tokens, or read responses (python -m machinery.plot --samples=RUN)"
     ),
     "rejected_steps": (
-        "no token of an update reached the loss, so the policy did not change: with --mask_cut every response was cut "
-        "(raise --max_tokens), or every token was rejected (widen --rs_low and --rs_high, or check rollout_corr/kl)"
+        "no token of an update reached the loss, so the policy did not change: every token was rejected; widen "
+        "--rs_low and --rs_high, or check rollout_corr/kl"
     ),
 }
 

@@ -55,7 +55,6 @@ class TokenStats:
     kl: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
     # (B, T)    KL(policy || distribution of the accepted tokens)
     kl_after: torch.Tensor | None = None
-    sum_p2: torch.Tensor | None = None  # (B, T)    sum over the vocabulary of p_new^2
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's top-K tokens
     top_logp: torch.Tensor | None = None  # (B, T, K)
     top_actor_logp: torch.Tensor | None = None  # (B, T, K) log p_actor on top_ids
@@ -85,7 +84,6 @@ class Needs:
     lam: float = 1.0
     entropy_gradient: bool = False  # with `entropy`: the entropy carries gradient
     start: bool = False  # logp_start
-    sum_p2: bool = False
     own_head: bool = False  # only logp and actor_logp, by the models' own forward pass, for a check
 
 
@@ -398,7 +396,7 @@ def check_replay(model) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
+def needs_of_ref_pass(cfg: Config, has_actor: bool) -> Needs:
     """Outputs of the ref pass. Z can be computed from the actor only if the actor sampled with
     these weights."""
     uses_z = cfg.correction in corrections.USES_Z
@@ -407,16 +405,15 @@ def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
     wider = cfg.obrs_z == "approx" or (sampler_known and cfg.obrs_target == "new")
     return Needs(
         support=sums or corrections.rejects_by_support(cfg),
-        tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
-        exact_z=sampler_known and uses_z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
-        lam=lam,
+        tail=sums and cfg.obrs_z == "bracket",
+        exact_z=sampler_known and uses_z and cfg.obrs_target == "ref",
+        lam=cfg.obrs_lambda,
         topk=cfg.obrs_topk if sums and wider else 0,
         start=cfg.kl_coef > 0,
-        sum_p2=cfg.advantage == "otb",
     )
 
 
-def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> Needs:
+def needs_of_update(cfg: Config, has_actor: bool, has_ref: bool) -> Needs:
     """Outputs of the training pass. Without a ref pass it also computes the ref statistics
     (objectives.with_ref)."""
     uses_z = cfg.correction in corrections.USES_Z
@@ -430,18 +427,16 @@ def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> 
         or (
             corrections.rejects_by_support(cfg) and (cfg.correction_target == "new" or not has_ref)
         ),
-        tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
+        tail=sums and cfg.obrs_z == "bracket",
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
-        lam=lam,
+        lam=cfg.obrs_lambda,
         distill=cfg.distill_direction if has_actor else "none",
     )
 
 
 def needs_of_exact_kappa(cfg: ObrsFlags) -> Needs:
     """Outputs of the extra forward pass of `--kappa=exact`: the current policy on the support."""
-    return Needs(
-        support=True, tail=cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate, lam=cfg.obrs_lambda
-    )
+    return Needs(support=True, tail=cfg.obrs_z == "bracket", lam=cfg.obrs_lambda)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -517,8 +512,7 @@ def support_of(batch: Batch, at, needs: Needs):
 
 
 class OneModelRows:
-    """Statistics of one model: logp, and on request entropy, support_logp, tail, sum_p2 and its
-    top-K.
+    """Statistics of one model: logp, and on request entropy, support_logp, tail and its top-K.
 
     `tail` is the second term of the certified bound on Z: the sum over tokens outside S of
     min(p_K, p / lambda). With p = softmax(z / temperature) and g the gradient of the loss in logp,
@@ -530,7 +524,7 @@ class OneModelRows:
         self.support_on = support_on
         self.p_kth = p_kth
         asked = {"entropy": needs.entropy, "support_logp": needs.support, "tail": needs.tail}
-        asked |= {"sum_p2": needs.sum_p2, "top_ids": needs.topk, "top_logp": needs.topk}
+        asked |= {"top_ids": needs.topk, "top_logp": needs.topk}
         self.outputs = ("logp", *(name for name, wanted in asked.items() if wanted))
         self.differentiable = 1 + needs.entropy_gradient
 
@@ -577,11 +571,9 @@ class OneModelRows:
         """The outputs, computed from log-probabilities (n, V)."""
         out = {"logp": logp.gather(1, self.scored.target[at, None])[:, 0]}
         needs = self.needs
-        p = logp.exp() if needs.entropy or needs.tail or needs.sum_p2 else None
+        p = logp.exp() if needs.entropy or needs.tail else None
         if needs.entropy:
             out["entropy"] = -torch.linalg.vecdot(p, logp)
-        if needs.sum_p2:
-            out["sum_p2"] = torch.linalg.vecdot(p, p)
         if needs.support:
             out["support_logp"] = logp.gather(1, self.support_ids[at])
         if needs.topk:
@@ -604,7 +596,7 @@ class OneModelRows:
 class TwoModelRows:
     """Statistics of policy (p) and actor (q) together. Always: logp, actor_logp, KL(policy ||
     actor). On request: distill_loss (gradient only to the actor); entropy, support_logp, tail,
-    sum_p2 and top-K of the policy; the actor's entropy, and its log-probabilities on the policy's
+    and top-K of the policy; the actor's entropy, and its log-probabilities on the policy's
     top-K; the exact Z and KL(policy || accepted distribution).
 
         forward   KL(sg p || q), Jackpot Eq. 7      dz = g (q - p)

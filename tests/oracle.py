@@ -82,9 +82,8 @@ def mean(xs: list[float]) -> float:
 def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: float) -> Result:
     """kappa: from the last update; distill_lambda: from the controller."""
     adv = advantages(responses, cfg)
-    lam, kappa = lambda_and_kappa(responses, cfg, kappa)
+    lam, kappa = cfg.obrs_lambda, kappa_of(responses, cfg, kappa)
     weighed = [weights_of(r, a, cfg, lam, kappa) for r, a in zip(responses, adv, strict=True)]
-    weighed = normalized(weighed, cfg)
     most = largest_kept(responses, cfg)
     for i, (r, a) in enumerate(zip(responses, adv, strict=True)):
         weighed[i] = [(w, k * also) for (w, k), also in zip(weighed[i], rejections(r, a, cfg, most), strict=True)]
@@ -177,16 +176,6 @@ def weights_of(r: Response, advantage: float, cfg, lam: float, kappa: float) -> 
         over = "new" if cfg.correction == "tis_adjusted" else cfg.correction_target
         out = correct(cfg.correction, r, over, bounds, cfg.log_ratio_clamp, advantage)
     return out
-
-
-def normalized(rows: list[list[tuple[float, float]]], cfg) -> list[list[tuple[float, float]]]:
-    """Weights over the mean of keep * weight: over tokens, or over responses if each has one weight."""
-    one_each = cfg.correction in ("seq_is", "seq_tis", "seq_mis", "geo_rs", "geo_rs_seq_tis", "tbpo_mismatch", "vespo")
-    counted = [row[:1] if one_each else row for row in rows]
-    applied = [w * k for row in counted for w, k in row]
-    if not cfg.normalize_weights or sum(applied) <= 0:
-        return rows
-    return [[(w / mean(applied), k) for w, k in row] for row in rows]
 
 
 def correct(name: str, r: Response, over: str, bounds: Bounds, c: float, A: float) -> list[tuple[float, float]]:
@@ -357,41 +346,25 @@ def z_of(token: Token, cfg, lam: float, kappa: float) -> float:
     p = support(token, cfg)
     low = z_low_of(token, target(cfg), lam, cfg)
     room = max(0.0, 1 - sum(p.values()))
-    if not cfg.obrs_accept_rate:  # a budget's lambda is known only after the pass that would sum the tail
-        p_kth = token.inf[largest(token.inf, cfg.obrs_topk)[-1]]
-        room = min(room, sum(min(p_kth, distribution[x] / lam) for x in V if x not in p))
+    p_kth = token.inf[largest(token.inf, cfg.obrs_topk)[-1]]
+    room = min(room, sum(min(p_kth, distribution[x] / lam) for x in V if x not in p))
     return min(max(kappa * low, low), low + room)
 
 
-def lambda_and_kappa(responses: list[Response], cfg, kappa: float | None) -> tuple[float, float]:
-    """One lambda and one kappa an update, over all tokens that are on."""
-    if cfg.correction not in WITH_Z:
-        return cfg.obrs_lambda, 1.0
+def kappa_of(responses: list[Response], cfg, kappa: float | None) -> float:
+    """One kappa an update, over all tokens that are on."""
+    if cfg.correction not in WITH_Z or cfg.obrs_z == "exact":
+        return 1.0
+    if kappa is not None and cfg.obrs_target == "new" and cfg.kappa != "exact":
+        return kappa
     tokens = [token for r in responses for token in r.on]
-    policy, c = target(cfg), cfg.log_ratio_clamp
+    policy, lam, c = target(cfg), cfg.obrs_lambda, cfg.log_ratio_clamp
     if policy == "new" and cfg.kappa != "exact":
         policy = "ref"  # the policy before the update
-    lam = cfg.obrs_lambda
-    if cfg.obrs_accept_rate:
-        lam = budget([math.exp(clamp(log_ratio(token, policy, "inf"), c)) for token in tokens], cfg.obrs_accept_rate)
-    if cfg.obrs_z == "exact" or (kappa is not None and cfg.obrs_target == "new" and cfg.kappa != "exact"):
-        return lam, kappa or 1.0
     a = [acceptance(token, policy, lam, c) for token in tokens]
     if cfg.obrs_mask == "bernoulli":
         a = [float(token.u < x) for token, x in zip(tokens, a, strict=True)]
-    return lam, mean(a) / mean([z_low_of(token, policy, lam, cfg) for token in tokens])
-
-
-def budget(ratios: list[float], rate: float) -> float:
-    """The lambda with mean min(1, r / lambda) = rate, by bisection; rate 1: the largest lambda without a rejection."""
-    if rate == 1:
-        return min(ratios)
-    low, high = math.log(min(ratios)), math.log(sum(ratios) / rate)
-    for _ in range(200):
-        middle = (low + high) / 2
-        accepted = mean([min(1.0, r / math.exp(middle)) for r in ratios])
-        low, high = (middle, high) if accepted > rate else (low, middle)
-    return math.exp(middle)
+    return mean(a) / mean([z_low_of(token, policy, lam, cfg) for token in tokens])
 
 
 # -- Surrogates: values and derivatives of each token that is on ------------------------------------------------------
@@ -482,15 +455,14 @@ def cppo(r: Response, responses: list[Response], of_token: float, cfg) -> tuple[
     """beta times this response's part of the mean over sequences of mean over tokens of e^d - d - 1, and its slopes.
     k2: d^2 / 2, and the chosen reduction, with this share of each token."""
     of_mean = 1 / sum(len(other.on) > 0 for other in responses) / max(1, len(r.on))
-    sign = -1.0 if cfg.cppo_kl == "official" else 1.0  # official: d = log p_inf - log p_new
     total, slopes = 0.0, []
     for token in r.on:
-        x = sign * log_ratio(token, "new", "inf")
+        x = -log_ratio(token, "new", "inf")
         d = clamp(x, cfg.log_ratio_clamp)
         if cfg.cppo_kl == "k2":
-            share, value, slope = of_token, x * x / 2, x
+            share, value, slope = of_token, x * x / 2, -x
         else:
-            share, value, slope = of_mean, math.exp(d) - d - 1, (math.exp(d) - 1) * sign if d == x else 0.0
+            share, value, slope = of_mean, math.exp(d) - d - 1, 1 - math.exp(d) if d == x else 0.0
         total += cfg.cppo_beta * share * value
         slopes.append(cfg.cppo_beta * share * slope)
     return total, slopes
@@ -507,18 +479,10 @@ def kl_to_start(r: Response, responses: list[Response], scale: list[float], cfg)
         logs = [mean(logs)] * len(logs)
     for token, x, part in zip(r.on, logs, scale, strict=True):
         ratio = 1.0 if cfg.surrogate == "reinforce" else math.exp(clamp(x, cfg.log_ratio_clamp))
-        value, slope = estimate(log_ratio(token, "start", "new"), cfg)
-        terms.append(part * ratio * cfg.kl_coef * value)
-        slopes.append(part * ratio * cfg.kl_coef * slope)
+        away = log_ratio(token, "new", "start")
+        terms.append(part * ratio * cfg.kl_coef * away**2 / 2)
+        slopes.append(part * ratio * cfg.kl_coef * away)
     return terms, slopes
-
-
-def estimate(x: float, cfg) -> tuple[float, float]:
-    """k2 or k3 of x = log p_start - log p, and its slope in log p."""
-    if cfg.kl_estimator == "k2":
-        return x * x / 2, -x
-    c = clamp(x, cfg.log_ratio_clamp)
-    return math.exp(c) - 1 - c, 1 - math.exp(c) if c == x else 0.0
 
 
 def entropy(p: list[float]) -> float:

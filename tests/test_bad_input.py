@@ -59,9 +59,7 @@ ROWS = [
 --objective=opsm --loss_denominator=kept | --loss_denominator=kept: ... --correction_target=new is computed
 --kernels=liger | --kernels=liger: its kernels run on a GPU; use --kernels=plain
 --kernels=compile --rollout_quant=int8 --learner_quant=int8 | --kernels=compile: the low-bit layers
---obrs_lambda=1.4 --obrs_accept_rate=0.9 | --obrs_lambda=1.4: --obrs_accept_rate=0.9 ... leave out one of the two flags
 --distill_lambda=200 --distill_kl_target=0.1 | --distill_lambda=200.0: --distill_kl_target starts from it
---objective=icepop --normalize_weights --loss_denominator=kept | --loss_denominator=kept: --normalize_weights already
 --lora_rank=4 --learner_quant=int8 | --lora_rank=4: --learner_quant=int8 computes on low-bit ... leave one of the two
 --rollout=vllm --rollout_memory=1e6 | --rollout_memory=1000000.0: ... a number of GiB, ... lower it
 --arith=total=500,operand=40 | --arith: total=500: must be below 200 and no less than operand=40
@@ -170,7 +168,6 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
         r"""
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: the rows have different --obrs_topk; measure ... separate runs
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: the gradient ... use none
---advantage=otb | --advantage=otb: g is computed without a ref pass
 --stale=/no/such | --stale=/no/such: no Hugging Face ... give the `policy` of a checkpoint
         """,
     ),
@@ -297,7 +294,7 @@ OUT_OF_BOUNDS = """
 --dynamic_sampling=-1 --eval_every=-2 --distill_kl_target=-1 --temperature=1e-3 --temperature=1e9 --top_p=0 --top_p=1.1
 --top_k=-2 --min_p=1 --min_p=-0.1 --quant_group=0 --clip_low=-0.1 --dual_clip=1 --tbpo_neg_high=0 --cppo_beta=-1
 --gepo_defence=-1 --distill_lambda=-1 --kl_coef=-1 --entropy_coef=-1 --log_ratio_clamp=0 --is_cap=0.001 --is_floor=-1
---obrs_c1=1e-9 --obrs_c2=0.9 --obrs_lambda=1e9 --obrs_accept_rate=0 --obrs_accept_rate=1.1 --obrs_topk=0 --delay_min=-1
+--obrs_c1=1e-9 --obrs_c2=0.9 --obrs_lambda=1e9 --obrs_topk=0 --delay_min=-1
 --delay_samplers=0 --sampler_rate=0 --step_seconds=0 --max_staleness=-1 --window_seconds=0 --sync_every=0 --give_up=0
 --rollout_memory=-1 --rollout_tp=0 --lora_rank=-1 --overlong=32 --max_prompt_tokens=-1 --seed=-1
 """

@@ -45,7 +45,6 @@ def tensors(responses: list[dict]) -> tuple[TokenStats, Batch]:
         group=torch.tensor([r["group"] for r in responses]),
         reward=torch.linspace(0, 1, B),
         cut=torch.zeros(B, dtype=torch.bool),
-        spread=torch.ones(B, dtype=torch.bool),
         adv=torch.tensor([[r["adv"]] for r in responses], dtype=f64),
         sampling=torch.tensor([[1.0, 1.0, 0.0, 0.0]] * B),
         staleness=torch.tensor([float(r["age"]) for r in responses]),

@@ -118,7 +118,6 @@ def tensors(drawn: list, actor: bool) -> tuple[TokenStats, Batch]:
         group=per_response([i // 3 for i in range(len(drawn))], torch.long),
         reward=per_response([r.reward for r in drawn]),
         cut=per_response([r.cut for r in drawn], torch.bool),
-        spread=torch.ones(len(drawn), dtype=torch.bool),
         adv=per_response([[r.adv] for r in drawn]),
         sampling=per_response([[1.0, 1.0, 0.0, 0.0]] * len(drawn)),
         staleness=per_response([r.age for r in drawn]),
@@ -315,7 +314,7 @@ PARTS = {
 def case(name):
     """(responses, flags, statistics of the step, whether there is an actor)."""
     cfg = make_cfg(log_ratio_clamp=CLAMP, **CASES[name])
-    stats = StepStats(tokens=36.0, sequences=5.0, lam=cfg.obrs_lambda, kappa=1.15, distill_lambda=0.6)
+    stats = StepStats(tokens=36.0, sequences=5.0, kappa=1.15, distill_lambda=0.6)
     return responses(), cfg, stats, cfg.actor != "none"
 
 

@@ -175,12 +175,6 @@ def test_the_catalogue_has_every_name():
 # -- Before and after the step ----------------------------------------------------------------------------------------
 
 
-def test_the_mean_weight_of_a_batch_without_kept_tokens_is_1():
-    cfg = make_cfg(objective="seq_mis", normalize_weights=True, rs_low=99.0, rs_high=100.0)
-    assert objectives.prepare(tiny(LOG_R)[1], One, cfg, {}).weight_mean == 1.0
-    assert objectives.passes_needed(cfg, {}, 1) == {"ref"}
-
-
 def test_kappa_of_target_new_comes_from_the_last_update():
     cfg = make_cfg(objective="jackpot", obrs_target="new")
     controllers = {"kappa": None}

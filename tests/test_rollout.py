@@ -269,7 +269,7 @@ def test_collate_by_hand():
             assert b.ids[row].tolist() == [*g.prompt_ids, *r.tokens] + [0] * (b.ids.shape[1] - P - L)
             assert b.group[row] == k and b.adv[row, 0] == pytest.approx(r.reward - mean, abs=1e-6)
             assert b.staleness[row] == 7.0
-            assert (b.cut[row], b.spread[row]) == (row == 2, k == 0)
+            assert b.cut[row] == (row == 2)
             assert b.mask[row, :L].tolist() == r.loss_mask.tolist() and not b.mask[row, L:].any()
             for t in range(L):
                 in_top = int(r.tokens[t]) in r.topk_ids[t].tolist()
