@@ -274,16 +274,14 @@ class StalenessFlags:
 
     delay_samplers: int = 4
     """--delay: number of samplers, each with a separate model version."""
-    sampler_rate: float = 1.0
-    """--delay: groups that the samplers make per group that the learner trains on."""
     step_seconds: float = 28.125
     """--delay: virtual seconds per update (default: 1800 s of delay are 64 updates)."""
     max_staleness: int | None = None
-    """Maximum age of weights in updates: caps delays, and the learner drops older groups; 0:
-    synchronous; default: no bound."""
+    """Maximum age of weights in updates: caps delays, and the learner drops older groups of remote
+    samplers; 0: synchronous; default: no bound."""
     window_seconds: float = math.inf
-    """Drop groups older than this many seconds, virtual with --delay; remote samplers need
-    synchronized clocks (NTP)."""
+    """Remote samplers, with synchronized clocks (NTP): drop groups older than this many seconds.
+    Simulated groups are trained on at once."""
     sync_every: int = 1
     """Updates between broadcasts of weights to delayed or remote samplers."""
 
@@ -474,9 +472,10 @@ RANGES = {
     **dict.fromkeys(("clip_low", "clip_high", "is_floor", "rs_low"), (0, math.inf)),
     **dict.fromkeys(("tbpo_neg_high", "rs_high", "grad_clip"), (1e-6, math.inf)),
     **dict.fromkeys(("is_cap", "obrs_c1"), (0.01, math.inf)),
-    **dict.fromkeys(("sampler_rate", "step_seconds", "window_seconds"), (1e-6, math.inf)),
+    **dict.fromkeys(("step_seconds", "window_seconds"), (1e-6, math.inf)),
     **dict.fromkeys(("give_up", "patience"), (1e-6, math.inf)),
     "sync_every": (1, 10**6),
+    "max_staleness": (0, 10**6),
     "group_size": (2, 10**6),
     "seed": (0, 10**18),
     "temperature": (COLDEST, 10),

@@ -276,7 +276,7 @@ ELSEWHERE = {
     ),
     "reward/NAME": "mean of each part of --reward, unweighted, if there are several (tasks/rewards.py)",
     "dynamic_sampling/dropped": "groups with equal rewards, replaced by other prompts",
-    "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",
+    "delay/versions": "versions of the weights that delayed samplers use (delay.py)",
     "remote/trained": "counts of remote groups, a column for each outcome (remote/source.py); remote/*",
     "rollout_s": "seconds by stage: rollout_s, grade_s, ref_s, update_s, sync_s, eval_s, save_s",
     "time_s": "when the line was written, seconds since the epoch",

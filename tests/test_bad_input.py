@@ -85,8 +85,6 @@ ROWS = [
 --delay=lognormal --delay_min=50 --delay_max=20 | --delay_min=50.0 ... ve 0 and not above the longest
 --delay=weibull --delay_min=20 --delay_max=20 | --delay=weibull: two quantiles need ... use --delay=constant
 --delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
---delay=weibull --sampler_rate=2 | --sampler_rate=2.0: samplers ... bound their age with --max_staleness or
---delay=constant --sampler_rate=0.5 --window_seconds=0.9 --step_seconds=1 | --window_seconds=0.9: at ... dropped before
 --delay=constant --samplers=x | --delay=constant simulates samplers ... leave out one of
 --max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
 --samplers=tcp://*:5555 | --samplers=tcp://*:5555: samplers on other hosts need --keys ... listen on tcp://127.0.0.1:
@@ -295,7 +293,7 @@ OUT_OF_BOUNDS = """
 --top_k=-2 --min_p=1 --min_p=-0.1 --quant_group=0 --clip_low=-0.1 --dual_clip=1 --tbpo_neg_high=0 --cppo_beta=-1
 --gepo_defence=-1 --distill_lambda=-1 --kl_coef=-1 --entropy_coef=-1 --log_ratio_clamp=0 --is_cap=0.001 --is_floor=-1
 --obrs_c1=1e-9 --obrs_c2=0.9 --obrs_lambda=1e9 --obrs_topk=0 --delay_min=-1
---delay_samplers=0 --sampler_rate=0 --step_seconds=0 --max_staleness=-1 --window_seconds=0 --sync_every=0 --give_up=0
+--delay_samplers=0 --step_seconds=0 --max_staleness=-1 --window_seconds=0 --sync_every=0 --give_up=0
 --rollout_memory=-1 --rollout_tp=0 --lora_rank=-1 --overlong=32 --max_prompt_tokens=-1 --seed=-1
 """
 

@@ -370,10 +370,10 @@ MUTANTS = {
         (" hashlib.blake2b(repr(key).encode(), ", " hashlib.blake2b(repr(key[:1]).encode(), "),
     ],
     "delay.py": [
-        ("self.cfg.train_batch / self.cfg.rollout_batch)", "1.0)"),
-        ("v for v, t in self.broadcast.items() if t <= loaded_at", "self.broadcast"),
+        ("v for v in self.broadcast if self.now(v) <= sampler.until", "self.broadcast"),
+        ("if learner_version - sampler.version > self.oldest:", "if False:"),
         ("sampler, draw", "sampler"),
-        ("needed = self.needed().union(*self.pinned)", "needed = self.needed()"),
+        ("*from_all(self.needed()), *self.pinned)", "*from_all(self.needed()))"),
         ("span / (2 * NormalDist().inv_cdf(1 - a))", "span / NormalDist().inv_cdf(1 - a)"),
         ("            if version != self.version:\n", "            if self.version < 0:\n"),
     ],
