@@ -3,7 +3,7 @@
 python train.py --config=configs/x.toml --key=value
 
 The type of a parameter `cfg` is the smallest group with all flags that the function reads: `def
-needs_of_exact_kappa(cfg: ObrsFlags)`. A flag with the default None is filled from `--objective`
+clip_bounds(cfg: ObjectiveFlags)`. A flag with the default None is filled from `--objective`
 (presets.py), then by machinery/settings.py; a remaining None means off. machinery/settings.py also
 reads command lines and TOML files and checks combinations of flags across files. Each file checks
 its own flags."""
@@ -151,9 +151,6 @@ class ObrsFlags:
     obrs_z: Literal["auto", "exact", "bracket", "approx"] = "auto"
     """Z: exact (two models, target ref); bracket: bounds from the top-K; approx: the paper's kappa
     Z_approx; auto: exact if possible, else bracket."""
-    kappa: Literal["auto", "exact"] = "auto"
-    """Source of kappa, the scale of Z_low or Z_approx, for --obrs_target=new. auto: the previous
-    update; exact: this update, by an extra forward pass."""
 
 
 @dataclass(frozen=True)

@@ -133,12 +133,6 @@ def tis(log_r, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
     return weight, torch.ones_like(weight)
 
 
-def tis_adjusted(logp_new, logp_inf, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
-    """weight min(p_new / p_inf, C), for --ratio_base=new, where PPO's clip never acts. Jackpot
-    section 10.1."""
-    return tis(logp_new - logp_inf, is_cap, is_floor, clamp)
-
-
 def icepop(log_r, rs_low=0.5, rs_high=5.0, clamp=CLAMP):
     """weight r, tokens outside low <= r <= high dropped. Jackpot section 2.2 (IceProp); verl,
     slime, SkyRL."""
@@ -390,7 +384,6 @@ CORRECTIONS = {
     "none": Correction(none, plain=True),
     "is": Correction(vanilla_is),
     "tis": Correction(tis),
-    "tis_adjusted": Correction(tis_adjusted),
     "icepop": Correction(icepop, drops=True),
     "kpop": Correction(kpop, drops=True),
     "areal_drop": Correction(areal_drop, drops=True),
@@ -406,7 +399,6 @@ CORRECTIONS = {
     "vespo": Correction(vespo),
     "z_tis": Correction(z_tis_correction, needs_z=True),
     "obrs": Correction(obrs_correction, drops=True, needs_z=True),
-    "jackpot_adjusted": Correction(obrs_correction, drops=True, needs_z=True),
 }
 USES_Z = {name for name, row in CORRECTIONS.items() if row.needs_z}
 
@@ -519,7 +511,6 @@ def weight_and_mask(new, batch, stats, cfg: LossFlags):
         stats=stats,
         cfg=cfg,
         log_r=batch.log_r,
-        logp_new=None if new is None else new.logp.detach(),
         logp_inf=batch.logp_inf,
         mask=batch.mask,
         adv=batch.adv,
@@ -566,12 +557,6 @@ def rejects_by_support(cfg: ObjectiveFlags) -> bool:
 def can_drop(cfg: ObjectiveFlags) -> bool:
     """Whether any token can be rejected."""
     return CORRECTIONS[cfg.correction].drops or cfg.reject != "none"
-
-
-def sees_new(cfg: LossFlags) -> bool:
-    """Whether weights or masks depend on p_new, so that they are unknown before the update."""
-    z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
-    return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new
 
 
 def actor_is_sampler(cfg: Config) -> bool:
@@ -625,16 +610,11 @@ def check(cfg: Config) -> None:
     check_caps(cfg)
     check_rejection(cfg)
     check_obrs(cfg)
-    need(
-        cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
-        f"--correction={cfg.correction} already contains p_new / p_inf: it needs --ratio_base=new, not "
-        f"{cfg.ratio_base}",
-    )
     check_target(cfg)
 
 
 def check_target(cfg: LossFlags) -> None:
-    """Check --correction_target, and flags that need the weights before the update."""
+    """Check --correction_target, and that the keep-mask is known when the update starts if needed."""
     of_new = cfg.correction_target == "new"
     need(
         not of_new or cfg.correction not in USES_Z,
@@ -646,12 +626,11 @@ def check_target(cfg: LossFlags) -> None:
         "--correction_target=new: weights p_new / p_inf replace the ratio; use --surrogate=reinforce or "
         f"--ratio_base=new, not {cfg.ratio_base}",
     )
-    within = "--correction_target=new" if of_new else f"--correction={cfg.correction}"
-    late = cfg.correction not in USES_Z and sees_new(cfg)  # check_obrs reports on OBRS
+    late = of_new or (cfg.correction in USES_Z and cfg.obrs_target == "new")
     need(
         not late or cfg.loss_denominator != "kept" or not can_drop(cfg),
-        f"--loss_denominator=kept: needs the keep-mask before the update starts, but {within} is computed during it; "
-        "use proposed",
+        "--loss_denominator=kept: needs the keep-mask before the update starts, but --correction_target=new and "
+        "--obrs_target=new compute the mask during it; use proposed",
     )
 
 
@@ -705,13 +684,8 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
 
 
 def check_obrs(cfg: Config) -> None:
-    """Check the flags of OBRS, and flags that need OBRS's statistics before the update."""
-    z, new = cfg.correction in USES_Z, cfg.obrs_target == "new"
+    """Check the flags of OBRS."""
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
-    need(
-        cfg.correction != "jackpot_adjusted" or new,
-        "--correction=jackpot_adjusted: its target is the current policy; use --obrs_target=new",
-    )
     need(
         cfg.obrs_z != "exact" or exact_z_known(cfg),
         "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, "
@@ -719,10 +693,6 @@ def check_obrs(cfg: Config) -> None:
         "quantization, --keep_sampling_mask=replay, --kv_cache_dtype=auto); use bracket",
     )
     need(
-        not (z and new and cfg.loss_denominator == "kept") or cfg.kappa == "exact",
-        "--loss_denominator=kept with --obrs_target=new must know the mask before the update: add --kappa=exact",
-    )
-    need(
-        cfg.correction != "z_tis" or not new,
+        cfg.correction != "z_tis" or cfg.obrs_target == "ref",
         "--correction=z_tis is a control for target ref; leave --obrs_target=ref",
     )

@@ -45,8 +45,7 @@ from corrections import (
     token_ratio,
 )
 from machinery.flags import choice, need, print_page, run_command
-from presets import DEFAULTS, FRAMEWORKS, OBJECTIVES, PAPERS
-from sampling import Sampling
+from presets import DEFAULTS, FRAMEWORKS, PAPERS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
@@ -257,34 +256,27 @@ class StepStats:
         return replace(self, **chosen)
 
 
-def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
-    """The extra learner passes that this rollout batch needs: {}, {"ref"} or {"ref", "fresh"}.
+def needs_ref_pass(cfg: Config, controllers: dict, updates: int) -> bool:
+    """Whether this rollout batch needs a ref pass before its first update.
 
     With one update per batch, `ref` is the policy of this update, so the update's forward pass
     replaces the ref pass, unless a statistic over all ranks is needed before the first backward
     pass: kappa, the kept denominator, a bound over the batch."""
-    z = cfg.correction in USES_Z
-    passes = set()
     kept = cfg.loss_denominator == "kept" and can_drop(cfg)
     if updates > 1 or kept or corrections.batch_rejection(cfg) is not None:
-        passes.add("ref")
-    if z and cfg.obrs_z != "exact":
-        no_kappa = controllers.get("kappa") is None
-        # the ref pass may add the policy's top-K to the support (model.needs_of_ref_pass)
-        own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"
-        if cfg.obrs_target == "ref" or no_kappa or own_topk:
-            passes.add("ref")
-    if z and cfg.kappa == "exact" and cfg.obrs_target == "new":
-        passes |= {"ref", "fresh"}
-    return passes
+        return True
+    if cfg.correction not in USES_Z or cfg.obrs_z == "exact":
+        return False
+    # the ref pass may add the policy's top-K to the support (model.needs_of_ref_pass)
+    own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"
+    return cfg.obrs_target == "ref" or controllers.get("kappa") is None or own_topk
 
 
-def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepStats:
+def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
     """The statistics of one optimizer step over all ranks.
 
     batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers:
-    state of earlier steps (`update_controllers`); fresh: TokenStats of the current policy, for
-    `--kappa=exact`."""
+    state of earlier steps (`update_controllers`)."""
     lengths = batch.mask.sum(1)
     tokens, sequences = comm.sum([batch.mask.sum(), (lengths > 0).sum()])
     stats = StepStats(
@@ -296,13 +288,13 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepS
     if cfg.ratio_base == "group":
         prepare_group(stats, batch, cfg)
     if cfg.correction in USES_Z:
-        prepare_obrs(stats, batch, comm, cfg, controllers, fresh)
+        prepare_obrs(stats, batch, comm, cfg, controllers)
     if of_batch := corrections.batch_rejection(cfg):
         row, bound = of_batch
         values = row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)[batch.mask]
         stats.largest_kept = corrections.largest_kept(comm.cat(values), bound)
     if cfg.loss_denominator == "kept" and can_drop(cfg):
-        prepare_kept(stats, batch, comm, cfg, fresh)
+        prepare_kept(stats, batch, comm, cfg)
     return stats
 
 
@@ -315,27 +307,26 @@ def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
     stats.mixing = corrections.group_mixing(mean_logp_inf, batch.group, cfg.gepo_defence)[:, None]
 
 
-def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict, fresh) -> None:
+def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict) -> None:
     """Compute kappa, or take the previous update's kappa."""
     if cfg.obrs_z == "exact":
         return
-    logp_tgt, support_logp = batch.logp_ref, batch.support_logp_ref
-    if fresh is not None:
-        logp_tgt, support_logp = fresh.logp, fresh.support_logp
     stats.kappa = controllers.get("kappa")
-    if stats.kappa is None or fresh is not None or cfg.obrs_target == "ref":
-        accepted = obrs.acceptance(logp_tgt, batch.logp_inf, cfg.obrs_lambda, cfg.log_ratio_clamp)
+    if stats.kappa is None or cfg.obrs_target == "ref":
+        accepted = obrs.acceptance(
+            batch.logp_ref, batch.logp_inf, cfg.obrs_lambda, cfg.log_ratio_clamp
+        )
         if cfg.obrs_mask == "bernoulli":
             accepted = (batch.mask_uniforms < accepted).to(accepted.dtype)
-        summed, _ = obrs.z_bracket(batch.support_logp, support_logp, cfg.obrs_lambda)
+        summed, _ = obrs.z_bracket(batch.support_logp, batch.support_logp_ref, cfg.obrs_lambda)
         sums = comm.sum([x[batch.mask].sum() for x in (accepted, summed)])
         stats.kappa = obrs.kappa_from(*(x / stats.tokens for x in sums))
 
 
-def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
+def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags) -> None:
     """Compute kept_factor, which replaces the denominator of proposed tokens by the denominator of
     kept tokens (`--loss_denominator=kept`)."""
-    _, keep, _ = apply_correction(fresh, batch, stats, cfg)
+    _, keep, _ = apply_correction(None, batch, stats, cfg)
     lengths = batch.mask.sum(1)
     kept = (keep.expand_as(batch.logp_inf) * batch.mask).sum(1)
     kept_tokens, kept_sequences = comm.sum([kept.sum(), (kept > 0).sum()])
@@ -518,12 +509,6 @@ def default_bounds(cfg: ObjectiveFlags) -> dict:
 
 def check(cfg: Config) -> None:
     """Raise UserError, one sentence, if flags of the objective contradict each other."""
-    for axis, known in (("correction", corrections.CORRECTIONS), ("surrogate", SURROGATES)):
-        value = getattr(cfg, axis)
-        named = (
-            f"--{axis}={value}: a value of --objective, not of --{axis}; write --objective={value}"
-        )
-        need(value in known or value not in OBJECTIVES, named)
     choice("surrogate", cfg.surrogate, list(SURROGATES))
     corrections.check(cfg)
     check_ratio(cfg)
@@ -541,17 +526,6 @@ def check(cfg: Config) -> None:
             cfg.actor != "none",
             "--distill_kl_target: there is no actor to distil; name one with --actor",
         )
-    check_regularisers(cfg)
-
-
-def check_regularisers(cfg: Config) -> None:
-    """Check that the KL to the start model is finite."""
-    cuts = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
-    need(
-        cfg.kl_coef == 0 or not cuts,
-        "--keep_sampling_mask=recompute with --kl_coef: the KL between two truncated distributions is "
-        "infinite; use replay",
-    )
 
 
 def check_ratio(cfg: ObjectiveFlags) -> None:

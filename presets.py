@@ -42,10 +42,15 @@ PAPERS = {
     "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},
     "geo_rs_seq_tis": {"correction": "geo_rs_seq_tis", "surrogate": "ppo"},
     "ppo_is": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
-    "tis_adjusted": {"correction": "tis_adjusted", "surrogate": "ppo", "ratio_base": "new"},
+    "tis_adjusted": {
+        "correction": "tis",
+        "surrogate": "ppo",
+        "ratio_base": "new",
+        "correction_target": "new",
+    },
     "jackpot": {"correction": "obrs", "surrogate": "ppo"},
     "jackpot_adjusted": dict(
-        correction="jackpot_adjusted", surrogate="ppo", ratio_base="new", obrs_target="new"
+        correction="obrs", surrogate="ppo", ratio_base="new", obrs_target="new"
     ),
     "gspo": {"correction": "none", "surrogate": "gspo", "reduction": PER_RESPONSE},
     "gepo": {

@@ -178,7 +178,7 @@ def unlike_paper(cfg: Config) -> str:
     if cfg.objective in ("grpo", "gspo"):  # different rows of the same table
         paper |= {"ratio_base": "inf"}
     groups = (LossFlags, DelayFlags, StalenessFlags) if delayed else (LossFlags,)
-    compared = {f.name for group in groups for f in fields(group)} - {"kappa"}
+    compared = {f.name for group in groups for f in fields(group)}
     if cfg.correction not in corrections.USES_Z:
         compared = {key for key in compared if not key.startswith("obrs_")}
     differs = [
@@ -216,7 +216,7 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     flags.check_ranges(cfg)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)
-    sampling.check_with_actor(cfg)
+    sampling.check_kl(cfg)
     quant.check(cfg)
     delay.check(cfg)
     delay.check_remote(cfg)

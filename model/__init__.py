@@ -30,7 +30,7 @@ from torch import nn
 import corrections
 import quant
 from batching import Batch
-from config import Config, ObrsFlags
+from config import Config
 from machinery.flags import need
 from model import attention, exact, lora  # noqa: F401  attention: imported for its side effects
 from model.head import CUT, ChunkedHead, Head, chunk_rows, memory_of
@@ -432,11 +432,6 @@ def needs_of_update(cfg: Config, has_actor: bool, has_ref: bool) -> Needs:
         lam=cfg.obrs_lambda,
         distill=cfg.distill_direction if has_actor else "none",
     )
-
-
-def needs_of_exact_kappa(cfg: ObrsFlags) -> Needs:
-    """Outputs of the extra forward pass of `--kappa=exact`: the current policy on the support."""
-    return Needs(support=True, tail=cfg.obrs_z == "bracket", lam=cfg.obrs_lambda)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

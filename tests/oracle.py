@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 INF = math.inf
-WITH_Z = ("obrs", "jackpot_adjusted", "z_tis")
+WITH_Z = ("obrs", "z_tis")
 
 
 @dataclass
@@ -173,8 +173,7 @@ def weights_of(r: Response, advantage: float, cfg, lam: float, kappa: float) -> 
         bounds = Bounds(floor=cfg.is_floor)
         flags = {"cap": cfg.is_cap, "low": cfg.rs_low, "high": cfg.rs_high}
         bounds = replace(bounds, **{name: value for name, value in flags.items() if value is not None})
-        over = "new" if cfg.correction == "tis_adjusted" else cfg.correction_target
-        out = correct(cfg.correction, r, over, bounds, cfg.log_ratio_clamp, advantage)
+        out = correct(cfg.correction, r, cfg.correction_target, bounds, cfg.log_ratio_clamp, advantage)
     return out
 
 
@@ -183,7 +182,7 @@ def correct(name: str, r: Response, over: str, bounds: Bounds, c: float, A: floa
     logs = [log_ratio(token, over, "inf") for token in r.on]
     if not logs:
         return []
-    if name in ("none", "is", "tis", "tis_adjusted", "icepop", "areal_drop"):
+    if name in ("none", "is", "tis", "icepop", "areal_drop"):
         return [by_token(name, math.exp(clamp(x, c)), bounds) for x in logs]
     if name == "kpop":
         return [binary_kl(token, over, x, bounds, c) for token, x in zip(r.on, logs, strict=True)]
@@ -211,7 +210,7 @@ def binary_kl(token: Token, over: str, x: float, bounds: Bounds, c: float) -> tu
 def by_token(name: str, ratio: float, bounds: Bounds) -> tuple[float, float]:
     if name == "none":
         return 1.0, 1.0
-    if name in ("tis", "tis_adjusted"):
+    if name == "tis":
         return min(max(ratio, bounds.floor), bounds.cap), 1.0
     if name == "icepop":
         return ratio, inside(ratio, bounds.low, bounds.high)
@@ -328,7 +327,7 @@ def support(token: Token, cfg) -> dict[int, float]:
     """S -> p_inf there: the engine's top-K and the sampled token; OBRS with an actor and target new: also the policy's
     top-K."""
     p = {x: token.inf[x] for x in [*largest(token.inf, cfg.obrs_topk), token.id]}
-    if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.actor != "none" and cfg.obrs_target == "new":
+    if cfg.correction == "obrs" and cfg.actor != "none" and cfg.obrs_target == "new":
         p = {x: token.actor_ref[x] for x in largest(token.ref, cfg.obrs_topk)} | p
     return p
 
@@ -355,16 +354,14 @@ def kappa_of(responses: list[Response], cfg, kappa: float | None) -> float:
     """One kappa an update, over all tokens that are on."""
     if cfg.correction not in WITH_Z or cfg.obrs_z == "exact":
         return 1.0
-    if kappa is not None and cfg.obrs_target == "new" and cfg.kappa != "exact":
+    if kappa is not None and cfg.obrs_target == "new":
         return kappa
     tokens = [token for r in responses for token in r.on]
-    policy, lam, c = target(cfg), cfg.obrs_lambda, cfg.log_ratio_clamp
-    if policy == "new" and cfg.kappa != "exact":
-        policy = "ref"  # the policy before the update
-    a = [acceptance(token, policy, lam, c) for token in tokens]
+    lam = cfg.obrs_lambda
+    a = [acceptance(token, "ref", lam, cfg.log_ratio_clamp) for token in tokens]
     if cfg.obrs_mask == "bernoulli":
         a = [float(token.u < x) for token, x in zip(tokens, a, strict=True)]
-    return mean(a) / mean([z_low_of(token, policy, lam, cfg) for token in tokens])
+    return mean(a) / mean([z_low_of(token, "ref", lam, cfg) for token in tokens])
 
 
 # -- Surrogates: values and derivatives of each token that is on ------------------------------------------------------

@@ -51,12 +51,11 @@ ROWS = [
 --objective=is --reject=token:1e-300:1e-290 | --reject=token:1e-300:1e-290: the bounds of token:1e-300:1e-290 are
 --objective=is --reject=token:０.5:5 | --reject=token:０.5:5: token:０.5:5 is not a statistic with two bounds
 --objective=jackpt | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
---correction=jackpot | --correction=jackpot: a value of --objective, not of --correction; ... --objective=jackpot
 --kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: only vLLM has this cache; use --rollout=vllm, or auto
 --objective=is --reject=token,gee:0:1 | --reject=gee: not one of token, sequence, geo, ... did you mean geo?
 --objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: ... or give each statistic its bounds
 --objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf replace ... not ref
---objective=opsm --loss_denominator=kept | --loss_denominator=kept: ... --correction_target=new is computed
+--objective=opsm --loss_denominator=kept | --loss_denominator=kept: ... --correction_target=new and
 --kernels=liger | --kernels=liger: its kernels run on a GPU; use --kernels=plain
 --kernels=compile --rollout_quant=int8 --learner_quant=int8 | --kernels=compile: the low-bit layers
 --distill_lambda=200 --distill_kl_target=0.1 | --distill_lambda=200.0: --distill_kl_target starts from it
@@ -80,7 +79,7 @@ ROWS = [
 --objective=tis --is_floor=2 | --is_floor=2.0: must be 0, or below --is_cap=2.0
 --objective=grpo --reject=token --reject_of=positive | --reject_of=positive: ... all, negative
 --obrs_z=exact --actor=none | --obrs_z=exact: p_inf over the whole vocabulary is known only with an ... use bracket
---loss_denominator=kept --obrs_target=new | --loss_denominator=kept with ... the update: add --kappa=exact
+--loss_denominator=kept --obrs_target=new | --loss_denominator=kept: ... compute the mask during it; use proposed
 --objective=tis_adjusted --loss_denominator=kept --reject=seq_min | --loss_denominator=kept: needs the keep-mask before
 --delay=lognormal --delay_min=50 --delay_max=20 | --delay_min=50.0 ... ve 0 and not above the longest
 --delay=weibull --delay_min=20 --delay_max=20 | --delay=weibull: two quantiles need ... use --delay=constant

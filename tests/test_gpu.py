@@ -131,8 +131,7 @@ def test_quantized_numbers_equal_the_cpus(name, dtype):
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [f32, torch.bfloat16], ids=str)
 def test_a_low_bit_product_and_its_gradient_equal_the_cpus(name, shape, dtype):
-    """fp8 has its kernel's rounding: bfloat16, and sums in fewer bits. In 16 bits vLLM's kernels multiply, if it is
-    installed and the sizes are multiples of 16."""
+    """In 16 bits vLLM's kernels multiply, if it is installed and the sizes are multiples of 16."""
     M, K, N = shape
     x, up, weight = ((torch.randn(*size) * 3).to(dtype) for size in ((M, K), (M, N), (N, K)))
     results = []

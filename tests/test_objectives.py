@@ -117,7 +117,7 @@ def test_denominators_by_hand(reduction, denominator, want):
     for axes in (dict(objective="icepop"), dict(objective="is", reject="token")):
         cfg = make_cfg(**axes, **flags)
         assert float(step(new, b, cfg)[-1].detach()) == pytest.approx(want)
-        assert objectives.passes_needed(cfg, {}, 1) == ({"ref"} if denominator == "kept" else set())
+        assert objectives.needs_ref_pass(cfg, {}, 1) == (denominator == "kept")
 
 
 @pytest.mark.parametrize("objective", ["icepop", "seq_mis", "jackpot"])
@@ -178,14 +178,13 @@ def test_the_catalogue_has_every_name():
 def test_kappa_of_target_new_comes_from_the_last_update():
     cfg = make_cfg(objective="jackpot", obrs_target="new")
     controllers = {"kappa": None}
-    assert objectives.passes_needed(cfg, controllers, 1) == {"ref"}
+    assert objectives.needs_ref_pass(cfg, controllers, 1)
     objectives.update_controllers(controllers, {"obrs/accept_rate": 0.9, "obrs/z_low": 0.8}, cfg)
     assert controllers["kappa"] == pytest.approx(1.125)
-    assert objectives.passes_needed(cfg, controllers, 1) == set()
-    assert objectives.passes_needed(cfg, controllers, 4) == {"ref"}
+    assert not objectives.needs_ref_pass(cfg, controllers, 1)
+    assert objectives.needs_ref_pass(cfg, controllers, 4)
     # with an actor the support needs the policy's top-K each time
-    assert objectives.passes_needed(replace(cfg, actor="base:actor"), controllers, 1) == {"ref"}
-    assert objectives.passes_needed(replace(cfg, kappa="exact"), controllers, 1) == {"ref", "fresh"}
+    assert objectives.needs_ref_pass(replace(cfg, actor="base:actor"), controllers, 1)
     assert objectives.prepare(tiny(LOG_R)[1], One, cfg, controllers).kappa == pytest.approx(1.125)
 
 

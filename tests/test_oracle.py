@@ -25,7 +25,7 @@ from corrections import CORRECTIONS, REJECTIONS, USES_Z, rejects_by_support
 from learner import Learner
 from machinery.flags import UserError
 from machinery.ranks import Comm
-from model import PolicyAndActor, TokenStats, needs_of_exact_kappa, needs_of_update
+from model import PolicyAndActor, TokenStats, needs_of_update
 from rollout import Response, Rollout, uniforms
 from sampling import Sampling
 
@@ -297,18 +297,15 @@ def repository(cfg, case):
     controllers = {"kappa": case["carried_kappa"]}
     if case["carried_distill"] is not None:
         controllers["distill"] = case["carried_distill"]
-    passes = objectives.passes_needed(cfg, controllers, case["updates"])
-    ranks = batches_of(cfg, case, "ref" in passes)
-    fresh = [None] * len(ranks)
-    if "fresh" in passes:
-        fresh = [TokenStats(**forward(cfg, case, key, batch, needs_of_exact_kappa(cfg))) for key, batch in ranks]
+    ref_pass = objectives.needs_ref_pass(cfg, controllers, case["updates"])
+    ranks = batches_of(cfg, case, ref_pass)
 
     def prepare(comm, part):
-        (_, batch), now = part
-        return objectives.prepare(batch, comm, cfg, controllers, now)
+        _, batch = part
+        return objectives.prepare(batch, comm, cfg, controllers)
 
     total, grads = 0.0, {name: {} for name in GRADIENTS}
-    for (key, batch), stats in zip(ranks, on_all(list(zip(ranks, fresh, strict=True)), prepare), strict=True):
+    for (key, batch), stats in zip(ranks, on_all(ranks, prepare), strict=True):
         leaves, loss = one_rank(cfg, case, key, batch, stats)
         total += loss
         for name, x in leaves.items():
@@ -317,7 +314,7 @@ def repository(cfg, case):
             for b in range(len(batch)):
                 if case["ranks"] != "idle" or batch.mask.any():
                     grads[name][row_of(batch, b)] = grad[b][batch.mask[b]].tolist()
-    return total, grads, "ref" in passes
+    return total, grads, ref_pass
 
 
 def one_rank(cfg, case, key, batch, stats):
@@ -374,7 +371,6 @@ AXES = {
     "obrs_lambda": [1.0, 0.7, 1.4],
     "obrs_c1": [2.0, 0.9],
     "obrs_c2": [None, 1.1],
-    "kappa": ["auto", "exact"],
     "distill_direction": ["forward", "reverse"],
     "distill_lambda": [0.0, 0.6],
     # not flags: the state of the run, and the split of the batch
@@ -415,10 +411,7 @@ def flags_of(case) -> dict:
 
 # one rule a line: combinations that the flags' checks must refuse
 CONTRADICTIONS = [
-    lambda c: c["correction"] in ("tis_adjusted", "jackpot_adjusted") and c["ratio_base"] != "new",
-    lambda c: c["correction"] == "jackpot_adjusted" and c["obrs_target"] != "new",
     lambda c: c["correction"] == "z_tis" and c["obrs_target"] == "new",
-    lambda c: c["correction"] == "tis_adjusted" and c["loss_denominator"] == "kept" and c["reject"] != "none",
     lambda c: c["ratio_base"] in ("inf", "group") and c["correction"] != "none",
     lambda c: c["correction_target"] == "new" and c["correction"] in USES_Z,
     lambda c: (
@@ -448,7 +441,7 @@ def drops(c) -> bool:
 
 def late(c) -> bool:
     """Whether OBRS targets the policy during the update: nothing about it is known before."""
-    return c["correction"] in USES_Z and c["obrs_target"] == "new" and c["kappa"] != "exact"
+    return c["correction"] in USES_Z and c["obrs_target"] == "new"
 
 
 class Noted(dict):
@@ -546,9 +539,7 @@ def test_every_combination_agrees_with_the_oracle(seed):
     tally.rng.shuffle(crossed)  # to find a fault early
     for values in crossed:
         tally.run(dict(zip(CROSSED, values, strict=True)))
-    no_ratio = 2 * 3 * 2  # tis_adjusted and jackpot_adjusted need a ratio, reinforce has none
-    assert (tally.ran, len(tally.impossible)) == (len(crossed) - no_ratio, no_ratio)
-    tally.impossible.clear()
+    assert (tally.ran, len(tally.impossible)) == (len(crossed), 0)
     for one, other in itertools.combinations(AXES, 2):
         for pair in itertools.product(AXES[one], AXES[other]):
             both = dict(zip((one, other), pair, strict=True))

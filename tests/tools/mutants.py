@@ -211,7 +211,7 @@ MUTANTS = {
         (' and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"', ' and cfg.surrogate != "reinforce"'),
         ('late = cfg.samplers != "local" or', "late ="),
         ("    on = support_logp.isfinite()", "    on = torch.ones_like(support_logp, dtype=torch.bool)"),
-        ('return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new', "return z_new"),
+        ('late = of_new or (cfg.correction in USES_Z and cfg.obrs_target == "new")', "late = of_new"),
     ],
     "obrs.py": [
         ("clamp) - math", "clamp) + math"),
@@ -330,10 +330,10 @@ MUTANTS = {
     ],
     "quant.py": [
         ("copy.deepcopy(config), dtype", "config, dtype"),
-        ("0x7FFF + ((bits >> 16) & 1)", "0x8000"),
+        ("s = s.to(scales).float()", "pass"),
         ('if not {*name.split(".")} & {*ROUTERS}', 'if name.rpartition(".")[2] not in ROUTERS'),
         ("s = torch.where(amax > 0, amax / qmax, 1.0)", "s = amax / qmax"),
-        ("int_mm(qx, qw).float().mul_(sx).mul_(sw.t())", "int_mm(qx, qw).float().mul_(sx)"),
+        ("return y.mul_(sx).mul_(sw.t()).to(dtype)", "return y.mul_(sx).to(dtype)"),
         ("(y * top_k_weights[token, k, None])", "(y * top_k_weights[token, 0, None])"),
         ("dx = g @ dequantize(qw, sw, g.dtype)", "dx = g @ qw.to(g.dtype)"),
         ("if name not in self.cached or self.cached[name][0] != version:", "if name not in self.cached:"),
