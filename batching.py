@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from config import Config
-from machinery.flags import need
 from rollout import Response, Rollout, uniforms
 from sampling import Sampling
 
@@ -178,8 +177,7 @@ ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo, "maxrl": m
 def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
     """Pad whole groups into one batch, with advantages, mask uniforms and the groups' ref columns.
 
-    version: the learner's, to compute staleness. UserError: a group has no recorded allowed sets or
-    experts to replay."""
+    version: the learner's, to compute staleness."""
     pairs = [(group, response) for group in groups for response in group.responses]
     responses = [response for _, response in pairs]
     T = max(1, *(len(response.tokens) for response in responses))
@@ -201,14 +199,10 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
     )
     routed = allowed = None
     if cfg.router_replay:
-        fix = "sample with --rollout=hf, or leave the flag out"
-        need_column(pairs, "routed", "--router_replay", "expert choices", fix)
         routed = pad(
             [response.routed for response in responses], ids.shape[1], fill=-1, dtype=np.int16
         )
     if cfg.keep_sampling_mask == "replay" and any(group.sampling.truncates for group in groups):
-        fix = "record them, or choose recompute or off"
-        need_column(pairs, "allowed_ids", "--keep_sampling_mask=replay", "allowed sets", fix)
         allowed = [(response.allowed_offsets, response.allowed_ids) for response in responses]
     batch = Batch(
         ids=ids,
@@ -275,15 +269,6 @@ def support_logp(response) -> np.ndarray:
     """log p_inf on a response's support (L, 1 + K); -inf in column 0 if it is also in the top-K."""
     listed = (response.topk_ids == response.tokens[:, None]).any(1)
     return np.column_stack([np.where(listed, -np.inf, response.logp_inf), response.topk_logp])
-
-
-def need_column(pairs, column: str, flag: str, what: str, fix: str) -> None:
-    """Raise UserError if any response lacks a column that a flag needs."""
-    for group, response in pairs:
-        need(
-            getattr(response, column) is not None,
-            f"{flag}: group {group.uid} has no {what} (sampled by {group.model} without them); {fix}",
-        )
 
 
 def scored_with(sampling, keep_sampling_mask: str) -> list[float]:

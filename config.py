@@ -158,9 +158,7 @@ class ActorFlags:
     """Training of the actor (two models)"""
 
     distill_lambda: float = 1.0
-    """Weight of KL(policy || actor) in the actor's loss; 0: no distillation."""
-    distill_direction: Literal["forward", "reverse"] = "forward"
-    """forward: KL(sg policy || actor), Jackpot Eq. 7; reverse: KL(actor || sg policy)."""
+    """Weight of KL(sg policy || actor), Jackpot Eq. 7, in the actor's loss; 0: no distillation."""
     distill_kl_target: float = 0.0
     """Adjust distill_lambda until the measured KL (nats per token) has this value; 0: off."""
 

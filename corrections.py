@@ -584,12 +584,6 @@ def exact_z_known(cfg: Config) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def default_bounds(cfg: ObjectiveFlags) -> dict:
-    """Default bounds of the chosen correction and rejection."""
-    rows = (CORRECTIONS.get(cfg.correction), REJECTIONS.get(cfg.reject))
-    return {name: value for row in rows if row for name, value in row.bounds.items()}
-
-
 def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
     """The preset's values, minus bounds of a correction, rejection or surrogate that another flag
     overrides. axes: the preset."""

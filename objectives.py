@@ -151,8 +151,6 @@ def cispo(log_ratio, logp, adv, low=0.2, high=0.28, clamp=CLAMP):
 
 def clip_surrogate(s, adv, low, high, dual_clip=0.0):
     """(PPO's clipped value, mask of clipped entries), both of the shape of s."""
-    if math.isinf(low) and math.isinf(high):
-        return s * adv, torch.zeros_like(s, dtype=torch.bool)
     plain = s * adv
     cut = s.clamp(1 - low, 1 + high) * adv
     value = torch.minimum(plain, cut)
@@ -504,7 +502,9 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
 def default_bounds(cfg: ObjectiveFlags) -> dict:
     """Defaults that depend on other flags: caps, bounds and clips."""
     low, high = CLIPS.get(cfg.surrogate, CLIP)
-    return {**corrections.default_bounds(cfg), "clip_low": low, "clip_high": high}
+    chosen = (CORRECTIONS.get(cfg.correction), corrections.REJECTIONS.get(cfg.reject))
+    bounds = {name: value for row in chosen if row for name, value in row.bounds.items()}
+    return {**bounds, "clip_low": low, "clip_high": high}
 
 
 def check(cfg: Config) -> None:

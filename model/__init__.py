@@ -79,7 +79,7 @@ class Needs:
     support: bool = False  # support_logp
     tail: bool = False  # with `support`: the second term of the bound on Z
     exact_z: bool = False  # z, kl_after (two models)
-    distill: str = "none"  # "none" | "forward" | "reverse"
+    distill: bool = False
     topk: int = 0  # top_ids, top_logp; top_actor_logp (two models)
     lam: float = 1.0
     entropy_gradient: bool = False  # with `entropy`: the entropy carries gradient
@@ -430,7 +430,7 @@ def needs_of_update(cfg: Config, has_actor: bool, has_ref: bool) -> Needs:
         tail=sums and cfg.obrs_z == "bracket",
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
         lam=cfg.obrs_lambda,
-        distill=cfg.distill_direction if has_actor else "none",
+        distill=has_actor,
     )
 
 
@@ -594,15 +594,13 @@ class TwoModelRows:
     and top-K of the policy; the actor's entropy, and its log-probabilities on the policy's
     top-K; the exact Z and KL(policy || accepted distribution).
 
-        forward   KL(sg p || q), Jackpot Eq. 7      dz = g (q - p)
-        reverse   KL(q || sg p)                     dz = g q (log q - log p - KL)
-    """
+    distill_loss is KL(sg p || q), Jackpot Eq. 7: dz = g (q - p)."""
 
     def __init__(self, policy: OneModelRows, actor: OneModelRows, needs: Needs):
         self.policy = policy
         self.actor = actor
         self.needs = needs
-        distills = ("distill_loss",) if needs.distill != "none" else ()
+        distills = ("distill_loss",) if needs.distill else ()
         self.differentiable = 2 + len(distills) + needs.entropy_gradient
         asked = {
             ("actor_entropy",): needs.entropy,
@@ -615,10 +613,10 @@ class TwoModelRows:
     def __call__(self, logits, at) -> dict:
         logq, logp = self.log_softmax(logits, at)
         out = {}
-        if self.needs.distill != "none":
-            out["distill_loss"] = self.distill_loss(logp, logq)
         p, gap = logp.exp(), logp - logq
         out["kl"] = torch.linalg.vecdot(p, gap)
+        if self.needs.distill:
+            out["distill_loss"] = out["kl"].clone()
         if self.needs.exact_z:
             log_lam = math.log(self.needs.lam)
             out["z"] = torch.minimum(logq, logp - log_lam).exp().sum(-1)
@@ -635,7 +633,7 @@ class TwoModelRows:
         q, dz = logq.exp(), None
         g = dict(zip(self.outputs, grads, strict=False))
         if g.get("distill_loss") is not None:
-            dz = self.pull_distill(logp, logq, q).mul_(g["distill_loss"])
+            dz = (q - logp.exp()).mul_(g["distill_loss"])
             if self.actor.scored.inv_temperature is not None:
                 dz.mul_(self.actor.scored.inv_temperature[at])
         d_actor = self.actor.pull(q, at, g["actor_logp"])
@@ -646,16 +644,3 @@ class TwoModelRows:
     def log_softmax(self, logits, at):
         """(log q, log p), each (n, V); pops both logits from the list, the actor's first."""
         return self.actor.log_softmax(logits.pop(), at), self.policy.log_softmax(logits.pop(), at)
-
-    def distill_loss(self, logp, logq):
-        """The distillation loss per token, (n,)."""
-        if self.needs.distill == "reverse":
-            return torch.linalg.vecdot(logq.exp(), logq - logp)
-        return torch.linalg.vecdot(logp.exp(), logp - logq)
-
-    def pull_distill(self, logp, logq, q):
-        """Gradient (n, V) of the distillation loss in the actor's logits / temperature."""
-        if self.needs.distill == "reverse":  # q (log q - log p - KL)
-            gap = logq - logp
-            return q * (gap - torch.linalg.vecdot(logq.exp(), gap)[:, None])
-        return q - logp.exp()

@@ -503,15 +503,13 @@ def actors_part(result: Result, responses: list[Response], adv, share, distill_l
             value, slope = clipped(ratio, d, adv[i], low, high, 0.0)
             terms.append(-share[i] * k * w * value)
             result.actor[i].append(-share[i] * k * w * slope)
-            terms.append(share[i] * distill_lambda * kl(token.new, token.actor, cfg))
+            terms.append(share[i] * distill_lambda * kl(token.new, token.actor))
             result.distill[i].append(share[i] * distill_lambda)
     return terms
 
 
-def kl(p: list[float], q: list[float], cfg) -> float:
-    """KL(policy || actor); reverse direction: KL(actor || policy)."""
-    if cfg.distill_direction == "reverse":
-        p, q = q, p
+def kl(p: list[float], q: list[float]) -> float:
+    """KL(policy || actor)."""
     return sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
 
 
@@ -525,13 +523,10 @@ def policy_logits(token: Token, g: float, g_entropy: float, temperature: float) 
     return [(g * ((x == token.id) - p) + bonus[x]) / temperature for x, p in enumerate(token.new)]
 
 
-def actor_logits(token: Token, g: float, g_distill: float, temperature: float, cfg) -> list[float]:
+def actor_logits(token: Token, g: float, g_distill: float, temperature: float) -> list[float]:
     """Gradients of PPO and distillation in the actor's logits: by the chain rule, one logit at a time."""
     q, p = token.actor, token.new
-    if cfg.distill_direction == "reverse":
-        slopes = [math.log(b) - math.log(a) + 1 for a, b in zip(p, q, strict=True)]
-    else:
-        slopes = [-a / b for a, b in zip(p, q, strict=True)]
+    slopes = [-a / b for a, b in zip(p, q, strict=True)]
     average = sum(b * a for b, a in zip(slopes, q, strict=True))  # d q_y / d logit_x = q_y ((x == y) - q_x)
     out = []
     for x in range(len(q)):

@@ -80,7 +80,7 @@ def test_exact_z_needs_the_actor_that_sampled(flags, z):
     assert cfg.obrs_z == z
     assert needs_of_ref_pass(cfg, True).exact_z == (z == "exact")
     assert needs_of_update(cfg, True, False).exact_z == (z == "exact")
-    assert needs_of_update(cfg, True, True).distill == "forward"
+    assert needs_of_update(cfg, True, True).distill
     new = replace(cfg, obrs_target="new", obrs_z="bracket")
     assert needs_of_ref_pass(new, True).topk == (0 if z == "bracket" else 20)
     if z == "bracket":

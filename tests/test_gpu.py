@@ -85,7 +85,7 @@ def test_the_plain_engine_samples_as_on_a_cpu():
 
 TIS, WITH_ACTOR = {"objective": "tis"}, {"objective": "jackpot", "actor": "base:actor"}
 OBJECTIVES = [{**TIS, "kl_coef": 0.3, "entropy_coef": 0.1}, {"objective": "jackpot"}]
-OBJECTIVES += [{**WITH_ACTOR, "obrs_target": "new", "distill_direction": "reverse"}]
+OBJECTIVES += [{**WITH_ACTOR, "obrs_target": "new"}]
 OBJECTIVES += [{"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5}, {"objective": "tbpo", "optimizer": "muon"}]
 # flags, further flags on this device, type of the weights, largest difference
 GRADIENTS = [(case, {"micro_tokens": n}, f64, 1e-6) for case in OBJECTIVES for n in (10**6, 45)]

@@ -67,7 +67,7 @@ CASES = [
     {"objective": "jackpot", "obrs_mask": "expected", "loss_denominator": "kept", "reduction": "seq-mean-token-mean"},
     {"objective": "geo_rs", "loss_denominator": "kept", "rs_low": 0.001, "rs_high": 0.15},
     {"objective": "seq_tis", "reduction": "seq-mean-token-sum-norm"},
-    {"objective": "jackpot", "actor": "base:actor", "obrs_target": "new", "distill_direction": "reverse"},
+    {"objective": "jackpot", "actor": "base:actor", "obrs_target": "new"},
     {"objective": "tis_adjusted", "kl_coef": 0.3, "entropy_coef": 0.1},
     {"objective": "jackpot", "actor": "base:actor", "kl_coef": 0.3, "entropy_coef": 0.1},
 ]

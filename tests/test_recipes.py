@@ -81,7 +81,7 @@ TO_NEW = {"correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_to
 PAPERS = {
     "jackpot": {
         **{"batches": (64, 64), "correction": "obrs", "obrs_target": "ref", "obrs_lambda": 1, "obrs_topk": 20},
-        **{"obrs_z": "approx", "distill_direction": "forward", "max_tokens": 8192, "clip_low": 0.2, "clip_high": 0.28},
+        **{"obrs_z": "approx", "max_tokens": 8192, "clip_low": 0.2, "clip_high": 0.28},
     },
     "jackpot_stale": {**TO_NEW, "batches": (2048, 32), "clip": False, "obrs_z": "approx"},
     "jackpot_clip": {

@@ -243,7 +243,7 @@ MUTANTS = {
         ("g = g * (p.gather(1, target) > 0)", "g = g * 1"),
         (".mul_(self.support_on[at])\n                .sum(-1)", ".sum(-1)"),
         (" - log_lam", ""),
-        ("(gap - torch.linalg.vecdot(logq.exp(), gap)[:, None])", "gap"),
+        ("dz = (q - logp.exp())", "dz = (logp.exp() - q)"),
         ("gone[row, ids[first:last]] = False", "gone[row, ids[: last - first]] = False"),
         ('return p / p.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else p', "return p"),
     ],
