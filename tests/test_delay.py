@@ -185,6 +185,6 @@ def test_a_staleness_bound_of_0_is_the_plain_loop(solvers, tmp_path, train_here)
     for name, more in (("plain", {}), ("bounded", bound)):
         train_here(flags(solvers, tmp_path / name, **more, **sizes))
     bounded = timeless(tmp_path / "bounded")
-    assert "delay/clock" in bounded[1]
+    assert "delay/versions" in bounded[1]
     kept = [{k: v for k, v in row.items() if not k.startswith("delay/")} for row in bounded]
     assert kept == timeless(tmp_path / "plain")
