@@ -114,8 +114,6 @@ class ObjectiveFlags:
     """Train only on positive advantages (QaRL, Figure 8)."""
     tbpo_neg_high: float = 7e-4
     """tbpo: the upper bound of the ratio is 1 + this for negative advantages."""
-    gepo_expectation: Literal["weighted", "mean"] = "weighted"
-    """--ratio_base=group: sum q^2 / sum q (GEPO Eq. 11), or the mean of q."""
     gepo_defence: float = 0.0
     """c of GEPO's defensive mixing e = clip(c Var q, 0, 0.99) (no value in the paper); 0: off."""
     cppo_beta: float | None = None
@@ -173,8 +171,8 @@ class LossFlags(ObjectiveFlags, ObrsFlags, ActorFlags):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-Quant = Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
-LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
+Quant = Literal["none", "int8", "fp8", "w4a16", "w2a16"]
+LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w2a16"]
 
 
 COLDEST = 0.01  # lowest temperature above 0: vLLM silently raises a lower temperature to 0.01
@@ -237,7 +235,7 @@ class PrecisionFlags:
     """aligned: the learner's copy of the rollout model computes with the engine's low-bit weights
     (QaRL); a format: this format, independent of the engine's."""
     quant_group: int = 64
-    """Columns that share a scale in w4a16, w3a16 and w2a16."""
+    """Columns that share a scale in w4a16 and w2a16."""
     exact: bool = False
     """On a CPU: sampler (--rollout=hf) and learner compute each sum in the same order: log p_inf =
     log p_ref bit for bit; the run stops if they differ (model/exact.py)."""

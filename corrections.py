@@ -252,8 +252,7 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 # by the expectation of q over the group. p and q are length-normalised, one number per response:
 #
 #     p = exp(mean_t log p_new),  q = exp(mean_t log p_inf)
-#     E = sum_group q^2 / sum_group q               Eq. 11, `weighted`: an estimate of E_q[q^2] / E_q[q]
-#       = mean_group q                              `mean`: unbiased for E_q[q]; Eq. 11 is biased
+#     E = sum_group q^2 / sum_group q               Eq. 11, an estimate of E_q[q^2] / E_q[q]
 #     w = p / E                                     Eq. 12
 #     w = p / (e sg(p) + (1 - e) E)                 Eq. 15, defensive mixing, e = clip(c Var_group q, 0, 0.99)
 #
@@ -267,18 +266,12 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def log_group_mean(mean_logp_inf, group, how: str = "weighted"):
-    """log E of each response's group, (B,): Eq. 11, or the plain mean.
+def log_group_mean(log_q, group):
+    """log E of each response's group, (B,): Eq. 11.
 
-    mean_logp_inf: (B,), -inf for a response without tokens; group: (B,) ids. The result is 0 for a
-    group without tokens."""
-    log_q = mean_logp_inf
-    if how == "mean":
-        count = torch.where(log_q == -math.inf, -math.inf, 0.0).to(log_q)
-        log_mean = log_group_sum(log_q, group) - log_group_sum(count, group)
-    else:
-        log_mean = log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)
-    return log_mean.nan_to_num(0.0)
+    log_q: (B,), mean log p_inf, -inf for a response without tokens; group: (B,) ids. The result is
+    0 for a group without tokens."""
+    return (log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)).nan_to_num(0.0)
 
 
 def log_group_sum(x, group):

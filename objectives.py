@@ -300,7 +300,7 @@ def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
     """Compute GEPO's group expectation and mixing coefficient, from whole groups."""
     mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask)[:, 0]
     mean_logp_inf = mean_logp_inf.masked_fill(batch.mask.sum(1) == 0, -math.inf)
-    log_mean = corrections.log_group_mean(mean_logp_inf, batch.group, cfg.gepo_expectation)
+    log_mean = corrections.log_group_mean(mean_logp_inf, batch.group)
     stats.log_group_mean = log_mean[:, None]
     stats.mixing = corrections.group_mixing(mean_logp_inf, batch.group, cfg.gepo_defence)[:, None]
 

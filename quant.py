@@ -18,11 +18,10 @@ separately.
     int8     int8 in +-127           one per row    int8, per token   s / 2,  s = max|row| / 127
     fp8      float8_e4m3fn in +-448  one per row    fp8, per token    |entry| / 16 (s / 1024 near 0)
     w4a16    int4 in +-7             one per group  full precision    s / 2,  s = max|group| / 7
-    w3a16    int4 in +-3             one per group  full precision    s / 2,  s = max|group| / 3
     w2a16    int4 in +-1             one per group  full precision    s / 2,  s = max|group|
 
 A row of a weight matrix is one output channel; a group is `--quant_group` consecutive entries of a
-row. Quantization is symmetric: zero stays zero. A row of zeros has scale 1. Two and three bits are
+row. Quantization is symmetric: zero stays zero. A row of zeros has scale 1. Two bits are
 a stress test for models that int4 hardly affects. On x86 processors without VNNI, int8 products
 saturate, so int8 weights are limited to +-63 (`int8_qmax`)."""
 
@@ -69,7 +68,7 @@ def format_of(name: str, group: int = 64) -> Format | None:
         return Format(name, int8_qmax(), torch.int8, True)
     if name == "fp8":
         return Format(name, 448.0, torch.float8_e4m3fn, True)
-    weights_only = {"w4a16": 7.0, "w3a16": 3.0, "w2a16": 1.0}
+    weights_only = {"w4a16": 7.0, "w2a16": 1.0}
     # vLLM stores int4 scales in the model dtype, bfloat16; on a CPU it gets dequantized weights
     scales = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return Format(name, weights_only[name], torch.int8, False, group, scales)

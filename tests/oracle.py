@@ -437,7 +437,7 @@ def log_base(token: Token, r: Response, responses: list[Response], cfg) -> float
     if cfg.ratio_base != "group":
         return math.log(getattr(token, cfg.ratio_base)[token.id])
     q = [geometric(other, "inf") for other in responses if other.group == r.group and other.on]
-    E = mean(q) if cfg.gepo_expectation == "mean" else sum(x * x for x in q) / sum(q)
+    E = sum(x * x for x in q) / sum(q)
     variance = mean([(x - mean(q)) ** 2 for x in q])
     e = min(max(cfg.gepo_defence * variance, 0.0), 0.99)
     return math.log(e * geometric(r, "new") + (1 - e) * E)

@@ -358,7 +358,6 @@ AXES = {
     "correction_target": ["ref", "new"],
     "reject": ["none", *REJECTIONS],
     "reject_of": ["all", "negative"],
-    "gepo_expectation": ["weighted", "mean"],
     "gepo_defence": [0.0, 30.0],
     "cppo_beta": [0.0, 0.3],
     "cppo_kl": ["official", "k2"],

@@ -26,7 +26,7 @@ from quant import LowBitLinear, dequantize, format_of, quantize
 from rollout import Sampling, as_groups
 from sync import SyncError, WeightCheck
 
-FORMATS = ["int8", "fp8", "w4a16", "w3a16", "w2a16"]
+FORMATS = ["int8", "fp8", "w4a16", "w2a16"]
 
 
 def error_bound(x, fmt, s):

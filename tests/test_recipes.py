@@ -109,7 +109,7 @@ PAPERS = {
         **{"group_size": 8, "surrogate": "gspo", "ratio_base": "group", "advantage": "grpo_no_std", "lr": 1e-6},
         **{"cppo_beta": 0.005, "delay": "lognormal", "delay_min": 60, "delay_max": 1800},
         **{"delay_samplers": 4, "max_staleness": 64, "window_seconds": 1800, "lr_schedule": "constant", "epochs": 3},
-        **{"warmup_steps": 0.03, "gepo_expectation": "weighted", "rollout_memory": 0.45},
+        **{"warmup_steps": 0.03, "rollout_memory": 0.45},
     },
 }
 PAPERS["qarl_moe"] = PAPERS["qarl"]
