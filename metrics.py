@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 import textwrap
 
-import torch
-
 from config import Config
 from machinery.flags import print_page, run_command
 from machinery.measure import Derived, Max, Mean, Means, Sums, View, k3
@@ -225,12 +223,12 @@ ACTOR = [
     Mean("actor/entropy", lambda v: v.new.actor_entropy, "entropy of the actor, nats"),
     Mean(
         "actor/engine_gap",
-        lambda v: v.actor_gap(torch.exp),
+        lambda v: None if v.actor_ref is None else (v.inf.exp() - v.actor_ref.exp()).abs(),
         "|p_inf - p_actor,ref|: engine against learner",
     ),
     Max(
         "actor/largest_gap",
-        lambda v: v.actor_gap(torch.clone),
+        lambda v: None if v.actor_ref is None else (v.inf - v.actor_ref).abs(),
         "largest |log p_inf - log p_actor,ref| of the step",
     ),
     Derived(

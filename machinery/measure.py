@@ -29,6 +29,7 @@ class View:
     def __init__(self, new, batch, logs, cfg: Config):
         self.new, self.batch, self.logs = new, batch, logs
         self.inf, self.ref, self.adv = batch.logp_inf, batch.logp_ref, batch.adv
+        self.actor_ref = batch.actor_logp_ref  # None without an actor
         self.C = cfg.is_cap if cfg.correction in ("seq_tis", "geo_rs_seq_tis") else 4.0
         self.clamp = cfg.log_ratio_clamp
         # domains of means
@@ -49,12 +50,6 @@ class View:
         # the learner truncates its own distribution
         truncates = Sampling.of(cfg).truncates
         self.recomputes = cfg.keep_sampling_mask == "recompute" and truncates
-
-    def actor_gap(self, of):
-        """|of(log p_actor,ref) - of(log p_inf)|, (B, T); None without an actor."""
-        if self.new.actor_logp is None:
-            return None
-        return (of(self.batch.actor_logp_ref) - of(self.inf)).abs()
 
 
 def k3(log_r, clamp):

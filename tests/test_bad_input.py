@@ -72,7 +72,7 @@ ROWS = [
 --rollout_batch=300 | --rollout_batch=300: not a multiple of --train_batch=256
 --group_size=1 --train_batch=4 --rollout_batch=4 | --group_size=1: must be between 2 and 1e+06
 --logprobs_mode=raw --top_k=5 | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
---keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor or --kl_coef: the KL ... use replay
+--keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor or --kl_coef: ... use replay
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or name the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... --reject=geo:LOW:HIGH, or use --reject=none
 --objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: no statistic ... add --reject=NAME, one of token,
