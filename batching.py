@@ -16,8 +16,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
-from config import Config, ObjectiveFlags
-from machinery.flags import need
+from config import Config
 from rollout import Response, Rollout, uniforms
 from sampling import Sampling
 
@@ -57,10 +56,9 @@ class Batch:
     group: torch.Tensor  # (B,) int64       index of the group inside this rank's batch
     reward: torch.Tensor  # (B,) float32
     cut: torch.Tensor  # (B,) bool       truncated at --max_tokens
-    spread: torch.Tensor  # (B,) bool       the rewards of the response's group differ
-    adv: torch.Tensor  # (B, 1) float32   advantage of all tokens of a response; otb: (B, T)
+    adv: torch.Tensor  # (B, 1) float32   advantage of all tokens of a response
     sampling: torch.Tensor  # (B, 4) float32   the learner's temperature, top_p, top_k, min_p
-    staleness: torch.Tensor  # (B, 2) float32   age of the sampling weights: in updates, in seconds
+    staleness: torch.Tensor  # (B,) float32   age of the sampling weights, in updates
     tokens: torch.Tensor  # (B, T) int64     response tokens
     mask: torch.Tensor  # (B, T) bool      tokens that may carry a gradient
     logp_inf: torch.Tensor  # (B, T) float32   computed by the engine while sampling
@@ -83,8 +81,6 @@ class Batch:
     tail_ref: torch.Tensor | None = None
     actor_logp_ref: torch.Tensor | None = None  # (B, T)
     z_ref: torch.Tensor | None = None  # (B, T)    exact Z over the vocabulary (two models)
-    kl_ref: torch.Tensor | None = None  # (B, T)    KL(p_ref || p_actor), whole vocabulary
-    sum_p2_ref: torch.Tensor | None = None  # (B, T)    sum over the vocabulary of p_ref^2
     # (B, T)    KL(p_ref || distribution of the accepted tokens)
     kl_after_ref: torch.Tensor | None = None
     # (B, T)    log-probability under the frozen model that the run started from
@@ -136,8 +132,7 @@ class Batch:
         }
 
 
-PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "spread"}
-PER_RESPONSE |= {"sampling", "staleness"}
+PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "adv", "sampling", "staleness"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,25 +167,6 @@ def maxrl(reward):
 
 
 ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo, "maxrl": maxrl}
-ADVANTAGES |= {"otb": grpo_no_std}  # until `objectives.prepare` has the probabilities
-
-
-def optimal_token_baseline(reward, group, logp, sum_p2, mask, weight):
-    """reward - B_t, (B, T), with the baseline B_t of a token that minimises the gradient's
-    variance. OTB, arXiv 2602.07078; verl.
-
-        B_t = sum_i R_i W_it / sum_i W_it   over the responses i of the group that have a token t
-        W_it = sum_{j<=t} w_ij^2 (1 - 2 p_ij + sum_v p_ij(v)^2)
-
-    The bracket is the squared norm of d log p_ij / d logits. reward, group: (B,); logp, sum_p2,
-    mask and weight (the importance weight w): (B, T). The only response with a token t has
-    advantage 0 there; verl sets its baseline to 0 instead."""
-    squared_norm = (1 - 2 * logp.exp() + sum_p2).clamp_min(0)
-    energy = torch.where(mask, weight.square() * squared_norm, 0).cumsum(1) * mask
-    totals = energy.new_zeros(2, int(group.max()) + 1, energy.shape[1])
-    totals.index_add_(1, group, torch.stack([energy * reward[:, None], energy]))
-    weighted, total = totals[:, group]
-    return torch.where(mask, reward[:, None] - weighted / total.clamp_min(1e-30), 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,11 +174,10 @@ def optimal_token_baseline(reward, group, logp, sum_p2, mask, weight):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0.0) -> Batch:
+def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
     """Pad whole groups into one batch, with advantages, mask uniforms and the groups' ref columns.
 
-    version, now: the learner's version and clock, to compute staleness. UserError: a group has no
-    recorded allowed sets or experts to replay."""
+    version: the learner's, to compute staleness."""
     pairs = [(group, response) for group in groups for response in group.responses]
     responses = [response for _, response in pairs]
     T = max(1, *(len(response.tokens) for response in responses))
@@ -218,21 +193,16 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
         np.exp(response.topk_logp[:, -1]) if K else np.ones(len(response.tokens), np.float32)
         for response in responses
     ]
-    age = [[version - group.version, max(0.0, now - group.t_published)] for group, _ in pairs]
     ids = pad(
         [np.concatenate([group.prompt_ids, response.tokens]) for group, response in pairs],
         dtype=np.int64,
     )
     routed = allowed = None
     if cfg.router_replay:
-        fix = "sample with --rollout=hf, or leave the flag out"
-        need_column(pairs, "routed", "--router_replay", "expert choices", fix)
         routed = pad(
             [response.routed for response in responses], ids.shape[1], fill=-1, dtype=np.int16
         )
     if cfg.keep_sampling_mask == "replay" and any(group.sampling.truncates for group in groups):
-        fix = "record them, or choose recompute or off"
-        need_column(pairs, "allowed_ids", "--keep_sampling_mask=replay", "allowed sets", fix)
         allowed = [(response.allowed_offsets, response.allowed_ids) for response in responses]
     batch = Batch(
         ids=ids,
@@ -241,14 +211,13 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0, now: float = 0
         group=torch.tensor([index for index, group in enumerate(groups) for _ in group.responses]),
         reward=torch.cat(rewards),
         cut=torch.tensor([response.finish_reason == "length" for response in responses]),
-        spread=torch.cat([torch.full_like(x, float(x.min() < x.max())).bool() for x in rewards]),
         adv=torch.cat(advantages)[:, None],
         sampling=torch.tensor(
             [scored_with(group.sampling, cfg.keep_sampling_mask) for group, _ in pairs]
         ),
-        staleness=torch.tensor(age),
+        staleness=torch.tensor([float(version - group.version) for group, _ in pairs]),
         tokens=pad([response.tokens for response in responses], T, dtype=np.int64),
-        mask=pad([trained_tokens(response, cfg) for response in responses], T, fill=False),
+        mask=pad([response.loss_mask for response in responses], T, fill=False),
         logp_inf=pad([response.logp_inf for response in responses], T),
         mask_uniforms=pad(draws, T, fill=1.0, dtype=np.float64),
         support_ids=pad(
@@ -282,13 +251,7 @@ def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
         groups.append(
             Rollout(("", 0, 0), "", row[:1], Sampling(), "", "", 0, "", 0.0, 0.0, [response])
         )
-    return collate(groups, replace(cfg, router_replay=False, mask_cut=False))
-
-
-def trained_tokens(response: Response, cfg: ObjectiveFlags) -> np.ndarray:
-    """The loss mask of a response, bool (L,); with --mask_cut all False if truncated."""
-    masked = cfg.mask_cut and response.finish_reason == "length"
-    return np.zeros_like(response.loss_mask) if masked else response.loss_mask
+    return collate(groups, replace(cfg, router_replay=False))
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:
@@ -306,15 +269,6 @@ def support_logp(response) -> np.ndarray:
     """log p_inf on a response's support (L, 1 + K); -inf in column 0 if it is also in the top-K."""
     listed = (response.topk_ids == response.tokens[:, None]).any(1)
     return np.column_stack([np.where(listed, -np.inf, response.logp_inf), response.topk_logp])
-
-
-def need_column(pairs, column: str, flag: str, what: str, fix: str) -> None:
-    """Raise UserError if any response lacks a column that a flag needs."""
-    for group, response in pairs:
-        need(
-            getattr(response, column) is not None,
-            f"{flag}: group {group.uid} has no {what} (sampled by {group.model} without them); {fix}",
-        )
 
 
 def scored_with(sampling, keep_sampling_mask: str) -> list[float]:

@@ -3,7 +3,7 @@
 python train.py --config=configs/x.toml --key=value
 
 The type of a parameter `cfg` is the smallest group with all flags that the function reads: `def
-needs_of_exact_kappa(cfg: ObrsFlags)`. A flag with the default None is filled from `--objective`
+clip_bounds(cfg: ObjectiveFlags)`. A flag with the default None is filled from `--objective`
 (presets.py), then by machinery/settings.py; a remaining None means off. machinery/settings.py also
 reads command lines and TOML files and checks combinations of flags across files. Each file checks
 its own flags."""
@@ -76,8 +76,8 @@ class ObjectiveFlags:
     """Function of ratio and advantage that is maximised (objectives.SURROGATES)."""
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
     """Denominator of the surrogate's ratio; group: GEPO's expectation over the group."""
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "otb"] | None = None
-    """Advantage within a group (default grpo; batching.py); otb: optimal token baseline."""
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl"] | None = None
+    """Advantage within a group (default grpo; batching.py)."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """Reduction of (B, T) to a scalar; one denominator over all ranks and micro-batches."""
     clip: bool = True
@@ -92,8 +92,6 @@ class ObjectiveFlags:
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
     correction_target: Literal["ref", "new"] | None = None
     """Numerator policy of the ratios p / p_inf in weights and statistics: ref (default) or new."""
-    normalize_weights: bool = False
-    """Divide weights by their mean over the update: self-normalised importance sampling."""
     is_cap: float | None = None
     """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...)."""
     is_floor: float = 0.0
@@ -110,28 +108,21 @@ class ObjectiveFlags:
     """Upper bound of the statistic of --reject and of rejecting corrections."""
     log_ratio_clamp: float = 20.0
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
-    mask_cut: bool = False
-    """Exclude responses truncated at --max_tokens from the loss and its denominator, not from the
-    advantages (DAPO's overlong filtering)."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Denominator of the loss: proposed counts rejected tokens, kept does not."""
     positive_only: bool = False
     """Train only on positive advantages (QaRL, Figure 8)."""
     tbpo_neg_high: float = 7e-4
     """tbpo: the upper bound of the ratio is 1 + this for negative advantages."""
-    gepo_expectation: Literal["weighted", "mean"] = "weighted"
-    """--ratio_base=group: sum q^2 / sum q (GEPO Eq. 11), or the mean of q."""
     gepo_defence: float = 0.0
     """c of GEPO's defensive mixing e = clip(c Var q, 0, 0.99) (no value in the paper); 0: off."""
     cppo_beta: float | None = None
     """Weight of a KL between new and inf (CPPO: 0.005 in HeteroRL with delay); 0 (default): off."""
-    cppo_kl: Literal["official", "k2", "k3"] | None = None
+    cppo_kl: Literal["official", "k2"] | None = None
     """Estimator of the KL of --cppo_beta. official (default): CPPO's released code, whose mean
-    under inf is chi2 - KL; k2: prime-rl's; k3: KL(inf || new)."""
+    under inf is chi2 - KL; k2: prime-rl's."""
     kl_coef: float = 0.0
     """Weight of KL(policy || start), start: the frozen model that the run started from; 0: off."""
-    kl_estimator: Literal["k2", "k3"] = "k2"
-    """Estimator of the KL of --kl_coef (objectives.kl_estimate)."""
     entropy_coef: float = 0.0
     """Weight of the entropy (nats) of the distribution that the learner scores; 0: off."""
 
@@ -142,8 +133,6 @@ class ObrsFlags:
 
     obrs_lambda: float = 1.0
     """lambda: acceptance is min(1, p_tgt / (lambda p_inf))."""
-    obrs_accept_rate: float | None = None
-    """Budget: choose lambda at each update so that this share is accepted."""
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None
@@ -160,9 +149,6 @@ class ObrsFlags:
     obrs_z: Literal["auto", "exact", "bracket", "approx"] = "auto"
     """Z: exact (two models, target ref); bracket: bounds from the top-K; approx: the paper's kappa
     Z_approx; auto: exact if possible, else bracket."""
-    kappa: Literal["auto", "exact"] = "auto"
-    """Source of kappa, the scale of Z_low or Z_approx, for --obrs_target=new. auto: the previous
-    update; exact: this update, by an extra forward pass."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +156,7 @@ class ActorFlags:
     """Training of the actor (two models)"""
 
     distill_lambda: float = 1.0
-    """Weight of KL(policy || actor) in the actor's loss; 0: no distillation."""
-    distill_direction: Literal["forward", "reverse"] = "forward"
-    """forward: KL(sg policy || actor), Jackpot Eq. 7; reverse: KL(actor || sg policy)."""
+    """Weight of KL(sg policy || actor), Jackpot Eq. 7, in the actor's loss; 0: no distillation."""
     distill_kl_target: float = 0.0
     """Adjust distill_lambda until the measured KL (nats per token) has this value; 0: off."""
 
@@ -187,8 +171,8 @@ class LossFlags(ObjectiveFlags, ObrsFlags, ActorFlags):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-Quant = Literal["none", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
-LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w3a16", "w2a16"]
+Quant = Literal["none", "int8", "fp8", "w4a16", "w2a16"]
+LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w2a16"]
 
 
 COLDEST = 0.01  # lowest temperature above 0: vLLM silently raises a lower temperature to 0.01
@@ -251,7 +235,7 @@ class PrecisionFlags:
     """aligned: the learner's copy of the rollout model computes with the engine's low-bit weights
     (QaRL); a format: this format, independent of the engine's."""
     quant_group: int = 64
-    """Columns that share a scale in w4a16, w3a16 and w2a16."""
+    """Columns that share a scale in w4a16 and w2a16."""
     exact: bool = False
     """On a CPU: sampler (--rollout=hf) and learner compute each sum in the same order: log p_inf =
     log p_ref bit for bit; the run stops if they differ (model/exact.py)."""
@@ -283,16 +267,14 @@ class StalenessFlags:
 
     delay_samplers: int = 4
     """--delay: number of samplers, each with a separate model version."""
-    sampler_rate: float = 1.0
-    """--delay: groups that the samplers make per group that the learner trains on."""
     step_seconds: float = 28.125
     """--delay: virtual seconds per update (default: 1800 s of delay are 64 updates)."""
     max_staleness: int | None = None
-    """Maximum age of weights in updates: caps delays, and the learner drops older groups; 0:
-    synchronous; default: no bound."""
+    """Maximum age of weights in updates: caps delays, and the learner drops older groups of remote
+    samplers; 0: synchronous; default: no bound."""
     window_seconds: float = math.inf
-    """Drop groups older than this many seconds, virtual with --delay; remote samplers need
-    synchronized clocks (NTP)."""
+    """Remote samplers, with synchronized clocks (NTP): drop groups older than this many seconds.
+    Simulated groups are trained on at once."""
     sync_every: int = 1
     """Updates between broadcasts of weights to delayed or remote samplers."""
 
@@ -481,9 +463,10 @@ RANGES = {
     **dict.fromkeys(("clip_low", "clip_high", "is_floor", "rs_low"), (0, math.inf)),
     **dict.fromkeys(("tbpo_neg_high", "rs_high", "grad_clip"), (1e-6, math.inf)),
     **dict.fromkeys(("is_cap", "obrs_c1"), (0.01, math.inf)),
-    **dict.fromkeys(("sampler_rate", "step_seconds", "window_seconds"), (1e-6, math.inf)),
+    **dict.fromkeys(("step_seconds", "window_seconds"), (1e-6, math.inf)),
     **dict.fromkeys(("give_up", "patience"), (1e-6, math.inf)),
     "sync_every": (1, 10**6),
+    "max_staleness": (0, 10**6),
     "group_size": (2, 10**6),
     "seed": (0, 10**18),
     "temperature": (COLDEST, 10),

@@ -133,12 +133,6 @@ def tis(log_r, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
     return weight, torch.ones_like(weight)
 
 
-def tis_adjusted(logp_new, logp_inf, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
-    """weight min(p_new / p_inf, C), for --ratio_base=new, where PPO's clip never acts. Jackpot
-    section 10.1."""
-    return tis(logp_new - logp_inf, is_cap, is_floor, clamp)
-
-
 def icepop(log_r, rs_low=0.5, rs_high=5.0, clamp=CLAMP):
     """weight r, tokens outside low <= r <= high dropped. Jackpot section 2.2 (IceProp); verl,
     slime, SkyRL."""
@@ -258,8 +252,7 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 # by the expectation of q over the group. p and q are length-normalised, one number per response:
 #
 #     p = exp(mean_t log p_new),  q = exp(mean_t log p_inf)
-#     E = sum_group q^2 / sum_group q               Eq. 11, `weighted`: an estimate of E_q[q^2] / E_q[q]
-#       = mean_group q                              `mean`: unbiased for E_q[q]; Eq. 11 is biased
+#     E = sum_group q^2 / sum_group q               Eq. 11, an estimate of E_q[q^2] / E_q[q]
 #     w = p / E                                     Eq. 12
 #     w = p / (e sg(p) + (1 - e) E)                 Eq. 15, defensive mixing, e = clip(c Var_group q, 0, 0.99)
 #
@@ -273,18 +266,12 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def log_group_mean(mean_logp_inf, group, how: str = "weighted"):
-    """log E of each response's group, (B,): Eq. 11, or the plain mean.
+def log_group_mean(log_q, group):
+    """log E of each response's group, (B,): Eq. 11.
 
-    mean_logp_inf: (B,), -inf for a response without tokens; group: (B,) ids. The result is 0 for a
-    group without tokens."""
-    log_q = mean_logp_inf
-    if how == "mean":
-        count = torch.where(log_q == -math.inf, -math.inf, 0.0).to(log_q)
-        log_mean = log_group_sum(log_q, group) - log_group_sum(count, group)
-    else:
-        log_mean = log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)
-    return log_mean.nan_to_num(0.0)
+    log_q: (B,), mean log p_inf, -inf for a response without tokens; group: (B,) ids. The result is
+    0 for a group without tokens."""
+    return (log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)).nan_to_num(0.0)
 
 
 def log_group_sum(x, group):
@@ -309,12 +296,11 @@ def group_log_base(mean_logp_new, log_group_mean, mixing):
 
 
 def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
-    """CPPO's KL between new and inf, (B, T), with gradient: exp(d) - d - 1; k2: d^2 / 2.
+    """CPPO's KL between new and inf, (B, T), with gradient, d = log p_inf - log p_new.
 
-    official: d = log p_inf - log p_new, as in the released code; its mean under inf is chi2 - KL,
-    not a KL. k3: d = log p_new - log p_inf; its mean under inf is KL(inf || new). k2 approximates
-    the KL; prime-rl uses it, with --cppo_beta=0.002."""
-    d = logp_inf - logp_new if how == "official" else logp_new - logp_inf
+    official: exp(d) - d - 1, as in the released code; its mean under inf is chi2 - KL, not a KL.
+    k2: d^2 / 2 approximates the KL; prime-rl uses it, with --cppo_beta=0.002."""
+    d = logp_inf - logp_new
     return d * d / 2 if how == "k2" else token_k3(d, clamp)
 
 
@@ -331,10 +317,7 @@ class Correction:
     parameter name (`call`)."""
 
     function: Callable
-    # "token" or "sequence": a cap, else bounds, of r or of R; metrics count ratios beyond these
-    level: str = ""
     drops: bool = False  # the correction rejects tokens or responses
-    counts_drops_as_zero: bool = False  # metrics count a dropped weight as 0
     needs_z: bool = False  # the correction needs OBRS's Z, a sum over the vocabulary (obrs.py)
     plain: bool = False  # all weights are 1
 
@@ -362,7 +345,7 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
     """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept with probability a (obrs.py).
     Jackpot."""
     logp_tgt, *sums = obrs.target_of(new, batch, cfg.obrs_target)
-    logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
+    logs = obrs.token_z(batch.support_logp, *sums, cfg.obrs_lambda, stats.kappa, cfg.obrs_z)
     # p_ref / p_tgt is needed only if the surrogate has the ratio p_new / p_ref
     moves = cfg.obrs_target == "new" and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"
     weight, keep, accept = obrs.correction(
@@ -371,7 +354,7 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
         batch.logp_ref if moves else None,
         logs["z"],
         batch.mask_uniforms,
-        lam=stats.lam,
+        lam=cfg.obrs_lambda,
         c1=cfg.obrs_c1,
         c2=cfg.obrs_c2,
         expected=cfg.obrs_mask == "expected",
@@ -384,33 +367,31 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
 def z_tis_correction(new, batch, stats, cfg: LossFlags):
     """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for OBRS's mask."""
     _, *sums = obrs.target_of(new, batch, "ref")
-    logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
+    logs = obrs.token_z(batch.support_logp, *sums, cfg.obrs_lambda, stats.kappa, cfg.obrs_z)
     weight, keep = z_tis(batch.log_r, logs["z"], cfg.obrs_c1, cfg.log_ratio_clamp)
-    accept = obrs.acceptance(batch.logp_ref, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
+    accept = obrs.acceptance(batch.logp_ref, batch.logp_inf, cfg.obrs_lambda, cfg.log_ratio_clamp)
     return weight, keep, {"accept": accept, **logs}
 
 
 CORRECTIONS = {
     "none": Correction(none, plain=True),
     "is": Correction(vanilla_is),
-    "tis": Correction(tis, level="token"),
-    "tis_adjusted": Correction(tis_adjusted, level="token"),
-    "icepop": Correction(icepop, level="token", drops=True, counts_drops_as_zero=True),
-    "kpop": Correction(kpop, drops=True, counts_drops_as_zero=True),
-    "areal_drop": Correction(areal_drop, level="token", drops=True, counts_drops_as_zero=True),
-    "seq_is": Correction(seq_is, level="sequence"),
-    "seq_tis": Correction(seq_tis, level="sequence"),
+    "tis": Correction(tis),
+    "icepop": Correction(icepop, drops=True),
+    "kpop": Correction(kpop, drops=True),
+    "areal_drop": Correction(areal_drop, drops=True),
+    "seq_is": Correction(seq_is),
+    "seq_tis": Correction(seq_tis),
     "prefix_tis": Correction(prefix_tis),
     "retrace": Correction(retrace),
     "retrace_seq": Correction(retrace_seq),
-    "seq_mis": Correction(seq_mis, level="sequence", drops=True, counts_drops_as_zero=True),
+    "seq_mis": Correction(seq_mis, drops=True),
     "geo_rs": Correction(geo_rs, drops=True, plain=True),
-    "geo_rs_seq_tis": Correction(geo_rs_seq_tis, level="sequence", drops=True),
+    "geo_rs_seq_tis": Correction(geo_rs_seq_tis, drops=True),
     "tbpo_mismatch": Correction(tbpo_mismatch),
-    "vespo": Correction(vespo, level="sequence"),
+    "vespo": Correction(vespo),
     "z_tis": Correction(z_tis_correction, needs_z=True),
     "obrs": Correction(obrs_correction, drops=True, needs_z=True),
-    "jackpot_adjusted": Correction(obrs_correction, drops=True, needs_z=True),
 }
 USES_Z = {name for name, row in CORRECTIONS.items() if row.needs_z}
 
@@ -523,7 +504,6 @@ def weight_and_mask(new, batch, stats, cfg: LossFlags):
         stats=stats,
         cfg=cfg,
         log_r=batch.log_r,
-        logp_new=None if new is None else new.logp.detach(),
         logp_inf=batch.logp_inf,
         mask=batch.mask,
         adv=batch.adv,
@@ -540,7 +520,6 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
     if cfg.correction_target == "new":
         batch = replace(batch, logp_ref=new.logp.detach(), support_logp_ref=new.support_logp)
     weight, keep, *logs = weight_and_mask(new, batch, stats, cfg)
-    weight = weight / stats.weight_mean
     for row, low, high in rejections(cfg):
         high = stats.largest_kept if row.of_batch else high
         statistic = call(
@@ -573,23 +552,6 @@ def can_drop(cfg: ObjectiveFlags) -> bool:
     return CORRECTIONS[cfg.correction].drops or cfg.reject != "none"
 
 
-def sees_new(cfg: LossFlags) -> bool:
-    """Whether weights or masks depend on p_new, so that they are unknown before the update."""
-    z_new = cfg.correction in USES_Z and cfg.obrs_target == "new" and cfg.kappa != "exact"
-    return cfg.correction == "tis_adjusted" or cfg.correction_target == "new" or z_new
-
-
-def mean_weight(batch, comm, stats, cfg: LossFlags, fresh) -> float:
-    """Mean of keep * weight over the tokens of all ranks, or over responses if weights are (B, 1).
-
-    As in verl, the mean is taken before --reject."""
-    weight, keep, *_ = weight_and_mask(fresh, batch, stats, cfg)
-    applied = weight * keep
-    counted = batch.mask if applied.shape == batch.mask.shape else batch.mask.any(1, keepdim=True)
-    total, count = comm.sum([applied[counted].sum(), counted.sum()])
-    return total / count if total > 0 else 1.0
-
-
 def actor_is_sampler(cfg: Config) -> bool:
     """Whether the actor's distribution equals the sampler's up to numerical noise.
 
@@ -605,25 +567,14 @@ def actor_is_sampler(cfg: Config) -> bool:
 
 
 def exact_z_known(cfg: Config) -> bool:
-    """Whether the learner can compute Z exactly: two models, target ref, no budget, and an actor
-    that is the sampler."""
-    return (
-        cfg.actor != "none"
-        and cfg.obrs_target == "ref"
-        and not cfg.obrs_accept_rate
-        and actor_is_sampler(cfg)
-    )
+    """Whether the learner can compute Z exactly: two models, target ref, and an actor that is the
+    sampler."""
+    return cfg.actor != "none" and cfg.obrs_target == "ref" and actor_is_sampler(cfg)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def default_bounds(cfg: ObjectiveFlags) -> dict:
-    """Default bounds of the chosen correction and rejection."""
-    rows = (CORRECTIONS.get(cfg.correction), REJECTIONS.get(cfg.reject))
-    return {name: value for row in rows if row for name, value in row.bounds.items()}
 
 
 def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
@@ -639,24 +590,6 @@ def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
     return {name: value for name, value in axes.items() if name not in gone}
 
 
-def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
-    """A warning if sequence weights have an effective sample size below 1/4; else "".
-
-    logged: metrics of an update. The warning names corrections that work at this mismatch."""
-    # clamped weights are equal, so their ESS is near 1 and means nothing
-    clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5
-    share = 0.0 if clamped else logged["rollout_corr/seq_eff_sample_size"]
-    of_prefixes = cfg.correction in ("prefix_tis", "retrace_seq")
-    by_response = of_prefixes or CORRECTIONS[cfg.correction].level == "sequence"
-    if not by_response or share >= 0.25:
-        return ""
-    return (
-        f"--correction={cfg.correction}: the sequence weights have a relative effective sample size of {share:.2g} (KL "
-        f"{logged['rollout_corr/kl']:.2g} a token over {logged['response_length']:.0f} tokens): few responses "
-        "determine the update; use token weights (--objective=tis) or OBRS (--objective=jackpot)"
-    )
-
-
 def check(cfg: Config) -> None:
     """Raise UserError, one sentence, if flags of corrections contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))
@@ -664,16 +597,11 @@ def check(cfg: Config) -> None:
     check_caps(cfg)
     check_rejection(cfg)
     check_obrs(cfg)
-    need(
-        cfg.correction not in ("tis_adjusted", "jackpot_adjusted") or cfg.ratio_base == "new",
-        f"--correction={cfg.correction} already contains p_new / p_inf: it needs --ratio_base=new, not "
-        f"{cfg.ratio_base}",
-    )
     check_target(cfg)
 
 
 def check_target(cfg: LossFlags) -> None:
-    """Check --correction_target, and flags that need the weights before the update."""
+    """Check --correction_target, and that the keep-mask is known when the update starts if needed."""
     of_new = cfg.correction_target == "new"
     need(
         not of_new or cfg.correction not in USES_Z,
@@ -685,28 +613,11 @@ def check_target(cfg: LossFlags) -> None:
         "--correction_target=new: weights p_new / p_inf replace the ratio; use --surrogate=reinforce or "
         f"--ratio_base=new, not {cfg.ratio_base}",
     )
-    within = "--correction_target=new" if of_new else f"--correction={cfg.correction}"
-    late = cfg.correction not in USES_Z and sees_new(cfg)  # check_obrs reports on OBRS
+    late = of_new or (cfg.correction in USES_Z and cfg.obrs_target == "new")
     need(
         not late or cfg.loss_denominator != "kept" or not can_drop(cfg),
-        f"--loss_denominator=kept: needs the keep-mask before the update starts, but {within} is computed during it; "
-        "use proposed",
-    )
-    need(
-        not (
-            cfg.normalize_weights
-            and cfg.loss_denominator == "kept"
-            and CORRECTIONS[cfg.correction].drops
-        ),
-        f"--loss_denominator=kept: --normalize_weights already divides by the tokens that "
-        f"--correction={cfg.correction} keeps; "
-        "use proposed",
-    )
-    early = "--normalize_weights" if cfg.normalize_weights else ""
-    early = "--advantage=otb" if cfg.advantage == "otb" else early
-    need(
-        not early or not sees_new(cfg),
-        f"{early} needs all weights before the update, but {within} is computed during it; leave the flag out",
+        "--loss_denominator=kept: needs the keep-mask before the update starts, but --correction_target=new and "
+        "--obrs_target=new compute the mask during it; use proposed",
     )
 
 
@@ -760,37 +671,15 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
 
 
 def check_obrs(cfg: Config) -> None:
-    """Check the flags of OBRS, and flags that need OBRS's statistics before the update."""
-    z, new = cfg.correction in USES_Z, cfg.obrs_target == "new"
+    """Check the flags of OBRS."""
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
     need(
-        cfg.obrs_accept_rate is None or 0 < cfg.obrs_accept_rate <= 1,
-        f"--obrs_accept_rate={cfg.obrs_accept_rate}: must be in (0, 1]; leave it out to use --obrs_lambda",
-    )
-    need(
-        cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
-        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave "
-        "out one of the two flags",
-    )
-    need(
-        cfg.correction != "jackpot_adjusted" or new,
-        "--correction=jackpot_adjusted: its target is the current policy; use --obrs_target=new",
-    )
-    need(
         cfg.obrs_z != "exact" or exact_z_known(cfg),
-        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, no "
-        "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
+        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, "
+        "and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
         "quantization, --keep_sampling_mask=replay, --kv_cache_dtype=auto); use bracket",
     )
     need(
-        not (z and new and cfg.loss_denominator == "kept") or cfg.kappa == "exact",
-        "--loss_denominator=kept with --obrs_target=new must know the mask before the update: add --kappa=exact",
-    )
-    need(
-        not (z and new and cfg.obrs_accept_rate) or cfg.kappa == "exact",
-        "--obrs_accept_rate with --obrs_target=new must know the policy before the update: add --kappa=exact",
-    )
-    need(
-        cfg.correction != "z_tis" or not new,
+        cfg.correction != "z_tis" or cfg.obrs_target == "ref",
         "--correction=z_tis is a control for target ref; leave --obrs_target=ref",
     )

@@ -3,14 +3,16 @@ reproducible bit for bit.
 
 Each of `--delay_samplers` samplers has a separate model version. A sampler draws a delay D, samples
 with its current version until D seconds have passed, then loads the newest broadcast version and
-draws a new delay. As in the paper, D is the total network latency. Samplers never idle, and the
-learner trains on groups in order of arrival.
+draws a new delay. As in the paper, D is the total network latency. The samplers make as many groups
+as the learner needs, and the learner trains on them immediately.
 
 The clock is virtual: an update takes `--step_seconds` and sampling takes no time, so delays
 translate to model versions:
 
-    time of version v  =  v step_seconds (+ the time that the learner waited for groups)
+    time of version v  =  v step_seconds
     D                  <= max_staleness step_seconds        (--max_staleness=0: synchronous)
+
+A sampler with weights older than `--max_staleness` (between rare broadcasts) loads the newest.
 
 The distributions of D between lo and hi seconds are fitted so that
 P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, and then clipped to [lo, hi]:
@@ -20,10 +22,9 @@ P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, and then clipped to [lo, hi]:
     exponential   rate = -log a / hi: one parameter, so only P(D > hi) = a is satisfied
     constant      hi
 
-A group is sampled when the learner takes it, with the weights that its sampler had when the group
-was made. This is exact because samples are a pure function of weights and seeds (rollout.py).
-Groups dropped by a bound are never computed. Old versions stay on disk as long as a sampler, a
-waiting group or a checkpoint needs them."""
+One engine samples for all: it loads the version of each group's sampler. This is exact because
+samples are a pure function of weights and seeds (rollout.py). Old versions stay on disk as long as
+a sampler or a checkpoint needs them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,6 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
 
 from config import Config
 from machinery.checkpoint.tensors import read_tensors, write_tensors
@@ -96,14 +96,6 @@ class SimulatedSampler:
     groups: int = 0  # groups made so far
 
 
-class Ticket(NamedTuple):
-    """A group that a sampler has made and the learner has not taken yet."""
-
-    number: int  # index of the group in this source
-    version: int  # of the sampling weights
-    made_at: float  # virtual seconds
-
-
 class DelaySource(LocalSource):
     """A LocalSource with one engine that simulates `cfg.delay_samplers` delayed samplers.
 
@@ -115,21 +107,14 @@ class DelaySource(LocalSource):
         self.cfg = cfg
         self.store = Path(store)
         self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max)
-        self.longest = (
-            math.inf if cfg.max_staleness is None else cfg.max_staleness * cfg.step_seconds
-        )
+        self.oldest = math.inf if cfg.max_staleness is None else cfg.max_staleness
         self.samplers: list[SimulatedSampler] = []
-        # version -> virtual time, for the versions still on disk
-        self.broadcast: dict[int, float] = {}
-        self.tickets: list[Ticket] = []
-        self.made = 0.0  # fraction of a group, carried to the next call
-        self.waited = 0.0  # virtual seconds that the learner has waited for groups
-        self.dropped = Counter()  # groups dropped by "staleness" and by "window"
+        self.broadcast: set[int] = set()  # the versions on disk
         self.pinned = [set(), set()]  # versions that the last two checkpoints need
 
     def now(self, learner_version: int) -> float:
         """The virtual time in seconds."""
-        return learner_version * self.cfg.step_seconds + self.waited
+        return learner_version * self.cfg.step_seconds
 
     # -- weights
 
@@ -142,7 +127,7 @@ class DelaySource(LocalSource):
             write_tensors(self.path(version), named_tensors)
         else:  # reading is collective: every rank must read every tensor equally often
             deque(named_tensors, maxlen=0)
-        self.broadcast[version] = self.now(version)
+        self.broadcast.add(version)
         if not self.samplers:
             self.samplers = [
                 SimulatedSampler(version, self.delay(i, 0), 1)
@@ -150,21 +135,17 @@ class DelaySource(LocalSource):
             ]
         # Reload before deleting old versions: samplers whose delays ended since the last broadcast
         # load old versions.
-        self.reload(self.now(version))
-        needed = self.needed().union(*self.pinned)
-        # With --dynamic_sampling ranks take unequal numbers of groups, so ranks need different old
-        # versions. `from_all` is also a barrier, after which the new file is complete.
-        everywhere = set().union(*from_all(needed))
-        for old in set(self.broadcast) - everywhere:
-            del self.broadcast[old]
+        self.reload(version)
+        # a barrier: the new file is complete
+        needed = set().union(*from_all(self.needed()), *self.pinned)
+        for old in self.broadcast - needed:
             if self.rank == 0:
                 self.path(old).unlink(missing_ok=True)
+        self.broadcast &= needed
 
     def needed(self) -> set[int]:
-        """The versions that must stay on disk: the newest, the samplers', the waiting groups'."""
-        held = {sampler.version for sampler in self.samplers}
-        waiting = {ticket.version for ticket in self.tickets}
-        return {*sorted(self.broadcast)[-1:]} | held | waiting
+        """The versions that must stay on disk: the newest and the samplers'."""
+        return {max(self.broadcast)} | {sampler.version for sampler in self.samplers}
 
     def path(self, version: int) -> Path:
         return self.store / f"v{version:06d}.safetensors"
@@ -174,75 +155,44 @@ class DelaySource(LocalSource):
     def delay(self, sampler: int, draw: int) -> float:
         """Delay number `draw` of a sampler, virtual seconds: a pure function of the run's seed."""
         u = float(uniforms(1, "delay", self.cfg.seed, sampler, draw)[0])
-        return min(self.distribution.quantile(max(u, 2.0**-53)), self.longest)
+        longest = self.oldest * self.cfg.step_seconds
+        return min(self.distribution.quantile(max(u, 2.0**-53)), longest)
 
-    def reload(self, now: float) -> None:
-        """Advance samplers to `now`: after each delay, load the newest version and draw a delay."""
-        for i, sampler in enumerate(self.samplers):
-            while sampler.until <= now:
-                delay = self.delay(i, sampler.draws)
-                loaded_at = now if delay == 0 else sampler.until
-                sampler.version = max(v for v, t in self.broadcast.items() if t <= loaded_at)
-                sampler.until = loaded_at + delay
-                sampler.draws += 1
-                if delay == 0:  # a further delay of 0 would end at the same time: endless loop
-                    break
-
-    def make(self, n_groups: int, learner_version: int, share: float = 1.0) -> None:
-        """Advance samplers to the current time and let them make sampler_rate * n_groups * share
-        groups, each by the sampler with the fewest. Then drop groups that are too old."""
+    def reload(self, learner_version: int) -> None:
+        """Advance samplers to the learner's time: after each delay, load the newest version and
+        draw a delay."""
         now = self.now(learner_version)
-        self.reload(now)
-        self.made += self.cfg.sampler_rate * n_groups * share
-        while self.made >= 1:
-            self.made -= 1
-            sampler = min(self.samplers, key=lambda sampler: sampler.groups)
-            self.tickets.append(Ticket(self.sequence, sampler.version, now))
-            self.sequence += 1
-            sampler.groups += 1
-        self.tickets = [
-            ticket for ticket in self.tickets if self.still_wanted(ticket, learner_version, now)
-        ]
-
-    def still_wanted(self, ticket: Ticket, learner_version: int, now: float) -> bool:
-        """Whether the group is within both age bounds; otherwise count it as dropped."""
-        most = self.cfg.max_staleness
-        if most is not None and learner_version - ticket.version > most:
-            self.dropped["staleness"] += 1
-        elif now - ticket.made_at > self.cfg.window_seconds:
-            self.dropped["window"] += 1
-        else:
-            return True
-        return False
+        for i, sampler in enumerate(self.samplers):
+            while self.oldest > 0 and sampler.until <= now:
+                sampler.version = max(v for v in self.broadcast if self.now(v) <= sampler.until)
+                sampler.until += self.delay(i, sampler.draws)
+                sampler.draws += 1
+            if learner_version - sampler.version > self.oldest:
+                sampler.version = max(self.broadcast)
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
-        """The next n groups in order of arrival; the clock advances by whole steps to wait."""
-        groups = self.with_spread(
-            n_groups, lambda n: self.sample_tickets(self.take(n, learner_version))
-        )
+        """The next n groups, with the weights that the samplers have now."""
+        self.reload(learner_version)
+        groups = self.with_spread(n_groups, self.sample_next)
         self.engine.sleep()
         return groups
 
-    def take(self, n_groups: int, learner_version: int) -> list[Ticket]:
-        """The next n tickets; the clock advances until there are n tickets."""
-        self.make(n_groups, learner_version)
-        while len(self.tickets) < n_groups:
-            self.waited += self.cfg.step_seconds
-            # the share of a rollout batch that is made while one update runs
-            self.make(n_groups, learner_version, self.cfg.train_batch / self.cfg.rollout_batch)
-        taken, self.tickets = self.tickets[:n_groups], self.tickets[n_groups:]
-        return taken
-
-    def sample_tickets(self, taken: list[Ticket]) -> list[Rollout]:
-        """Sample the groups of these tickets, each with the version of its ticket."""
+    def sample_next(self, n_groups: int) -> list[Rollout]:
+        """The next n groups, each by the sampler with the fewest groups."""
+        made_with = {}  # number of a group -> version of the sampling weights
+        for _ in range(n_groups):
+            sampler = min(self.samplers, key=lambda sampler: sampler.groups)
+            sampler.groups += 1
+            made_with[self.sequence] = sampler.version
+            self.sequence += 1
         groups: dict[int, Rollout] = {}
-        for version in sorted({ticket.version for ticket in taken}):
+        for version in sorted(set(made_with.values())):
             if version != self.version:
                 self.load(version, read_tensors(self.path(version)))
-            self.published = self.broadcast[version]
-            numbers = [t.number for t in taken if t.version == version]
+            self.published = self.now(version)
+            numbers = [number for number, used in made_with.items() if used == version]
             groups.update(zip(numbers, self.sample(numbers), strict=True))
-        return [groups[ticket.number] for ticket in taken]
+        return [groups[number] for number in made_with]
 
     def lend(self, named_tensors):
         """The engine with these weights loaded; the next rollout reloads its version."""
@@ -252,46 +202,22 @@ class DelaySource(LocalSource):
     # -- metrics and checkpoints
 
     def metrics(self, summed=Counter) -> dict[str, float]:
-        """LocalSource's metrics, and waiting time, versions, waiting groups and dropped groups."""
-        counts = summed({**self.dropped, "waiting": len(self.tickets)})
-        return {
-            **super().metrics(summed),
-            "delay/clock": self.waited,
-            "delay/waiting": float(counts["waiting"]),
-            "delay/versions": float(len(self.needed())),
-            "delay/dropped_staleness": float(counts["staleness"]),
-            "delay/dropped_window": float(counts["window"]),
-        }
+        """LocalSource's metrics, and the number of versions in use."""
+        return {**super().metrics(summed), "delay/versions": float(len(self.needed()))}
 
     def state_dict(self) -> dict:
         self.pinned = [self.pinned[1], self.needed()]
         return {
             **super().state_dict(),
             "samplers": [dict(vars(sampler)) for sampler in self.samplers],
-            "tickets": [list(ticket) for ticket in self.tickets],
-            "broadcast": dict(self.broadcast),
-            "made": self.made,
-            "waited": self.waited,
-            "dropped": dict(self.dropped),
+            "broadcast": sorted(self.broadcast),
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore a checkpoint's state. UserError: a version that a sampler or a waiting group
-        needs is not on disk."""
         super().load_state_dict(state)
         self.samplers = [SimulatedSampler(**sampler) for sampler in state["samplers"]]
-        self.tickets = [Ticket(*ticket) for ticket in state["tickets"]]
-        self.broadcast = state["broadcast"]
-        self.made = state["made"]
-        self.waited = state["waited"]
-        self.dropped = Counter(state["dropped"])
+        self.broadcast = set(state["broadcast"])
         self.pinned = [set(), self.needed()]
-        for version in sorted(self.needed()):
-            if not self.path(version).is_file():
-                raise UserError(
-                    f"--resume: {self.path(version)} is missing, and a delayed sampler still uses this version; "
-                    "start a new run in a different --out"
-                )
 
 
 def check(cfg: Config) -> None:
@@ -306,29 +232,11 @@ def check(cfg: Config) -> None:
         f"--delay={cfg.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant",
     )
     most = cfg.max_staleness
-    if most is not None and most < 0:
-        raise UserError(
-            f"--max_staleness={most}: a number of updates, 0 or more; leave it out for no bound"
-        )
     if most is not None and cfg.sync_every - 1 > most:
         raise UserError(
             f"--max_staleness={most}: with --sync_every={cfg.sync_every} even the newest weights are "
             f"up to {cfg.sync_every - 1} updates old; broadcast more often"
         )
-    unbounded = most is None and math.isinf(cfg.window_seconds)
-    if cfg.delay != "none" and unbounded and cfg.sampler_rate > 1:
-        raise UserError(
-            f"--sampler_rate={cfg.sampler_rate}: samplers produce more groups than training consumes; bound their "
-            "age with --max_staleness or --window_seconds"
-        )
-    if cfg.delay != "none" and not math.isinf(cfg.window_seconds):
-        # number of steps within the window
-        steps = 1 + int(cfg.window_seconds * (1 - 1e-9) / cfg.step_seconds)
-        if cfg.sampler_rate * (1 + (steps - 1) * cfg.train_batch / cfg.rollout_batch) < 1:
-            raise UserError(
-                f"--window_seconds={cfg.window_seconds}: at --sampler_rate={cfg.sampler_rate} groups are always "
-                "dropped before there are enough groups for an update; widen the window, or raise the rate"
-            )
     remote = cfg.samplers != "local"
     if cfg.delay == "none" and not remote and (cfg.sync_every > 1 or cfg.max_staleness is not None):
         raise UserError(

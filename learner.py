@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 import batching
 import corrections
@@ -144,9 +142,9 @@ class Learner:
             self.wrapped.reshard()  # without a backward pass FSDP does not reshard
         return TokenStats(**{name: x.cpu() for name, x in out.items()})
 
-    def ref_columns(self, batch: Batch, lam: float) -> dict[str, torch.Tensor]:
+    def ref_columns(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The ref pass: statistics of policy and actor before the first update on this batch."""
-        new = self.score(batch, needs_of_ref_pass(self.cfg, self.has_actor, lam))
+        new = self.score(batch, needs_of_ref_pass(self.cfg, self.has_actor))
         columns = objectives.columns_of(new)
         if new.top_ids is not None:
             columns |= self._wider_support(batch, new)
@@ -197,9 +195,6 @@ class Learner:
         """One optimizer step on this rank's share of a batch. Returns the step's metrics over all
         ranks."""
         logged = self.backward(batch, stats)
-        dead = corrections.dead_weights(self.cfg, logged) if self.version == 0 else ""
-        if dead and self.comm.rank == 0:
-            tqdm.write(f"warning: {dead}", file=sys.stderr)
         # rejection does not mask the entropy bonus and CPPO's KL
         alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
         all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
@@ -209,7 +204,7 @@ class Learner:
     def backward(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
         """Write the gradient of a batch's loss over all ranks to .grad; return the metrics."""
         cfg = self.cfg
-        needs = needs_of_update(cfg, self.has_actor, stats.lam, batch.logp_ref is not None)
+        needs = needs_of_update(cfg, self.has_actor, batch.logp_ref is not None)
         sums, total = Sums(), torch.zeros((), dtype=torch.float64, device=self.device)
         micros = list(self._micro(batch))
         parts = [stats.select([0] if rows is None else rows) for rows, *_ in micros]

@@ -117,7 +117,6 @@ def jackpot(new, ref, batch):
         "actor/loss": actor_loss,
         "obrs/accept_rate": keep,
         "obrs/z": z,
-        "rollout_corr/rollout_is_mean": rho,
         "rollout_corr/k3_kl": r - r.log() - 1,  # its mean under p_inf is KL(inf || ref)
     }
     return loss, metrics

@@ -32,7 +32,6 @@ import torch
 
 import corrections
 import obrs
-from batching import optimal_token_baseline
 from config import Config, LossFlags, ObjectiveFlags
 from corrections import (
     CLAMP,
@@ -42,14 +41,11 @@ from corrections import (
     call,
     can_drop,
     geo_ratio,
-    mean_weight,
     seq_mean,
-    token_k3,
     token_ratio,
 )
 from machinery.flags import choice, need, run_command
-from presets import DEFAULTS, FRAMEWORKS, OBJECTIVES, PAPERS
-from sampling import Sampling
+from presets import DEFAULTS, FRAMEWORKS, PAPERS
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
@@ -155,8 +151,6 @@ def cispo(log_ratio, logp, adv, low=0.2, high=0.28, clamp=CLAMP):
 
 def clip_surrogate(s, adv, low, high, dual_clip=0.0):
     """(PPO's clipped value, mask of clipped entries), both of the shape of s."""
-    if math.isinf(low) and math.isinf(high):
-        return s * adv, torch.zeros_like(s, dtype=torch.bool)
     plain = s * adv
     cut = s.clamp(1 - low, 1 + high) * adv
     value = torch.minimum(plain, cut)
@@ -220,19 +214,13 @@ CLIPS |= {"gmpo": (0.4, 0.4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05), "d
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def kl_estimate(logp, logp_start, estimator: str, clamp=CLAMP):
-    """Per-token estimate of KL(p || start), (B, T) nats, with gradient. x = log(p_start / p).
-    Schulman.
+def kl_estimate(logp, logp_start):
+    """Per-token estimate of KL(p || start), (B, T) nats, with gradient: k2 = log(p_start / p)^2 / 2.
 
-                            mean of k          mean of the gradient, E[dk]
-        k2 = x^2 / 2        near KL(p||start)  dKL(p || start)
-        k3 = e^x - 1 - x    KL(p || start)     dKL(start || p)
-
-    E is over tokens of p. k3 has the gradient of KL(p || start) only if the gradient also flows
-    through a factor p_new / p_old (DeepSeek-V3.2); here the factor is detached. k1 = -x has a
-    gradient of mean zero."""
+    Over tokens of p its mean is near the KL, and the mean of its gradient is the KL's gradient.
+    Schulman's k3 would have the gradient of KL(start || p), and k1 a gradient of mean zero."""
     x = logp_start - logp
-    return x * x / 2 if estimator == "k2" else token_k3(x, clamp)
+    return x * x / 2
 
 
 def unregularised(cfg: Config):
@@ -252,13 +240,11 @@ class StepStats:
 
     tokens: float  # tokens that may carry a gradient
     sequences: float  # responses with at least one such token
-    lam: float  # OBRS's lambda: --obrs_lambda, or solved for --obrs_accept_rate
     kappa: float  # scale of Z_low or Z_approx
     distill_lambda: float  # weight of the distillation loss
     kept_factor: torch.Tensor | None = None  # (B, 1) proposed denominator / kept denominator
     log_group_mean: torch.Tensor | None = None  # (B, 1) GEPO's log E of each response's group
     mixing: torch.Tensor | None = None  # (B, 1) GEPO's e
-    weight_mean: float = 1.0  # divisor of --normalize_weights
     largest_kept: float = math.inf  # largest statistic that a rejection over the batch keeps
 
     def select(self, rows) -> StepStats:
@@ -268,64 +254,45 @@ class StepStats:
         return replace(self, **chosen)
 
 
-def passes_needed(cfg: Config, controllers: dict, updates: int) -> set[str]:
-    """The extra learner passes that this rollout batch needs: {}, {"ref"} or {"ref", "fresh"}.
+def needs_ref_pass(cfg: Config, controllers: dict, updates: int) -> bool:
+    """Whether this rollout batch needs a ref pass before its first update.
 
     With one update per batch, `ref` is the policy of this update, so the update's forward pass
     replaces the ref pass, unless a statistic over all ranks is needed before the first backward
-    pass: kappa, a budget's lambda, the kept denominator, the mean weight, a bound over the batch, a
-    baseline over the group."""
-    z = cfg.correction in USES_Z
-    passes = set()
+    pass: kappa, the kept denominator, a bound over the batch."""
     kept = cfg.loss_denominator == "kept" and can_drop(cfg)
-    over_batch = kept or cfg.normalize_weights or corrections.batch_rejection(cfg) is not None
-    over_batch = over_batch or cfg.advantage == "otb"
-    if updates > 1 or over_batch or (z and cfg.obrs_accept_rate):
-        passes.add("ref")
-    if z and cfg.obrs_z != "exact":
-        no_kappa = controllers.get("kappa") is None
-        # the ref pass may add the policy's top-K to the support (model.needs_of_ref_pass)
-        own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"
-        if cfg.obrs_target == "ref" or no_kappa or own_topk:
-            passes.add("ref")
-    if z and cfg.kappa == "exact" and cfg.obrs_target == "new":
-        passes |= {"ref", "fresh"}
-    return passes
+    if updates > 1 or kept or corrections.batch_rejection(cfg) is not None:
+        return True
+    if cfg.correction not in USES_Z or cfg.obrs_z == "exact":
+        return False
+    # the ref pass may add the policy's top-K to the support (model.needs_of_ref_pass)
+    own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"
+    return cfg.obrs_target == "ref" or controllers.get("kappa") is None or own_topk
 
 
-def prepare(batch, comm, cfg: LossFlags, controllers: dict, fresh=None) -> StepStats:
-    """The statistics of one optimizer step over all ranks. With --advantage=otb it also replaces
-    the batch's advantages.
+def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
+    """The statistics of one optimizer step over all ranks.
 
     batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers:
-    state of earlier steps (`update_controllers`); fresh: TokenStats of the current policy, for
-    `--kappa=exact`."""
+    state of earlier steps (`update_controllers`)."""
     lengths = batch.mask.sum(1)
     tokens, sequences = comm.sum([batch.mask.sum(), (lengths > 0).sum()])
     stats = StepStats(
         tokens=max(tokens, 1.0),
         sequences=max(sequences, 1.0),
-        lam=cfg.obrs_lambda,
         kappa=1.0,
         distill_lambda=controllers.get("distill", cfg.distill_lambda),
     )
     if cfg.ratio_base == "group":
         prepare_group(stats, batch, cfg)
     if cfg.correction in USES_Z:
-        prepare_obrs(stats, batch, comm, cfg, controllers, fresh)
+        prepare_obrs(stats, batch, comm, cfg, controllers)
     if of_batch := corrections.batch_rejection(cfg):
         row, bound = of_batch
         values = row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)[batch.mask]
         stats.largest_kept = corrections.largest_kept(comm.cat(values), bound)
-    if cfg.normalize_weights:
-        stats.weight_mean = mean_weight(batch, comm, stats, cfg, fresh)
-    if cfg.advantage == "otb":
-        weight, *_ = corrections.weight_and_mask(fresh, batch, stats, cfg)
-        of_rewards = (batch.reward, batch.group, batch.logp_ref, batch.sum_p2_ref, batch.mask)
-        adv = optimal_token_baseline(*of_rewards, weight.expand_as(batch.logp_ref))
-        batch.adv = torch.where(batch.spread[:, None], adv, 0).to(batch.reward)
     if cfg.loss_denominator == "kept" and can_drop(cfg):
-        prepare_kept(stats, batch, comm, cfg, fresh)
+        prepare_kept(stats, batch, comm, cfg)
     return stats
 
 
@@ -333,35 +300,31 @@ def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
     """Compute GEPO's group expectation and mixing coefficient, from whole groups."""
     mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask)[:, 0]
     mean_logp_inf = mean_logp_inf.masked_fill(batch.mask.sum(1) == 0, -math.inf)
-    log_mean = corrections.log_group_mean(mean_logp_inf, batch.group, cfg.gepo_expectation)
+    log_mean = corrections.log_group_mean(mean_logp_inf, batch.group)
     stats.log_group_mean = log_mean[:, None]
     stats.mixing = corrections.group_mixing(mean_logp_inf, batch.group, cfg.gepo_defence)[:, None]
 
 
-def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict, fresh) -> None:
-    """Compute lambda for a budget; compute kappa, or take the previous update's kappa."""
-    logp_tgt, support_logp = batch.logp_ref, batch.support_logp_ref
-    if fresh is not None:
-        logp_tgt, support_logp = fresh.logp, fresh.support_logp
-    if cfg.obrs_accept_rate:
-        ratios = token_ratio(logp_tgt - batch.logp_inf, cfg.log_ratio_clamp)[batch.mask]
-        stats.lam = obrs.solve_lambda(comm.cat(ratios), cfg.obrs_accept_rate)
+def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict) -> None:
+    """Compute kappa, or take the previous update's kappa."""
     if cfg.obrs_z == "exact":
         return
     stats.kappa = controllers.get("kappa")
-    if stats.kappa is None or fresh is not None or cfg.obrs_target == "ref":
-        accepted = obrs.acceptance(logp_tgt, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
+    if stats.kappa is None or cfg.obrs_target == "ref":
+        accepted = obrs.acceptance(
+            batch.logp_ref, batch.logp_inf, cfg.obrs_lambda, cfg.log_ratio_clamp
+        )
         if cfg.obrs_mask == "bernoulli":
             accepted = (batch.mask_uniforms < accepted).to(accepted.dtype)
-        summed, _ = obrs.z_bracket(batch.support_logp, support_logp, stats.lam)
-        sums = comm.sum([accepted[batch.mask].sum(), batch.mask.sum(), summed[batch.mask].sum()])
-        stats.kappa = obrs.kappa_from(*sums)
+        summed, _ = obrs.z_bracket(batch.support_logp, batch.support_logp_ref, cfg.obrs_lambda)
+        sums = comm.sum([x[batch.mask].sum() for x in (accepted, summed)])
+        stats.kappa = obrs.kappa_from(*(x / stats.tokens for x in sums))
 
 
-def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags, fresh) -> None:
+def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags) -> None:
     """Compute kept_factor, which replaces the denominator of proposed tokens by the denominator of
     kept tokens (`--loss_denominator=kept`)."""
-    _, keep, _ = apply_correction(fresh, batch, stats, cfg)
+    _, keep, _ = apply_correction(None, batch, stats, cfg)
     lengths = batch.mask.sum(1)
     kept = (keep.expand_as(batch.logp_inf) * batch.mask).sum(1)
     kept_tokens, kept_sequences = comm.sum([kept.sum(), (kept > 0).sum()])
@@ -393,8 +356,7 @@ def columns_of(new) -> dict:
 
 # statistic of a forward pass -> column of a batch
 REF = {
-    name: f"{name}_ref"
-    for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl", "kl_after", "sum_p2")
+    name: f"{name}_ref" for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl_after")
 }
 REF |= {"logp_start": "logp_start"}
 
@@ -421,7 +383,7 @@ def loss(new, batch, stats: StepStats, cfg: Config):
     unreduced = -keep * weight * surrogate
     if cfg.kl_coef:
         on_new = keep * weight * (1.0 if ratio is None else ratio.detach())
-        start_kl = kl_estimate(new.logp, batch.logp_start, cfg.kl_estimator, cfg.log_ratio_clamp)
+        start_kl = kl_estimate(new.logp, batch.logp_start)
         unreduced = unreduced + cfg.kl_coef * on_new * start_kl
     if stats.kept_factor is not None:
         unreduced = unreduced * stats.kept_factor.to(unreduced)
@@ -432,7 +394,6 @@ def loss(new, batch, stats: StepStats, cfg: Config):
         k2 = cfg.cppo_kl == "k2"
         scale = 1.0 if k2 else per_response_scale(batch.mask, stats, cfg, sampler_kl.dtype)
         unreduced = unreduced + cfg.cppo_beta * sampler_kl * scale
-        logs = {**logs, "cppo_kl": sampler_kl.detach()}
     # the surrogate's ratio is the importance weight here, so log it as `weight`
     if cfg.ratio_base in ("inf", "group"):
         weight = weight * ratio.detach()
@@ -465,13 +426,13 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
     if new.actor_logp is None:
         return value, logs
     as_actor = replace(batch, logp_ref=batch.actor_logp_ref)
-    of_actor = replace(stats, kept_factor=None, weight_mean=1.0)
+    of_actor = replace(stats, kept_factor=None)
     actor_loss, _ = loss(replace(new, logp=new.actor_logp), as_actor, of_actor, actor_config(cfg))
     distill = new.distill_loss.masked_fill(~batch.mask, 0.0)
     value = value + actor_loss
     if stats.distill_lambda != 0:
         value = value + stats.distill_lambda * distill
-    return value, {**logs, "actor_loss": actor_loss.detach(), "distill": distill.detach()}
+    return value, {**logs, "actor_loss": actor_loss.detach()}
 
 
 def actor_config(cfg: Config):
@@ -522,10 +483,10 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
     at most exp(gain)."""
     if not logged.get("stepped", True):  # do not update the controllers from a skipped step
         return
-    if cfg.correction in USES_Z and cfg.obrs_z != "exact" and logged["z_sum"] > 0:
-        controllers["kappa"] = obrs.kappa_from(
-            logged["accept_sum"], logged["tokens"], logged["z_sum"]
-        )
+    if cfg.correction in USES_Z and cfg.obrs_z != "exact":
+        z = logged["obrs/z_approx" if cfg.obrs_z == "approx" else "obrs/z_low"]
+        if z > 0:
+            controllers["kappa"] = obrs.kappa_from(logged["obrs/accept_rate"], z)
     kl, target = logged.get("distill_kl", math.nan), cfg.distill_kl_target
     if target > 0 and math.isfinite(kl):
         gain = math.exp(DISTILL_GAIN * max(-1.0, min(1.0, (kl - target) / target)))
@@ -541,17 +502,13 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
 def default_bounds(cfg: ObjectiveFlags) -> dict:
     """Defaults that depend on other flags: caps, bounds and clips."""
     low, high = CLIPS.get(cfg.surrogate, CLIP)
-    return {**corrections.default_bounds(cfg), "clip_low": low, "clip_high": high}
+    chosen = (CORRECTIONS.get(cfg.correction), corrections.REJECTIONS.get(cfg.reject))
+    bounds = {name: value for row in chosen if row for name, value in row.bounds.items()}
+    return {**bounds, "clip_low": low, "clip_high": high}
 
 
 def check(cfg: Config) -> None:
     """Raise UserError, one sentence, if flags of the objective contradict each other."""
-    for axis, known in (("correction", corrections.CORRECTIONS), ("surrogate", SURROGATES)):
-        value = getattr(cfg, axis)
-        named = (
-            f"--{axis}={value}: a value of --objective, not of --{axis}; write --objective={value}"
-        )
-        need(value in known or value not in OBJECTIVES, named)
     choice("surrogate", cfg.surrogate, list(SURROGATES))
     corrections.check(cfg)
     check_ratio(cfg)
@@ -569,17 +526,6 @@ def check(cfg: Config) -> None:
             cfg.actor != "none",
             "--distill_kl_target: there is no actor to distil; name one with --actor",
         )
-    check_regularisers(cfg)
-
-
-def check_regularisers(cfg: Config) -> None:
-    """Check that the KL to the start model is finite."""
-    cuts = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
-    need(
-        cfg.kl_coef == 0 or not cuts,
-        "--keep_sampling_mask=recompute with --kl_coef: the KL between two truncated distributions is "
-        "infinite; use replay",
-    )
 
 
 def check_ratio(cfg: ObjectiveFlags) -> None:

@@ -128,11 +128,9 @@ def token_z(support_logp_inf, support_logp_tgt, tail, exact, lam, kappa, how: st
     return {"z": used, "z_low": low, "z_high": high}
 
 
-def kappa_from(accepted: float, proposed: float, z_sum: float) -> float:
-    """kappa = (accepted / proposed) / mean(Z_low or Z_approx), section 4.4.2; 1 if the sum is 0."""
-    if proposed <= 0 or z_sum <= 0:
-        return 1.0
-    return (accepted / proposed) / (z_sum / proposed)
+def kappa_from(acceptance: float, mean_z: float) -> float:
+    """kappa = acceptance rate / mean(Z_low or Z_approx), section 4.4.2; 1 if the mean is 0."""
+    return acceptance / mean_z if mean_z > 0 else 1.0
 
 
 def target_of(new, batch, which: str) -> tuple:
@@ -141,26 +139,3 @@ def target_of(new, batch, which: str) -> tuple:
     if which == "ref":
         return batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref
     return new.logp.detach(), new.support_logp, new.tail, new.z
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Budgets: lambda for a given acceptance rate
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def solve_lambda(ratio, rate: float) -> float:
-    """Solve mean_i min(1, r_i / lambda) = rate for lambda, exactly, with one sort.
-
-    ratio: p_tgt / p_inf > 0 of the sampled tokens, 1-D; rate in (0, 1]. With r sorted and S_k the
-    sum of the k smallest, lambda in (r_k, r_{k+1}] gives (S_k / lambda + n - k) / n = rate, so
-    lambda = S_k / (n rate - n + k). If rate = 1, lambda is min r, the largest without rejection."""
-    r = ratio.double().sort().values
-    n = len(r)
-    if rate >= 1.0 or n == 0:
-        return float(r[0]) if n else 1.0
-    k = torch.arange(1, n + 1, dtype=torch.float64, device=r.device)
-    room = n * rate - n + k  # > 0 once enough tokens are below lambda
-    lam = torch.where(room > 0, r.cumsum(0) / room.clamp_min(1e-300), torch.inf)
-    upper = torch.cat([r[1:], r.new_tensor([torch.inf])])
-    inside = (lam >= r * (1 - 1e-12)) & (lam <= upper * (1 + 1e-12))
-    return float(lam[inside.nonzero()[0, 0]])

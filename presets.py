@@ -42,10 +42,15 @@ PAPERS = {
     "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},
     "geo_rs_seq_tis": {"correction": "geo_rs_seq_tis", "surrogate": "ppo"},
     "ppo_is": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
-    "tis_adjusted": {"correction": "tis_adjusted", "surrogate": "ppo", "ratio_base": "new"},
+    "tis_adjusted": {
+        "correction": "tis",
+        "surrogate": "ppo",
+        "ratio_base": "new",
+        "correction_target": "new",
+    },
     "jackpot": {"correction": "obrs", "surrogate": "ppo"},
     "jackpot_adjusted": dict(
-        correction="jackpot_adjusted", surrogate="ppo", ratio_base="new", obrs_target="new"
+        correction="obrs", surrogate="ppo", ratio_base="new", obrs_target="new"
     ),
     "gspo": {"correction": "none", "surrogate": "gspo", "reduction": PER_RESPONSE},
     "gepo": {
@@ -136,6 +141,13 @@ OTHERS = {"seq_mask_tis": {**PAPERS["is"], "reject": "geo", "rs_low": 0.5, "rs_h
 FRAMEWORKS = {"verl": VERL, "TRL": TRL, "SkyRL": SKYRL, "prime-rl": PRIME_RL, "slime": SLIME}
 FRAMEWORKS |= {"AReaL": AREAL, "OpenRLHF, NeMo-RL": OTHERS}
 OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
+
+
+# objective -> name in configs/papers of the complete settings of its paper
+RECIPES = {"jackpot": "jackpot", "tis": "tis_dapo", "gepo": "heterorl", "tbpo": "qarl"}
+RECIPES |= dict.fromkeys(("seq_tis", "geo_rs", "geo_rs_seq_tis", "seq_mis"), "praxis")
+RECIPES |= dict.fromkeys(("grpo", "gspo"), "heterorl") | dict.fromkeys(("mis_gspo", "sapo"), "qarl")
+RECIPES |= dict.fromkeys(("tis_adjusted", "jackpot_adjusted"), "jackpot_stale")
 
 
 def called(cfg: dict) -> str:

@@ -18,11 +18,10 @@ separately.
     int8     int8 in +-127           one per row    int8, per token   s / 2,  s = max|row| / 127
     fp8      float8_e4m3fn in +-448  one per row    fp8, per token    |entry| / 16 (s / 1024 near 0)
     w4a16    int4 in +-7             one per group  full precision    s / 2,  s = max|group| / 7
-    w3a16    int4 in +-3             one per group  full precision    s / 2,  s = max|group| / 3
     w2a16    int4 in +-1             one per group  full precision    s / 2,  s = max|group|
 
 A row of a weight matrix is one output channel; a group is `--quant_group` consecutive entries of a
-row. Quantization is symmetric: zero stays zero. A row of zeros has scale 1. Two and three bits are
+row. Quantization is symmetric: zero stays zero. A row of zeros has scale 1. Two bits are
 a stress test for models that int4 hardly affects. On x86 processors without VNNI, int8 products
 saturate, so int8 weights are limited to +-63 (`int8_qmax`)."""
 
@@ -69,7 +68,7 @@ def format_of(name: str, group: int = 64) -> Format | None:
         return Format(name, int8_qmax(), torch.int8, True)
     if name == "fp8":
         return Format(name, 448.0, torch.float8_e4m3fn, True)
-    weights_only = {"w4a16": 7.0, "w3a16": 3.0, "w2a16": 1.0}
+    weights_only = {"w4a16": 7.0, "w2a16": 1.0}
     # vLLM stores int4 scales in the model dtype, bfloat16; on a CPU it gets dequantized weights
     scales = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return Format(name, weights_only[name], torch.int8, False, group, scales)
@@ -136,18 +135,11 @@ def quantize(
     x = x.float().reshape(*rows, -1, group or K)
     amax = x.abs().amax(-1, keepdim=True)
     s = torch.where(amax > 0, amax / qmax, 1.0)
-    s = in_bfloat16(s) if scales == torch.bfloat16 else s
+    s = s.to(scales).float()
     q = (x / s).clamp_(-qmax, qmax)
     if dtype == torch.int8:
         q = q.round_()  # the conversion to float8 also rounds
     return q.to(dtype).reshape(*rows, K), s[..., 0]
-
-
-def in_bfloat16(s: torch.Tensor) -> torch.Tensor:
-    """Round positive float32 numbers to bfloat16, ties to even. Integer arithmetic, because torch
-    2.11 removes casts when it compiles."""
-    bits = s.view(torch.int32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
 
 
 def dequantize(
@@ -166,51 +158,14 @@ def dequantize(
 def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """(s_x q_x) (s_w q_w)^T, computed with low-bit products.
 
-    qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) of `dtype`. On a GPU the fp8 product is
-    first rounded to bfloat16."""
+    qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) of `dtype`."""
     in_multiples = qx.shape[1] % 16 == len(qw) % 16 == 0  # else vLLM has a slower kernel
     kernels = vllm_kernels(qx.device.type)
     if kernels is not None and in_multiples and dtype.itemsize == 2:
         return kernels.cutlass_scaled_mm(qx, qw.t(), sx, sw, dtype)
-    if qx.dtype == torch.int8:
-        return int_mm(qx, qw).float().mul_(sx).mul_(sw.t()).to(dtype)
-    if qx.is_cuda:
-        return fp8_mm(qx, sx, qw, sw).to(dtype)
-    # e4m3 products are exact in float32
-    return (qx.float() @ qw.float().t()).mul_(sx).mul_(sw.t()).to(dtype)
-
-
-def fp8_mm(a, sa, b, sb) -> torch.Tensor:
-    """(s_a a) (s_b b)^T of float8 matrices on a GPU: (M, K), (N, K) -> (M, N) bfloat16.
-
-    K and N are zero-padded to multiples of 16, as the kernel needs. For K > 4096, M is padded to
-    272 = 17 * 16 rows, because Hopper needs at least 257 (pytorch/ao#4582). As in vLLM, sums have
-    fewer bits than float32 (use_fast_accum), at twice the speed."""
-    M, N, columns = len(a), len(b), -b.shape[1] % 16
-    rows = max(0, 272 - M) if b.shape[1] > 4096 else 0
-    if columns or rows or N % 16:
-        pad = nn.functional.pad  # does not support float8: pad bytes, the byte 0 is the number 0
-        a = pad(a.view(torch.uint8), (0, columns, 0, rows)).view(a.dtype)
-        b = pad(b.view(torch.uint8), (0, columns, 0, -N % 16)).view(b.dtype)
-        sa, sb = pad(sa, (0, 0, 0, rows)), pad(sb, (0, 0, 0, -N % 16))
-    scales = {"scale_a": sa.contiguous(), "scale_b": sb.t().contiguous()}
-    return torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=True)[
-        :M, :N
-    ]
-
-
-def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b^T of int8 matrices: (M, K), (N, K) -> (M, N) int32.
-
-    The CUDA kernel needs M > 16 and multiples of 8 for K and N: pad with zeros, then slice."""
-    if not a.is_cuda:
-        return torch._int_mm(a, b.t())
-    M, N, columns, rows = len(a), len(b), -b.shape[1] % 8, max(0, 17 - len(a))
-    if columns or rows:
-        a = nn.functional.pad(a, (0, columns, 0, rows))
-    if columns or N % 8:
-        b = nn.functional.pad(b, (0, columns, 0, -N % 8))
-    return torch._int_mm(a, b.t())[:M, :N]
+    in_integers = qx.dtype == torch.int8 and not qx.is_cuda
+    y = torch._int_mm(qx, qw.t()).float() if in_integers else qx.float() @ qw.float().t()
+    return y.mul_(sx).mul_(sw.t()).to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -150,11 +150,12 @@ def check(cfg: SamplingFlags) -> None:
     )
 
 
-def check_with_actor(cfg: Config) -> None:
-    """Raise UserError if policy and actor would be truncated separately while training."""
+def check_kl(cfg: Config) -> None:
+    """Raise UserError if a KL of the loss would be between two distributions that are truncated
+    separately."""
     recomputes = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(
-        cfg.actor == "none" or not recomputes,
-        "--keep_sampling_mask=recompute with an --actor: the KL between two truncated distributions is "
+        (cfg.actor == "none" and cfg.kl_coef == 0) or not recomputes,
+        "--keep_sampling_mask=recompute with an --actor or --kl_coef: the KL between two truncated distributions is "
         "infinite; use replay",
     )

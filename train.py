@@ -12,8 +12,8 @@ presets.py maps --objective=jackpot to --correction=obrs: `corrections.obrs_corr
 (`corrections.exact_z_known` has the conditions). Otherwise kappa (`obrs.kappa_from`) scales Z_low
 or Z_approx: `objectives.prepare_obrs` computes kappa before the update. With --obrs_target=new
 `prepare_obrs` takes the kappa of the previous update (`objectives.update_controllers`), except in
-the first update and with --kappa=exact. All flags are in config.py; --help prints the most common
-ones, --help=all prints all."""
+the first update. All flags are in config.py; --help prints the most common ones, --help=all prints
+all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from machinery.flags import run_command
 from machinery.ranks import Comm
 from machinery.run import locked
 from machinery.session import Session, due, timer
-from model import exact, needs_of_exact_kappa
+from model import exact
 from source import check_poisoned
 
 SAMPLES_EVERY = 10  # updates between two writes of four responses to samples.jsonl
@@ -80,11 +80,9 @@ class Training(Session):
         self.values |= source.metrics(self.comm.sum_counts)
         check_poisoned(self.values.get("poisoned", 0.0), cfg.rollout_batch)
         # 3. the ref pass, if the objective needs p_ref before the first update
-        if "ref" in objectives.passes_needed(
-            learner.cfg, self.controllers, self.updates_per_rollout
-        ):
+        if objectives.needs_ref_pass(learner.cfg, self.controllers, self.updates_per_rollout):
             with timer(self.clock, "ref_s"):
-                columns = learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda)
+                columns = learner.ref_columns(batching.collate(groups, cfg))
                 batching.write_ref_columns(groups, columns)
         self.pending = [groups[i : i + n] for i in range(0, len(groups), n)]
         return True
@@ -96,17 +94,12 @@ class Training(Session):
         values = dict(self.values)
         with timer(self.clock, "update_s"):
             # 4. pad one minibatch; compute advantages and mask uniforms
-            batch = batching.collate(groups, cfg, learner.version, self.source.now(learner.version))
-            # 5. statistics over all ranks: denominators, lambda, kappa
-            fresh = None
-            if "fresh" in objectives.passes_needed(
-                learner.cfg, self.controllers, self.updates_per_rollout
-            ):
-                fresh = learner.score(batch, needs_of_exact_kappa(cfg))
-            stats = objectives.prepare(batch, self.comm, learner.cfg, self.controllers, fresh)
+            batch = batching.collate(groups, cfg, learner.version)
+            # 5. statistics over all ranks: denominators, kappa
+            stats = objectives.prepare(batch, self.comm, learner.cfg, self.controllers)
             if due(SAMPLES_EVERY, self.step):
                 self.write_samples(groups[:4])
-            if self.to_check and not self.comm.any(batch.staleness[:, 0].max() > 0):
+            if self.to_check and not self.comm.any(batch.staleness.max() > 0):
                 self.check_agreement(batch)
             # 6. forward, objectives.joint_loss, backward for each micro-batch; clip; step
             logged = learner.update(batch, stats)

@@ -9,7 +9,7 @@ training.
 
 worth.py also takes train.py's flags. --rows names objectives (default: 22). These
 settings cannot be measured and raise an error: --delay, --samplers, --learner_quant,
---router_replay, --advantage=otb, --obrs_target=new and --obrs_z=approx.
+--router_replay, --obrs_target=new and --obrs_z=approx.
 
     g      expected on-policy gradient of the policy
     g_c    gradient of one batch of B sampler responses under row c
@@ -195,7 +195,7 @@ def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, bat
         if cfg.advantage not in collated:
             collated[cfg.advantage] = batching.collate(groups, cfg)
         batch = collated[cfg.advantage]
-        needs = needs_of_ref_pass(unregularised(cfg), learner.has_actor, cfg.obrs_lambda)
+        needs = needs_of_ref_pass(unregularised(cfg), learner.has_actor)
         if needs not in scored:
             scored[needs] = learner.score(batch, needs)
         batches[row] = replace(batch, **columns_of(scored[needs]))
@@ -444,8 +444,7 @@ def on_policy_config(cfg: config.Config) -> config.Config:
     changes = {"correction": "none", "surrogate": "reinforce", "ratio_base": "ref"}
     changes |= {"is_cap": None, "is_floor": 0.0, "rs_low": None, "rs_high": None}
     changes |= {"reject": "none", "reject_of": "all", "positive_only": False, "cppo_beta": 0.0}
-    changes |= {"loss_denominator": "proposed", "normalize_weights": False}
-    changes |= {"actor": "none", "rollout_quant": "none"}
+    changes |= {"loss_denominator": "proposed", "actor": "none", "rollout_quant": "none"}
     return replace(unregularised(cfg), **changes)
 
 

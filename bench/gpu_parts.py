@@ -387,7 +387,7 @@ def obrs(s: Setting) -> Iterator[dict]:
     def step(name):
         learner = learners[name]
         whole = batching.collate(groups, learner.cfg)
-        batching.write_ref_columns(groups, learner.ref_columns(whole, learner.cfg.obrs_lambda))
+        batching.write_ref_columns(groups, learner.ref_columns(whole))
         bench.update(learner, groups[: len(groups) // 2])
         bench.update(learner, groups[len(groups) // 2 :])
 

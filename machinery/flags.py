@@ -224,8 +224,52 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
     return pairs
 
 
+# names in verl, TRL and similar libraries -> flags of this repository
+ELSEWHERE = {
+    "num_iterations": "--rollout_batch above --train_batch",
+    "ppo_epochs": "--rollout_batch above --train_batch",
+    "reward_weights": "--reward=NAME*0.5",
+    "reward_funcs": "--reward=FILE.py:FUNCTION",
+    "filter_overlong_prompts": "--max_prompt_tokens",
+    "max_prompt_length": "--max_prompt_tokens",
+    "max_response_length": "--max_tokens",
+    "max_completion_length": "--max_tokens",
+    "use_kl_loss": "--kl_coef",
+    "kl_loss_coef": "--kl_coef",
+    "beta": "--kl_coef",
+    "scale_rewards": "--advantage",
+    "loss_type": "--objective or --reduction",
+    "loss_agg_mode": "--reduction",
+    "num_generations": "--group_size",
+    "n": "--group_size",
+    "learning_rate": "--lr",
+    "max_grad_norm": "--grad_clip",
+    "clip_ratio": "--clip_low and --clip_high",
+    "epsilon": "--clip_low",
+    "epsilon_high": "--clip_high",
+    "use_vllm": "--rollout=vllm",
+    "gradient_accumulation_steps": "--micro_tokens",
+    "per_device_train_batch_size": "--train_batch, over all ranks",
+    "ppo_mini_batch_size": "--train_batch, over all ranks",
+    "num_train_epochs": "--epochs",
+    "total_epochs": "--epochs",
+    "adv_estimator": "--advantage",
+    "max_steps": "--steps",
+    "output_dir": "--out",
+    "save_steps": "--save_every",
+    "prompt_key": "--columns=prompt=NAME",
+    "gpu_memory_utilization": "--rollout_memory",
+    "tensor_parallel_size": "--rollout_tp",
+    "model_name_or_path": "--model",
+    "vllm_importance_sampling_cap": "--is_cap",
+}
+
+
 def nearest(key: str, names) -> str:
     """'; did you mean --NAME?', or a pointer to --help if no name is similar."""
+    ours = ELSEWHERE.get(key.rpartition(".")[2], "")  # verl: actor_rollout_ref.rollout.n
+    if set(re.findall(r"--(\w+)", ours)) & set(names):
+        return f"; here it is {ours}"
     near = difflib.get_close_matches(key, list(names), 1, NEAR)
     return f"; did you mean --{near[0]}?" if near else "; see --help"
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-import corrections
-from config import LossFlags
+from config import Config
+from sampling import Sampling
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Inputs of formulas: one micro-batch
@@ -26,20 +26,11 @@ class View:
     """Inputs of the formulas for one micro-batch. Token quantities are (B, T), response quantities
     (B,)."""
 
-    def __init__(self, new, batch, logs, cfg: LossFlags):
-        self.new, self.batch = new, batch
-        self.logs, self.cfg = logs, cfg
-        self.inf, self.ref = batch.logp_inf, batch.logp_ref
-        self.adv = batch.adv
-        row = corrections.CORRECTIONS[cfg.correction]
-        capped = "is_cap" in row.bounds
-        # thresholds of "large" and "small" weights
-        self.C = cfg.is_cap if capped and row.level == "token" else 2.0
-        self.C_seq = cfg.is_cap if capped and row.level == "sequence" else 4.0
-        self.by_response = row.level == "sequence"
-        C = self.C_seq if self.by_response else self.C
-        banded = row.level and "rs_low" in row.bounds and not capped
-        self.edges = (cfg.rs_low, cfg.rs_high) if banded else (1 / C, C)
+    def __init__(self, new, batch, logs, cfg: Config):
+        self.new, self.batch, self.logs = new, batch, logs
+        self.inf, self.ref, self.adv = batch.logp_inf, batch.logp_ref, batch.adv
+        self.actor_ref = batch.actor_logp_ref  # None without an actor
+        self.C = cfg.is_cap if cfg.correction in ("seq_tis", "geo_rs_seq_tis") else 4.0
         self.clamp = cfg.log_ratio_clamp
         # domains of means
         self.tokens = batch.mask  # tokens that may carry a gradient
@@ -48,20 +39,17 @@ class View:
         self.log_r = batch.log_r.masked_fill(~batch.mask, 0.0)
         self.r = batch.log_r.clamp(-self.clamp, self.clamp).exp()
         self.gap = (self.inf.exp() - self.ref.exp()).abs() * batch.mask  # |p_inf - p_ref|
-        self.weight, self.keep = logs["weight"], logs["keep"]
-        self.clipped = logs["clipped"]
-        self.applied = self.weight * self.keep
-        expected = cfg.correction in ("obrs", "jackpot_adjusted") and cfg.obrs_mask == "expected"
-        if expected or row.counts_drops_as_zero:  # OBRS: the expected mask, not a sampled mask
-            self.weight = self.applied
+        self.keep, self.clipped = logs["keep"], logs["clipped"]
+        self.applied = logs["weight"] * self.keep
         # responses
         self.n = batch.mask.sum(1).clamp_min(1)
         self.sum_log_r = self.log_r.sum(1)
         self.R = self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
-        # the ratio of a response is not clamped, as in verl
-        self.ratio = self.sum_log_r.exp() if self.by_response else self.r
         # OBRS to the ref policy
         self.to_ref = "z" in logs and cfg.obrs_target == "ref"
+        # the learner truncates its own distribution
+        truncates = Sampling.of(cfg).truncates
+        self.recomputes = cfg.keep_sampling_mask == "recompute" and truncates
 
 
 def k3(log_r, clamp):
@@ -76,33 +64,28 @@ def k3(log_r, clamp):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def always(_) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Mean:
-    """The mean of formula(view) over the true entries of over(view), computed if when(view)."""
+    """The mean of formula(view) over tokens (B, T) or responses (B,), by its shape, or over the
+    true entries of over(view). A formula that returns None is not measured."""
 
     name: str
-    over: Callable
     formula: Callable
     meaning: str = ""
-    when: Callable = always
+    over: Callable | None = None
 
 
 class Max(Mean):
-    """The maximum of formula(view) over the true entries of over(view)."""
+    """The maximum of formula(view) over the same entries."""
 
 
 @dataclass(frozen=True)
 class Derived:
-    """A formula of the update's means: formula(m) reads m[name], m.sum(name) and m.count(name)."""
+    """A formula of the update's means: formula(m) reads m[name] and m.count(name); None: omitted."""
 
     name: str
     formula: Callable
     meaning: str = ""
-    when: Callable = always
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,9 +129,6 @@ class Means(dict):
     def __init__(self, pairs):
         self.pairs = dict(pairs)
         super().__init__({name: total / n if n else 0.0 for name, (total, n) in self.pairs.items()})
-
-    def sum(self, name) -> float:
-        return self.pairs[name][0]
 
     def count(self, name) -> float:
         return self.pairs[name][1]

@@ -32,7 +32,7 @@ import tasks
 from config import Config, LossFlags, RunFlags, SampleFlags
 from corrections import USES_Z, rejects_by_support
 from delay import DelaySource
-from machinery import checkpoint, warmstart
+from machinery import checkpoint, settings, warmstart
 from machinery.checkpoint import models
 from machinery.flags import UserError, is_first_rank, is_hub_id, need
 from model import exact, lora
@@ -153,6 +153,8 @@ def open_run(cfg: config.Config, comm) -> Run:
         cfg = dataclasses.replace(
             cfg, micro_tokens=largest_micro(cfg, configs, context - cfg.max_tokens, comm)
         )
+    if comm.rank == 0:
+        print(settings.unlike_paper(cfg), end="")
     chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
     return Run(
         cfg,
@@ -477,7 +479,8 @@ WARNINGS = {
     ),
     "rollout_corr/seq_false_ess": (
         "more than half of the responses are at the clamp of --log_ratio_clamp: their weights are equal because they "
-        "are clamped, and sequence weights correct nothing at this length (rollout_corr/t_max)"
+        "are clamped, and an effective sample size near 1 is misleading; sequence weights correct nothing at this "
+        "length"
     ),
     "poisoned": (
         "the engine gave a log-probability that is non-finite, positive or below -200: such responses are left out; "

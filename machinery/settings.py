@@ -7,7 +7,7 @@ UserError with one sentence that names the flag and the fix."""
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,6 +27,9 @@ from config import (
     MICRO_TOKENS,
     PROPOSED,
     Config,
+    DelayFlags,
+    LossFlags,
+    StalenessFlags,
 )
 from machinery import flags
 from machinery.checkpoint.models import own_dtype
@@ -136,6 +139,33 @@ def resolve_open(cfg: Config) -> Config:
     return cfg
 
 
+def unlike_paper(cfg: Config) -> str:
+    """A line with the loss and delay flags in which a run differs from the paper of its objective;
+    "" if there is no paper or no difference.
+
+    HeteroRL and the delay flags are considered only if samplers are delayed."""
+    delayed = cfg.delay != "none" or cfg.samplers != "local"
+    name = presets.RECIPES.get(cfg.objective)
+    if name is None or (name == "heterorl" and not delayed):
+        return ""
+    path = Path(__file__).resolve().parent.parent / "configs" / "papers" / f"{name}.toml"
+    paper = flags.read_toml(Config, str(path))
+    if cfg.objective in ("grpo", "gspo"):  # different rows of the same table
+        paper |= {"ratio_base": "inf"}
+    groups = (LossFlags, DelayFlags, StalenessFlags) if delayed else (LossFlags,)
+    compared = {f.name for group in groups for f in fields(group)}
+    if cfg.correction not in corrections.USES_Z:
+        compared = {key for key in compared if not key.startswith("obrs_")}
+    differs = [
+        f"--{key}={getattr(cfg, key)} ({value})"
+        for key, value in paper.items()
+        if key in compared and getattr(cfg, key) != value
+    ]
+    if not differs:
+        return ""
+    return f"{cfg.objective}, with the paper's values in brackets (configs/papers/{name}.toml): {' '.join(differs)}\n"
+
+
 def fill(cfg: Config, values: dict) -> Config:
     """The configuration with None replaced by these values."""
     return replace(cfg, **{k: v for k, v in values.items() if getattr(cfg, k) is None})
@@ -161,7 +191,7 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     flags.check_ranges(cfg)
     check_sizes(cfg, n_ranks)
     sampling.check(cfg)
-    sampling.check_with_actor(cfg)
+    sampling.check_kl(cfg)
     quant.check(cfg)
     delay.check(cfg)
     delay.check_remote(cfg)

@@ -29,7 +29,7 @@ from torch import nn
 import corrections
 import quant
 from batching import Batch
-from config import Config, ObrsFlags
+from config import Config
 from machinery.flags import need
 from model import attention, exact, lora  # noqa: F401  attention: imported for its side effects
 from model.head import CUT, ChunkedHead, Head, chunk_rows, memory_of
@@ -54,7 +54,6 @@ class TokenStats:
     kl: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
     # (B, T)    KL(policy || distribution of the accepted tokens)
     kl_after: torch.Tensor | None = None
-    sum_p2: torch.Tensor | None = None  # (B, T)    sum over the vocabulary of p_new^2
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's top-K tokens
     top_logp: torch.Tensor | None = None  # (B, T, K)
     top_actor_logp: torch.Tensor | None = None  # (B, T, K) log p_actor on top_ids
@@ -79,7 +78,7 @@ class Needs:
     support: bool = False  # support_logp
     tail: bool = False  # with `support`: the second term of the bound on Z
     exact_z: bool = False  # z, kl_after (two models)
-    distill: str = "none"  # "none" | "forward" | "reverse"
+    distill: bool = False
     topk: int = 0  # top_ids, top_logp; top_actor_logp (two models)
     lam: float = 1.0
     entropy_gradient: bool = False  # with `entropy`: the entropy carries gradient
@@ -359,7 +358,7 @@ def check_replay(model) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
+def needs_of_ref_pass(cfg: Config, has_actor: bool) -> Needs:
     """Outputs of the ref pass. Z can be computed from the actor only if the actor sampled with
     these weights."""
     uses_z = cfg.correction in corrections.USES_Z
@@ -368,16 +367,15 @@ def needs_of_ref_pass(cfg: Config, has_actor: bool, lam: float) -> Needs:
     wider = cfg.obrs_z == "approx" or (sampler_known and cfg.obrs_target == "new")
     return Needs(
         support=sums or corrections.rejects_by_support(cfg),
-        tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
-        exact_z=sampler_known and uses_z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
-        lam=lam,
+        tail=sums and cfg.obrs_z == "bracket",
+        exact_z=sampler_known and uses_z and cfg.obrs_target == "ref",
+        lam=cfg.obrs_lambda,
         topk=cfg.obrs_topk if sums and wider else 0,
         start=cfg.kl_coef > 0,
-        sum_p2=cfg.advantage == "otb",
     )
 
 
-def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> Needs:
+def needs_of_update(cfg: Config, has_actor: bool, has_ref: bool) -> Needs:
     """Outputs of the training pass. Without a ref pass it also computes the ref statistics
     (objectives.with_ref)."""
     uses_z = cfg.correction in corrections.USES_Z
@@ -391,17 +389,10 @@ def needs_of_update(cfg: Config, has_actor: bool, lam: float, has_ref: bool) -> 
         or (
             corrections.rejects_by_support(cfg) and (cfg.correction_target == "new" or not has_ref)
         ),
-        tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
+        tail=sums and cfg.obrs_z == "bracket",
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
-        lam=lam,
-        distill=cfg.distill_direction if has_actor else "none",
-    )
-
-
-def needs_of_exact_kappa(cfg: ObrsFlags) -> Needs:
-    """Outputs of the extra forward pass of `--kappa=exact`: the current policy on the support."""
-    return Needs(
-        support=True, tail=cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate, lam=cfg.obrs_lambda
+        lam=cfg.obrs_lambda,
+        distill=has_actor,
     )
 
 
@@ -478,8 +469,7 @@ def support_of(batch: Batch, at, needs: Needs):
 
 
 class OneModelRows:
-    """Statistics of one model: logp, and on request entropy, support_logp, tail, sum_p2 and its
-    top-K.
+    """Statistics of one model: logp, and on request entropy, support_logp, tail and its top-K.
 
     `tail` is the second term of the certified bound on Z: the sum over tokens outside S of
     min(p_K, p / lambda). With p = softmax(z / temperature) and g the gradient of the loss in logp,
@@ -491,7 +481,7 @@ class OneModelRows:
         self.support_on = support_on
         self.p_kth = p_kth
         asked = {"entropy": needs.entropy, "support_logp": needs.support, "tail": needs.tail}
-        asked |= {"sum_p2": needs.sum_p2, "top_ids": needs.topk, "top_logp": needs.topk}
+        asked |= {"top_ids": needs.topk, "top_logp": needs.topk}
         self.outputs = ("logp", *(name for name, wanted in asked.items() if wanted))
         self.differentiable = 1 + needs.entropy_gradient
 
@@ -538,11 +528,9 @@ class OneModelRows:
         """The outputs, computed from log-probabilities (n, V)."""
         out = {"logp": logp.gather(1, self.scored.target[at, None])[:, 0]}
         needs = self.needs
-        p = logp.exp() if needs.entropy or needs.tail or needs.sum_p2 else None
+        p = logp.exp() if needs.entropy or needs.tail else None
         if needs.entropy:
             out["entropy"] = -torch.linalg.vecdot(p, logp)
-        if needs.sum_p2:
-            out["sum_p2"] = torch.linalg.vecdot(p, p)
         if needs.support:
             out["support_logp"] = logp.gather(1, self.support_ids[at])
         if needs.topk:
@@ -565,18 +553,16 @@ class OneModelRows:
 class TwoModelRows:
     """Statistics of policy (p) and actor (q) together. Always: logp, actor_logp, KL(policy ||
     actor). On request: distill_loss (gradient only to the actor); entropy, support_logp, tail,
-    sum_p2 and top-K of the policy; the actor's entropy, and its log-probabilities on the policy's
+    and top-K of the policy; the actor's entropy, and its log-probabilities on the policy's
     top-K; the exact Z and KL(policy || accepted distribution).
 
-        forward   KL(sg p || q), Jackpot Eq. 7      dz = g (q - p)
-        reverse   KL(q || sg p)                     dz = g q (log q - log p - KL)
-    """
+    distill_loss is KL(sg p || q), Jackpot Eq. 7: dz = g (q - p)."""
 
     def __init__(self, policy: OneModelRows, actor: OneModelRows, needs: Needs):
         self.policy = policy
         self.actor = actor
         self.needs = needs
-        distills = ("distill_loss",) if needs.distill != "none" else ()
+        distills = ("distill_loss",) if needs.distill else ()
         self.differentiable = 2 + len(distills) + needs.entropy_gradient
         asked = {
             ("actor_entropy",): needs.entropy,
@@ -589,10 +575,10 @@ class TwoModelRows:
     def __call__(self, logits, at) -> dict:
         logq, logp = self.log_softmax(logits, at)
         out = {}
-        if self.needs.distill != "none":
-            out["distill_loss"] = self.distill_loss(logp, logq)
         p, gap = logp.exp(), logp - logq
         out["kl"] = torch.linalg.vecdot(p, gap)
+        if self.needs.distill:
+            out["distill_loss"] = out["kl"].clone()
         if self.needs.exact_z:
             log_lam = math.log(self.needs.lam)
             out["z"] = torch.minimum(logq, logp - log_lam).exp().sum(-1)
@@ -609,7 +595,7 @@ class TwoModelRows:
         q, dz = logq.exp(), None
         g = dict(zip(self.outputs, grads, strict=False))
         if g.get("distill_loss") is not None:
-            dz = self.pull_distill(logp, logq, q).mul_(g["distill_loss"])
+            dz = (q - logp.exp()).mul_(g["distill_loss"])
             if self.actor.scored.inv_temperature is not None:
                 dz.mul_(self.actor.scored.inv_temperature[at])
         d_actor = self.actor.pull(q, at, g["actor_logp"])
@@ -620,16 +606,3 @@ class TwoModelRows:
     def log_softmax(self, logits, at):
         """(log q, log p), each (n, V); pops both logits from the list, the actor's first."""
         return self.actor.log_softmax(logits.pop(), at), self.policy.log_softmax(logits.pop(), at)
-
-    def distill_loss(self, logp, logq):
-        """The distillation loss per token, (n,)."""
-        if self.needs.distill == "reverse":
-            return torch.linalg.vecdot(logq.exp(), logq - logp)
-        return torch.linalg.vecdot(logp.exp(), logp - logq)
-
-    def pull_distill(self, logp, logq, q):
-        """Gradient (n, V) of the distillation loss in the actor's logits / temperature."""
-        if self.needs.distill == "reverse":  # q (log q - log p - KL)
-            gap = logq - logp
-            return q * (gap - torch.linalg.vecdot(logq.exp(), gap)[:, None])
-        return q - logp.exp()

@@ -133,7 +133,7 @@ def of_logits(
     cfg: Config, configs: dict, gpu: int, rows: int, prompt: int, response: int
 ) -> tuple[int, int]:
     """(peak of logits, forward or backward, above kept memory; peak of a pass without gradient)."""
-    needs = needs_of_update(cfg, "actor" in configs, cfg.obrs_lambda, True)
+    needs = needs_of_update(cfg, "actor" in configs, True)
     with FakeTensorMode(), Allocated() as allocated:
         models = [shallow(cfg, name, config, 2) for name, config in configs.items()]
         models += [None] * (2 - len(models))

@@ -81,7 +81,7 @@ class SamplerFlags(EngineFlags):
     task: str = ""
     """This host's copy of the learner's task file, if the task is a file."""
 
-    rollout_quant: Literal["auto", "none", "int8", "fp8", "w4a16", "w3a16", "w2a16"] = "auto"
+    rollout_quant: Literal["auto", "none", "int8", "fp8", "w4a16", "w2a16"] = "auto"
     """Low-bit format of the engine's linear layers; auto: the learner's --rollout_quant."""
 
 

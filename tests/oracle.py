@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 INF = math.inf
-WITH_Z = ("obrs", "jackpot_adjusted", "z_tis")
+WITH_Z = ("obrs", "z_tis")
 
 
 @dataclass
@@ -82,9 +82,8 @@ def mean(xs: list[float]) -> float:
 def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: float) -> Result:
     """kappa: from the last update; distill_lambda: from the controller."""
     adv = advantages(responses, cfg)
-    lam, kappa = lambda_and_kappa(responses, cfg, kappa)
+    lam, kappa = cfg.obrs_lambda, kappa_of(responses, cfg, kappa)
     weighed = [weights_of(r, a, cfg, lam, kappa) for r, a in zip(responses, adv, strict=True)]
-    weighed = normalized(weighed, cfg)
     most = largest_kept(responses, cfg)
     for i, (r, a) in enumerate(zip(responses, adv, strict=True)):
         weighed[i] = [(w, k * also) for (w, k), also in zip(weighed[i], rejections(r, a, cfg, most), strict=True)]
@@ -174,19 +173,8 @@ def weights_of(r: Response, advantage: float, cfg, lam: float, kappa: float) -> 
         bounds = Bounds(floor=cfg.is_floor)
         flags = {"cap": cfg.is_cap, "low": cfg.rs_low, "high": cfg.rs_high}
         bounds = replace(bounds, **{name: value for name, value in flags.items() if value is not None})
-        over = "new" if cfg.correction == "tis_adjusted" else cfg.correction_target
-        out = correct(cfg.correction, r, over, bounds, cfg.log_ratio_clamp, advantage)
+        out = correct(cfg.correction, r, cfg.correction_target, bounds, cfg.log_ratio_clamp, advantage)
     return out
-
-
-def normalized(rows: list[list[tuple[float, float]]], cfg) -> list[list[tuple[float, float]]]:
-    """Weights over the mean of keep * weight: over tokens, or over responses if each has one weight."""
-    one_each = cfg.correction in ("seq_is", "seq_tis", "seq_mis", "geo_rs", "geo_rs_seq_tis", "tbpo_mismatch", "vespo")
-    counted = [row[:1] if one_each else row for row in rows]
-    applied = [w * k for row in counted for w, k in row]
-    if not cfg.normalize_weights or sum(applied) <= 0:
-        return rows
-    return [[(w / mean(applied), k) for w, k in row] for row in rows]
 
 
 def correct(name: str, r: Response, over: str, bounds: Bounds, c: float, A: float) -> list[tuple[float, float]]:
@@ -194,7 +182,7 @@ def correct(name: str, r: Response, over: str, bounds: Bounds, c: float, A: floa
     logs = [log_ratio(token, over, "inf") for token in r.on]
     if not logs:
         return []
-    if name in ("none", "is", "tis", "tis_adjusted", "icepop", "areal_drop"):
+    if name in ("none", "is", "tis", "icepop", "areal_drop"):
         return [by_token(name, math.exp(clamp(x, c)), bounds) for x in logs]
     if name == "kpop":
         return [binary_kl(token, over, x, bounds, c) for token, x in zip(r.on, logs, strict=True)]
@@ -222,7 +210,7 @@ def binary_kl(token: Token, over: str, x: float, bounds: Bounds, c: float) -> tu
 def by_token(name: str, ratio: float, bounds: Bounds) -> tuple[float, float]:
     if name == "none":
         return 1.0, 1.0
-    if name in ("tis", "tis_adjusted"):
+    if name == "tis":
         return min(max(ratio, bounds.floor), bounds.cap), 1.0
     if name == "icepop":
         return ratio, inside(ratio, bounds.low, bounds.high)
@@ -339,7 +327,7 @@ def support(token: Token, cfg) -> dict[int, float]:
     """S -> p_inf there: the engine's top-K and the sampled token; OBRS with an actor and target new: also the policy's
     top-K."""
     p = {x: token.inf[x] for x in [*largest(token.inf, cfg.obrs_topk), token.id]}
-    if cfg.correction in ("obrs", "jackpot_adjusted") and cfg.actor != "none" and cfg.obrs_target == "new":
+    if cfg.correction == "obrs" and cfg.actor != "none" and cfg.obrs_target == "new":
         p = {x: token.actor_ref[x] for x in largest(token.ref, cfg.obrs_topk)} | p
     return p
 
@@ -357,41 +345,23 @@ def z_of(token: Token, cfg, lam: float, kappa: float) -> float:
     p = support(token, cfg)
     low = z_low_of(token, target(cfg), lam, cfg)
     room = max(0.0, 1 - sum(p.values()))
-    if not cfg.obrs_accept_rate:  # a budget's lambda is known only after the pass that would sum the tail
-        p_kth = token.inf[largest(token.inf, cfg.obrs_topk)[-1]]
-        room = min(room, sum(min(p_kth, distribution[x] / lam) for x in V if x not in p))
+    p_kth = token.inf[largest(token.inf, cfg.obrs_topk)[-1]]
+    room = min(room, sum(min(p_kth, distribution[x] / lam) for x in V if x not in p))
     return min(max(kappa * low, low), low + room)
 
 
-def lambda_and_kappa(responses: list[Response], cfg, kappa: float | None) -> tuple[float, float]:
-    """One lambda and one kappa an update, over all tokens that are on."""
-    if cfg.correction not in WITH_Z:
-        return cfg.obrs_lambda, 1.0
+def kappa_of(responses: list[Response], cfg, kappa: float | None) -> float:
+    """One kappa an update, over all tokens that are on."""
+    if cfg.correction not in WITH_Z or cfg.obrs_z == "exact":
+        return 1.0
+    if kappa is not None and cfg.obrs_target == "new":
+        return kappa
     tokens = [token for r in responses for token in r.on]
-    policy, c = target(cfg), cfg.log_ratio_clamp
-    if policy == "new" and cfg.kappa != "exact":
-        policy = "ref"  # the policy before the update
     lam = cfg.obrs_lambda
-    if cfg.obrs_accept_rate:
-        lam = budget([math.exp(clamp(log_ratio(token, policy, "inf"), c)) for token in tokens], cfg.obrs_accept_rate)
-    if cfg.obrs_z == "exact" or (kappa is not None and cfg.obrs_target == "new" and cfg.kappa != "exact"):
-        return lam, kappa or 1.0
-    a = [acceptance(token, policy, lam, c) for token in tokens]
+    a = [acceptance(token, "ref", lam, cfg.log_ratio_clamp) for token in tokens]
     if cfg.obrs_mask == "bernoulli":
         a = [float(token.u < x) for token, x in zip(tokens, a, strict=True)]
-    return lam, mean(a) / mean([z_low_of(token, policy, lam, cfg) for token in tokens])
-
-
-def budget(ratios: list[float], rate: float) -> float:
-    """The lambda with mean min(1, r / lambda) = rate, by bisection; rate 1: the largest lambda without a rejection."""
-    if rate == 1:
-        return min(ratios)
-    low, high = math.log(min(ratios)), math.log(sum(ratios) / rate)
-    for _ in range(200):
-        middle = (low + high) / 2
-        accepted = mean([min(1.0, r / math.exp(middle)) for r in ratios])
-        low, high = (middle, high) if accepted > rate else (low, middle)
-    return math.exp(middle)
+    return mean(a) / mean([z_low_of(token, "ref", lam, cfg) for token in tokens])
 
 
 # -- Surrogates: values and derivatives of each token that is on ------------------------------------------------------
@@ -467,7 +437,7 @@ def log_base(token: Token, r: Response, responses: list[Response], cfg) -> float
     if cfg.ratio_base != "group":
         return math.log(getattr(token, cfg.ratio_base)[token.id])
     q = [geometric(other, "inf") for other in responses if other.group == r.group and other.on]
-    E = mean(q) if cfg.gepo_expectation == "mean" else sum(x * x for x in q) / sum(q)
+    E = sum(x * x for x in q) / sum(q)
     variance = mean([(x - mean(q)) ** 2 for x in q])
     e = min(max(cfg.gepo_defence * variance, 0.0), 0.99)
     return math.log(e * geometric(r, "new") + (1 - e) * E)
@@ -482,15 +452,14 @@ def cppo(r: Response, responses: list[Response], of_token: float, cfg) -> tuple[
     """beta times this response's part of the mean over sequences of mean over tokens of e^d - d - 1, and its slopes.
     k2: d^2 / 2, and the chosen reduction, with this share of each token."""
     of_mean = 1 / sum(len(other.on) > 0 for other in responses) / max(1, len(r.on))
-    sign = -1.0 if cfg.cppo_kl == "official" else 1.0  # official: d = log p_inf - log p_new
     total, slopes = 0.0, []
     for token in r.on:
-        x = sign * log_ratio(token, "new", "inf")
+        x = -log_ratio(token, "new", "inf")
         d = clamp(x, cfg.log_ratio_clamp)
         if cfg.cppo_kl == "k2":
-            share, value, slope = of_token, x * x / 2, x
+            share, value, slope = of_token, x * x / 2, -x
         else:
-            share, value, slope = of_mean, math.exp(d) - d - 1, (math.exp(d) - 1) * sign if d == x else 0.0
+            share, value, slope = of_mean, math.exp(d) - d - 1, 1 - math.exp(d) if d == x else 0.0
         total += cfg.cppo_beta * share * value
         slopes.append(cfg.cppo_beta * share * slope)
     return total, slopes
@@ -507,18 +476,10 @@ def kl_to_start(r: Response, responses: list[Response], scale: list[float], cfg)
         logs = [mean(logs)] * len(logs)
     for token, x, part in zip(r.on, logs, scale, strict=True):
         ratio = 1.0 if cfg.surrogate == "reinforce" else math.exp(clamp(x, cfg.log_ratio_clamp))
-        value, slope = estimate(log_ratio(token, "start", "new"), cfg)
-        terms.append(part * ratio * cfg.kl_coef * value)
-        slopes.append(part * ratio * cfg.kl_coef * slope)
+        away = log_ratio(token, "new", "start")
+        terms.append(part * ratio * cfg.kl_coef * away**2 / 2)
+        slopes.append(part * ratio * cfg.kl_coef * away)
     return terms, slopes
-
-
-def estimate(x: float, cfg) -> tuple[float, float]:
-    """k2 or k3 of x = log p_start - log p, and its slope in log p."""
-    if cfg.kl_estimator == "k2":
-        return x * x / 2, -x
-    c = clamp(x, cfg.log_ratio_clamp)
-    return math.exp(c) - 1 - c, 1 - math.exp(c) if c == x else 0.0
 
 
 def entropy(p: list[float]) -> float:
@@ -542,15 +503,13 @@ def actors_part(result: Result, responses: list[Response], adv, share, distill_l
             value, slope = clipped(ratio, d, adv[i], low, high, 0.0)
             terms.append(-share[i] * k * w * value)
             result.actor[i].append(-share[i] * k * w * slope)
-            terms.append(share[i] * distill_lambda * kl(token.new, token.actor, cfg))
+            terms.append(share[i] * distill_lambda * kl(token.new, token.actor))
             result.distill[i].append(share[i] * distill_lambda)
     return terms
 
 
-def kl(p: list[float], q: list[float], cfg) -> float:
-    """KL(policy || actor); reverse direction: KL(actor || policy)."""
-    if cfg.distill_direction == "reverse":
-        p, q = q, p
+def kl(p: list[float], q: list[float]) -> float:
+    """KL(policy || actor)."""
     return sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
 
 
@@ -564,13 +523,10 @@ def policy_logits(token: Token, g: float, g_entropy: float, temperature: float) 
     return [(g * ((x == token.id) - p) + bonus[x]) / temperature for x, p in enumerate(token.new)]
 
 
-def actor_logits(token: Token, g: float, g_distill: float, temperature: float, cfg) -> list[float]:
+def actor_logits(token: Token, g: float, g_distill: float, temperature: float) -> list[float]:
     """Gradients of PPO and distillation in the actor's logits: by the chain rule, one logit at a time."""
     q, p = token.actor, token.new
-    if cfg.distill_direction == "reverse":
-        slopes = [math.log(b) - math.log(a) + 1 for a, b in zip(p, q, strict=True)]
-    else:
-        slopes = [-a / b for a, b in zip(p, q, strict=True)]
+    slopes = [-a / b for a, b in zip(p, q, strict=True)]
     average = sum(b * a for b, a in zip(slopes, q, strict=True))  # d q_y / d logit_x = q_y ((x == y) - q_x)
     out = []
     for x in range(len(q)):

@@ -18,7 +18,7 @@ import objectives
 from learner import Learner
 from machinery.checkpoint import shards
 from machinery.ranks import Comm
-from model import lora, needs_of_exact_kappa
+from model import lora
 
 f64 = torch.float64
 LOW_BITS = {"rollout_quant": "w4a16", "learner_quant": "aligned", "quant_group": 32}
@@ -27,7 +27,7 @@ KEPT = {"loss_denominator": "kept", "reduction": "seq-mean-token-mean"}
 # (flags, precision, how the ranks' shares are uneven)
 EVEN = [
     ({"objective": "jackpot", "actor": "base:actor"}, f64, ""),
-    ({"objective": "jackpot", "obrs_accept_rate": 0.8, "loss_denominator": "kept"}, f64, ""),
+    ({"objective": "jackpot", "loss_denominator": "kept"}, f64, ""),
     ({"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5}, f64, ""),
     ({"objective": "tbpo", "optimizer": "muon", **LOW_BITS}, torch.float32, ""),
     ({"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1}, f64, ""),
@@ -36,8 +36,8 @@ EVEN = [
 if importlib.util.find_spec("peft"):  # an optional package
     EVEN.append(({"objective": "tis", "lora_rank": 3, "kl_coef": 0.3}, f64, ""))
 UNEVEN = [
-    ({"objective": "jackpot", "obrs_accept_rate": 0.7, **KEPT}, f64, "empty"),
-    ({"objective": "jackpot", "obrs_target": "new", "kappa": "exact", **KEPT}, f64, "masked"),
+    ({"objective": "jackpot", **KEPT}, f64, "empty"),
+    ({"objective": "jackpot", "obrs_target": "new"}, f64, "masked"),
     ({"objective": "jackpot", "obrs_target": "new", "actor": "base:actor", "distill_kl_target": 0.05}, f64, "masked"),
     ({"objective": "seq_mis", "rs_high": 0.01, "reject": "seq_min:1e-8:inf", **KEPT}, f64, "poor"),
     ({"objective": "geo_rs", "rs_low": 1e-6, "rs_high": 0.05, "loss_denominator": "kept"}, f64, "short"),
@@ -99,12 +99,10 @@ def hold_back_the_step(learner):
 
 def one_update(cfg, learner, groups) -> tuple[dict, dict, dict]:
     """(gradients, metrics, controllers for the next update) of one update after a ref pass, without a step."""
-    batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
+    batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg)))
     move(learner)
-    batch, controllers, fresh = batching.collate(groups, cfg), {}, None
-    if cfg.kappa == "exact":
-        fresh = learner.score(batch, needs_of_exact_kappa(cfg))
-    stats = objectives.prepare(batch, learner.comm, cfg, controllers, fresh)
+    batch, controllers = batching.collate(groups, cfg), {}
+    stats = objectives.prepare(batch, learner.comm, cfg, controllers)
     hold_back_the_step(learner)
     logged = learner.update(batch, stats)
     objectives.update_controllers(controllers, logged, cfg)

@@ -48,17 +48,14 @@ ROWS = [
 --objective=is --reject=token:1e-300:1e-290 | --reject=token:1e-300:1e-290: the bounds of token:1e-300:1e-290 are
 --objective=is --reject=token:x:5 | --reject=token:x:5: token:x:5 is not a statistic with two bounds
 --objective=jackpt | --objective=jackpt: not one of none, grpo, reinforce, is, tis, ... did you mean jackpot?
---correction=jackpot | --correction=jackpot: a value of --objective, not of --correction; ... --objective=jackpot
 --kv_cache_dtype=fp8 | --kv_cache_dtype=fp8: only vLLM has this cache; use --rollout=vllm, or auto
 --objective=is --reject=token,gee:0:1 | --reject=gee: not one of token, sequence, geo, ... did you mean geo?
 --objective=is --reject=geo:0:1,token --rs_high=2 | --rs_low=None --rs_high=2.0: ... or give each statistic its bounds
 --objective=tis --correction_target=new | --correction_target=new: weights p_new / p_inf replace ... not ref
---objective=opsm --loss_denominator=kept | --loss_denominator=kept: ... --correction_target=new is computed
+--objective=opsm --loss_denominator=kept | --loss_denominator=kept: ... --correction_target=new and
 --kernels=liger | --kernels=liger: its kernels run on a GPU; use --kernels=plain
 --kernels=compile --rollout_quant=int8 --learner_quant=int8 | --kernels=compile: the low-bit layers
---obrs_lambda=1.4 --obrs_accept_rate=0.9 | --obrs_lambda=1.4: --obrs_accept_rate=0.9 ... leave out one of the two flags
 --distill_lambda=200 --distill_kl_target=0.1 | --distill_lambda=200.0: --distill_kl_target starts from it
---objective=icepop --normalize_weights --loss_denominator=kept | --loss_denominator=kept: --normalize_weights already
 --lora_rank=4 --learner_quant=int8 | --lora_rank=4: --learner_quant=int8 computes on low-bit ... leave one of the two
 --arith=total=500,operand=40 | --arith: total=500: must be below 200 and no less than operand=40
 --objective=jackpot --is_cap=3 | --is_cap=3.0: --correction=obrs has no cap C; leave it out
@@ -71,20 +68,18 @@ ROWS = [
 --rollout_batch=300 | --rollout_batch=300: not a multiple of --train_batch=256
 --group_size=1 --train_batch=4 --rollout_batch=4 | --group_size=1: must be between 2 and 1e+06
 --logprobs_mode=raw --top_k=5 | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
---keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor: the KL ... use replay
+--keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor or --kl_coef: ... use replay
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or name the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... --reject=geo:LOW:HIGH, or use --reject=none
 --objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: no statistic ... add --reject=NAME, one of token,
 --objective=tis --is_floor=2 | --is_floor=2.0: must be 0, or below --is_cap=2.0
 --objective=grpo --reject=token --reject_of=positive | --reject_of=positive: ... all, negative
 --obrs_z=exact --actor=none | --obrs_z=exact: p_inf over the whole vocabulary is known only with an ... use bracket
---loss_denominator=kept --obrs_target=new | --loss_denominator=kept with ... the update: add --kappa=exact
+--loss_denominator=kept --obrs_target=new | --loss_denominator=kept: ... compute the mask during it; use proposed
 --objective=tis_adjusted --loss_denominator=kept --reject=seq_min | --loss_denominator=kept: needs the keep-mask before
 --delay=lognormal --delay_min=50 --delay_max=20 | --delay_min=50.0 ... ve 0 and not above the longest
 --delay=weibull --delay_min=20 --delay_max=20 | --delay=weibull: two quantiles need ... use --delay=constant
 --delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
---delay=weibull --sampler_rate=2 | --sampler_rate=2.0: samplers ... bound their age with --max_staleness or
---delay=constant --sampler_rate=0.5 --window_seconds=0.9 --step_seconds=1 | --window_seconds=0.9: at ... dropped before
 --delay=constant --samplers=x | --delay=constant simulates samplers ... leave out one of
 --max_staleness=8 | --max_staleness=8 --sync_every=1: there are no ... name a distribution with --delay, or a
 --samplers=tcp://*:5555 | --samplers=tcp://*:5555: samplers on other hosts need --keys ... listen on tcp://127.0.0.1:
@@ -164,7 +159,6 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
         r"""
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: the rows have different --obrs_topk; measure ... separate runs
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: shifted weights cannot ... use none
---advantage=otb | --advantage=otb: g is computed without a ref pass
         """,
     ),
     *rows(
@@ -285,8 +279,8 @@ OUT_OF_BOUNDS = """
 --dynamic_sampling=-1 --eval_every=-2 --distill_kl_target=-1 --temperature=1e-3 --temperature=1e9 --top_p=0 --top_p=1.1
 --top_k=-2 --min_p=1 --min_p=-0.1 --quant_group=0 --clip_low=-0.1 --dual_clip=1 --tbpo_neg_high=0 --cppo_beta=-1
 --gepo_defence=-1 --distill_lambda=-1 --kl_coef=-1 --entropy_coef=-1 --log_ratio_clamp=0 --is_cap=0.001 --is_floor=-1
---obrs_c1=1e-9 --obrs_c2=0.9 --obrs_lambda=1e9 --obrs_accept_rate=0 --obrs_accept_rate=1.1 --obrs_topk=0 --delay_min=-1
---delay_samplers=0 --sampler_rate=0 --step_seconds=0 --max_staleness=-1 --window_seconds=0 --sync_every=0 --give_up=0
+--obrs_c1=1e-9 --obrs_c2=0.9 --obrs_lambda=1e9 --obrs_topk=0 --delay_min=-1
+--delay_samplers=0 --step_seconds=0 --max_staleness=-1 --window_seconds=0 --sync_every=0 --give_up=0
 --rollout_memory=-1 --rollout_tp=0 --lora_rank=-1 --overlong=32 --max_prompt_tokens=-1 --seed=-1
 """
 

@@ -32,7 +32,7 @@ def pending_groups():
             response.allowed_ids = rng.integers(0, 256, sizes.sum()).astype(np.int32)
     cfg = make_cfg(objective="jackpot", actor="base:actor")
     learner = Learner(tiny_model(0), tiny_model(1), cfg, Comm())
-    batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg), cfg.obrs_lambda))
+    batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg)))
     return groups
 
 

@@ -18,14 +18,14 @@ from sampling import Sampling
 def test_flags_and_toml_compose(tmp_path):
     path = tmp_path / "x.toml"
     path.write_text('objective = "tis"\nlr = 1\nsteps = 7\nclip = false\nis_cap = 5\n')
-    cfg = parse([f"--config={path}", "--steps=9", "--rollout", "hf", "--normalize-weights"])
+    cfg = parse([f"--config={path}", "--steps=9", "--rollout", "hf", "--positive-only"])
     assert cfg.objective == cfg.correction == "tis"
     assert cfg.lr == 1.0 and isinstance(cfg.lr, float)
     assert cfg.steps == 9
     assert cfg.clip is False
     assert cfg.is_cap == 5.0
     assert cfg.rollout == "hf"
-    assert cfg.normalize_weights is True
+    assert cfg.positive_only is True
 
 
 def test_a_replaced_correction_drops_the_objectives_bounds():
@@ -78,11 +78,11 @@ def test_a_custom_model_needs_more_flags(solvers):
 def test_exact_z_needs_the_actor_that_sampled(flags, z):
     cfg = resolve(Config(rollout="hf", **flags))
     assert cfg.obrs_z == z
-    assert needs_of_ref_pass(cfg, True, 1.0).exact_z == (z == "exact")
-    assert needs_of_update(cfg, True, 1.0, False).exact_z == (z == "exact")
-    assert needs_of_update(cfg, True, 1.0, True).distill == "forward"
+    assert needs_of_ref_pass(cfg, True).exact_z == (z == "exact")
+    assert needs_of_update(cfg, True, False).exact_z == (z == "exact")
+    assert needs_of_update(cfg, True, True).distill
     new = replace(cfg, obrs_target="new", obrs_z="bracket")
-    assert needs_of_ref_pass(new, True, 1.0).topk == (0 if z == "bracket" else 20)
+    assert needs_of_ref_pass(new, True).topk == (0 if z == "bracket" else 20)
     if z == "bracket":
         with pytest.raises(ValueError, match="samplers identical to the learner's actor"):
             resolve(Config(rollout="hf", obrs_z="exact", **flags))

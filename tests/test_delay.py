@@ -9,7 +9,7 @@ from conftest import Stream, at, log_probabilities, make_cfg, tiny_model
 from test_rollout import PROBE_IDS
 from test_train import flags, timeless, train_here
 
-from delay import DelayDistribution, DelaySource, Ticket
+from delay import DelayDistribution, DelaySource
 from machinery.checkpoint.models import read_config
 from model.engines import HFEngine
 from rollout import Sampling, uniforms
@@ -95,6 +95,8 @@ def identity(groups):
         (dict(max_staleness=2), 1, [0, 0, 2, 2, 4, 4]),
         (dict(max_staleness=0), 1, [0, 1, 2, 3]),
         (dict(sync_every=2, delay_max=1.0), 1, [0, 0, 2, 2, 4, 4]),
+        (dict(sync_every=2, max_staleness=2), 1, [0, 0, 2, 2, 4, 4]),
+        (dict(max_staleness=2), 4, [0, 4, 8]),  # newest weights after four updates to a rollout batch
     ],
 )
 def test_a_sampler_keeps_its_model_until_the_delay_is_over(changes, stride, expected, folders, tmp_path):
@@ -124,23 +126,6 @@ def test_every_delay_is_a_different_draw(folders, tmp_path):
     assert draws[1][7] == distribution("lognormal").quantile(float(uniforms(1, "delay", source.cfg.seed, 1, 7)[0]))
 
 
-def test_groups_that_wait_too_long_are_dropped_and_counted(folders, tmp_path):
-    """Two groups a step, one used."""
-    window = delayed(folders, tmp_path / "a", sampler_rate=2.0, window_seconds=2.5, delay_max=1.0)
-    got = versions(window, 8)
-    assert got[:4] == [[0], [0], [1], [1]]  # in order of sampling
-    assert max(v - row[0] for v, row in enumerate(got)) <= 2
-    assert window.dropped == {"window": 16 - 8 - len(window.tickets)} and window.dropped["window"] > 0
-    m = window.metrics()
-    assert (m["delay/dropped_window"], m["delay/waiting"]) == (window.dropped["window"], len(window.tickets))
-    assert m["sync/MiB"] > 0
-
-    late = delayed(folders, tmp_path / "b", sampler_rate=2.0, max_staleness=2, window_seconds=2.5, delay_max=1.0)
-    assert max(v - row[0] for v, row in enumerate(versions(late, 8))) == 2
-    assert sum(late.dropped.values()) == 16 - 8 - len(late.tickets)  # too old in both ways: counted once
-    assert late.dropped["staleness"] > 0
-
-
 def test_two_ranks_share_clock_and_groups(folders, tmp_path):
     one, *two = (delayed(folders, tmp_path / store) for store in ("a", "b", "b"))
     for rank, source in enumerate(two):
@@ -151,18 +136,6 @@ def test_two_ranks_share_clock_and_groups(folders, tmp_path):
             source.publish(v, weights(v).items())
         assert [identity(source.next(2, v)) for source in two] == [whole[::2], whole[1::2]]
     assert {p.name for p in (tmp_path / "a").iterdir()} == {p.name for p in (tmp_path / "b").iterdir()}
-
-
-def test_a_version_stays_on_disk_while_a_group_of_any_rank_needs_it(folders, tmp_path, monkeypatch):
-    """With --dynamic_sampling, ranks take unequal numbers of groups."""
-    elsewhere = {0}
-    monkeypatch.setattr("delay.from_all", lambda needed: [needed, elsewhere])
-    source = delayed(folders, tmp_path, delay_max=1.0)
-    versions(source, 4)
-    assert source.path(0).exists() and not source.path(1).exists()
-    elsewhere.clear()
-    source.publish(4, weights(4).items())
-    assert not source.path(0).exists() and source.path(4).exists()
 
 
 def test_one_rank_writes_versions_for_all(folders, tmp_path):
@@ -178,7 +151,8 @@ def test_one_rank_writes_versions_for_all(folders, tmp_path):
     source, loaded = ranks[0], []
     source.load = lambda version, tensors: loaded.append(Stream(tensors))
     source.sample = list
-    source.sample_tickets([Ticket(0, 4, 4.0)])
+    source.samplers[0].version = 4
+    source.sample_next(1)
     for _ in range(2):  # the weight check reads twice
         assert all((x == 4.0 + int(name[1:])).all() for name, x in loaded[0])
     assert loaded[0].most <= 2
@@ -186,9 +160,7 @@ def test_one_rank_writes_versions_for_all(folders, tmp_path):
 
 def test_state_is_restored_in_the_middle_of_a_run(folders, tmp_path):
     """Also the last checkpoint but one, after a run that continues and dies: the last one may be incomplete."""
-    changes = dict(
-        delay="weibull", delay_min=1.0, delay_max=6.0, delay_samplers=2, sampler_rate=1.4, window_seconds=1.5
-    )
+    changes = dict(delay="weibull", delay_min=1.0, delay_max=6.0, delay_samplers=2)
     whole, part = (delayed(folders, tmp_path / name, **changes) for name in "ab")
     for v in range(4):
         assert identity(update(whole, v, 2)) == identity(update(part, v, 2))
@@ -203,12 +175,6 @@ def test_state_is_restored_in_the_middle_of_a_run(folders, tmp_path):
     for v in range(4, 9):
         assert identity(update(whole, v, 2)) == identity(update(back, v, 2))
     assert whole.metrics() == back.metrics()
-    assert whole.dropped["window"] > 0
-    for p in (tmp_path / "b").iterdir():
-        p.unlink()
-    gone = "--resume: .*safetensors is missing, and a delayed sampler still uses this version"
-    with pytest.raises(ValueError, match=gone):
-        delayed(folders, tmp_path / "b", **changes).load_state_dict(state)
 
 
 def test_a_staleness_bound_of_0_is_the_plain_loop(solvers, tmp_path, train_here):
@@ -218,26 +184,6 @@ def test_a_staleness_bound_of_0_is_the_plain_loop(solvers, tmp_path, train_here)
     for name, more in (("plain", {}), ("bounded", bound)):
         train_here(flags(solvers, tmp_path / name, **more, **sizes))
     bounded = timeless(tmp_path / "bounded")
-    assert "delay/clock" in bounded[1]
+    assert "delay/versions" in bounded[1]
     kept = [{k: v for k, v in row.items() if not k.startswith("delay/")} for row in bounded]
     assert kept == timeless(tmp_path / "plain")
-
-
-@pytest.mark.parametrize("updates", [1, 4])
-def test_waiting_time_does_not_depend_on_updates_a_batch(folders, tmp_path, updates):
-    """Samplers make a quarter of the needed groups: the groups of 8 updates take 32 steps, 24 of them waiting."""
-    batch = dict(train_batch=8, rollout_batch=8 * updates)
-    source = delayed(folders, tmp_path, sampler_rate=0.25, step_seconds=10.0, **batch)
-    source.sample_tickets = lambda taken: taken
-    for v in range(0, 8, updates):
-        assert len(update(source, v, 2 * updates)) == 2 * updates
-    assert source.waited == 240.0
-
-
-@pytest.mark.parametrize("rate, window", [(0.5, 1.1), (0.25, 3.1), (1.0, 0.5), (0.6, 1.001)])
-def test_the_narrowest_allowed_windows_fill_an_update(folders, tmp_path, rate, window):
-    source = delayed(folders, tmp_path, sampler_rate=rate, window_seconds=window)
-    source.publish(0, weights(0).items())
-    source.sample_tickets = lambda taken: taken
-    for v in range(3):
-        assert len(source.next(3, v)) == 3

@@ -247,7 +247,7 @@ def test_the_gradient_equals_the_gradient_without_exact(fmt):
     for flags in ({"exact": False}, {"exact": True}, {"exact": True, "gradient_checkpointing": True}):
         _, learner = make_pair(**FORMATS[fmt], **flags)
         batch = batching.collate(groups, learner.cfg)
-        learner.backward(batch, objectives.prepare(batch, Comm(), learner.cfg, {}, None))
+        learner.backward(batch, objectives.prepare(batch, Comm(), learner.cfg, {}))
         grads.append(torch.cat([p.grad.flatten() for p in learner.models.parameters()]))
     for other in grads[1:]:
         assert float((other - grads[0]).norm() / grads[0].norm()) < 1e-4
@@ -333,7 +333,7 @@ def main(out: str) -> None:
             dist.all_gather_object(gaps[-1], gap(learner, groups))
             if turn == 0:
                 batch = batching.collate(groups, learner.cfg)
-                learner.update(batch, objectives.prepare(batch, comm, learner.cfg, {}, None))
+                learner.update(batch, objectives.prepare(batch, comm, learner.cfg, {}))
                 engine.load(learner.published("policy", engine.packed))
     if comm.rank == 0:
         torch.save(gaps, out)

@@ -81,7 +81,7 @@ TO_NEW = {"correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_to
 PAPERS = {
     "jackpot": {
         **{"batches": (64, 64), "correction": "obrs", "obrs_target": "ref", "obrs_lambda": 1, "obrs_topk": 20},
-        **{"obrs_z": "approx", "distill_direction": "forward", "max_tokens": 8192, "clip_low": 0.2, "clip_high": 0.28},
+        **{"obrs_z": "approx", "max_tokens": 8192, "clip_low": 0.2, "clip_high": 0.28},
     },
     "jackpot_stale": {**TO_NEW, "batches": (2048, 32), "clip": False, "obrs_z": "approx"},
     "jackpot_clip": {
@@ -109,7 +109,7 @@ PAPERS = {
         **{"group_size": 8, "surrogate": "gspo", "ratio_base": "group", "advantage": "grpo_no_std", "lr": 1e-6},
         **{"cppo_beta": 0.005, "delay": "lognormal", "delay_min": 60, "delay_max": 1800},
         **{"delay_samplers": 4, "max_staleness": 64, "window_seconds": 1800, "lr_schedule": "constant", "epochs": 3},
-        **{"warmup_steps": 0.03, "gepo_expectation": "weighted", "rollout_memory": 0.45},
+        **{"warmup_steps": 0.03, "rollout_memory": 0.45},
     },
 }
 PAPERS["qarl_moe"] = PAPERS["qarl"]

@@ -44,7 +44,7 @@ def learner_and_batch(**flags):
 
 def exact_gradient(learner, cfg, batch) -> list[torch.Tensor]:
     """The policy's gradient from the learner's update."""
-    columns = {name: x for name, x in learner.ref_columns(batch, cfg.obrs_lambda).items() if name in REF.values()}
+    columns = {name: x for name, x in learner.ref_columns(batch).items() if name in REF.values()}
     batch = replace(batch, **columns)
     learner.models.zero_grad()
     learner.backward(batch, objectives.prepare(batch, learner.comm, cfg, {}))

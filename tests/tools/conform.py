@@ -91,8 +91,6 @@ VERL_LOSSES = {
     "dppo_tv": ("dppo_tv", (0.2, 0.2), "token-mean", "inf"),
     "dppo_kl": ("dppo_kl", (0.05, 0.05), "token-mean", "inf"),
 }
-NORMALIZED = {"tis": ("token", 2.0), "icepop": ("token", "0.5_5.0"), "seq_tis": ("sequence", 4.0)}
-NORMALIZED |= {"seq_mis": ("sequence", "1e-9_4.0")}
 
 
 def verl() -> dict:
@@ -105,8 +103,6 @@ def verl() -> dict:
         rows[f"is --reject={ours}"] = verl_statistic(rollout_corr_helper, name, threshold)
     several = ("token_k1,seq_max_k2,seq_mean_k1", "0.5_2.0,0.4,0.8_1.25")
     rows["is --reject=token:0.5:2,seq_max_k2:0:0.4,geo:0.8:1.25"] = verl_statistic(rollout_corr_helper, *several)
-    for ours, (level, threshold) in NORMALIZED.items():
-        rows[f"{ours} --normalize_weights=True"] = verl_normalized(rollout_corr_helper, level, threshold)
     for ours, (name, clip, reduction, base) in VERL_LOSSES.items():
         rows[ours] = verl_loss(core_algos.get_policy_loss_fn(name), clip, reduction, base)
     # with verl's defaults: the denominator counts kept tokens, and DPPO's weights have a cap
@@ -166,15 +162,6 @@ def verl_statistic(helper, name: str, threshold):
     def run(case: Case) -> dict:
         mask, _ = helper.compute_rollout_rejection_mask(case.ref - case.inf, case.mask, name, threshold)
         return case.results(keep=mask)
-
-    return run
-
-
-def verl_normalized(helper, level: str, threshold):
-    def run(case: Case) -> dict:
-        log_r = case.ref - case.inf
-        weight, _ = helper.compute_rollout_correction_weights(log_r, case.mask, level, threshold, True)
-        return case.results(weight=weight)
 
     return run
 

@@ -28,11 +28,11 @@ INF = math.inf
 
 SEQ = "seq-mean-token-mean"
 PLAIN = dict(correction="none", correction_target="ref", is_cap=INF, is_floor=0.0, rs_low=0.0, rs_high=INF)
-PLAIN |= dict(reject="none", reject_of="all", normalize_weights=False, loss_denominator="proposed")
+PLAIN |= dict(reject="none", reject_of="all", loss_denominator="proposed")
 PLAIN |= dict(reduction="token-mean", surrogate="ppo", ratio_base="ref", clip=True, clip_low=0.2, clip_high=0.28)
-PLAIN |= dict(tbpo_neg_high=7e-4, dual_clip=0.0, gepo_expectation="weighted", gepo_defence=0.0, cppo_beta=0.0)
+PLAIN |= dict(tbpo_neg_high=7e-4, dual_clip=0.0, gepo_defence=0.0, cppo_beta=0.0)
 PLAIN |= dict(cppo_kl="official", obrs_target="ref", obrs_mask="bernoulli", obrs_mode="both", obrs_z="bracket")
-PLAIN |= dict(obrs_topk=4, obrs_lambda=1.0, obrs_accept_rate=None, obrs_c1=3.0, obrs_c2=1.3, kappa="auto")
+PLAIN |= dict(obrs_topk=4, obrs_lambda=1.0, obrs_c1=3.0, obrs_c2=1.3)
 PLAIN |= dict(log_ratio_clamp=20.0, max_tokens=9)
 PLAIN |= dict(advantage="given", actor="none", positive_only=False, kl_coef=0.0, entropy_coef=0.0)
 
@@ -62,7 +62,7 @@ CASES = {
     "prefix_tis": dict(correction="prefix_tis", is_cap=1.0),
     "z_tis": dict(correction="z_tis"),
     "jackpot": dict(correction="obrs"),
-    "jackpot_adjusted": TO_NEW | dict(correction="jackpot_adjusted"),
+    "jackpot_adjusted": TO_NEW | dict(correction="obrs"),
     "retrace": dict(correction="retrace"),
     "retrace_seq": dict(correction="retrace_seq"),
     "spare": dict(correction="retrace_seq", reject="token", reject_of="negative", rs_low=0.9),
@@ -72,7 +72,7 @@ CASES = {
     "geo_rs": NARROW,
     "geo_rs_seq_tis": dict(correction="geo_rs_seq_tis", is_cap=4.0, rs_low=0.999, rs_high=1.001),
     "ppo_is": dict(ratio_base="inf"),
-    "tis_adjusted": dict(correction="tis_adjusted", is_cap=2.0, ratio_base="new"),
+    "tis_adjusted": TIS | dict(correction_target="new", ratio_base="new"),
     "gspo": GSPO,
     "gepo": GSPO | EVEN | dict(ratio_base="group"),
     "tbpo": GSPO | dict(correction="tbpo_mismatch", is_cap=2.0, surrogate="tbpo"),
@@ -125,10 +125,6 @@ CASES = {
     "areal_decoupled": EVEN | dict(correction="is"),
     "areal_token_mask": DROP | EVEN | dict(is_cap=5.0),
     # presets with additional flags
-    "tis --normalize_weights=True": TIS | dict(normalize_weights=True),
-    "icepop --normalize_weights=True": BOUNDED | dict(normalize_weights=True),
-    "seq_tis --normalize_weights=True": SEQ_TIS | dict(is_cap=4.0, normalize_weights=True),
-    "seq_mis --normalize_weights=True": SEQ_MIS | dict(normalize_weights=True),
     "tis --is_floor=0.7": TIS | dict(is_floor=0.7),
     "tis --reject=seq_min:0.4:inf": TIS | dict(reject="seq_min:0.4:inf"),
     "tis --dual_clip=1.3": TIS | dict(dual_clip=1.3),
@@ -141,8 +137,6 @@ CASES = {
     "cispo --clip_low=1.0": dict(surrogate="cispo", clip_low=1.0),
     "decoupled_seq_is_rs --loss_denominator=kept": SEQ_TIS
     | dict(reject="sequence", rs_low=0.5, rs_high=2.0, loss_denominator="kept"),
-    "icepop --rs_high=3.0 --reject=geo:0.8:1.25 --normalize_weights=True": BOUNDED
-    | dict(rs_high=3.0, reject="geo:0.8:1.25", normalize_weights=True),
     "icepop --loss_denominator=kept": BOUNDED | dict(loss_denominator="kept"),
     f"seq_mis --loss_denominator=kept --reduction={SEQ}": SEQ_MIS | dict(loss_denominator="kept", reduction=SEQ),
 }
