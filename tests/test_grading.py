@@ -122,7 +122,7 @@ def test_verdicts_do_not_depend_on_earlier_answers(pool):
 
 
 def test_grading_processes_are_kept_light_and_replaced(pool):
-    pool.size = 2
+    pool.processes = Graders(2).processes
     pairs = [(f"\\boxed{{{i}}}", "7") for i in range(30)]
     pids = []
     for _ in range(3):
@@ -152,12 +152,8 @@ def test_memory_is_bounded(pool):
     assert first != 1.0 and second
 
 
-def test_processes_that_cannot_start_are_an_error(pool, tmp_path, monkeypatch):
+def test_a_function_that_cannot_be_loaded_is_an_error(pool, tmp_path):
     path = tmp_path / "own.py"
-    path.write_text("import os\nos._exit(3)\n")
-    with pytest.raises(RuntimeError, match="a grading process ended before it was ready .exit code 3."):
-        pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0)
-    assert pool.processes == []
     path.write_text("raise SystemExit('no')\n")
     with pytest.raises(ValueError, match="own.py:score: cannot be loaded .SystemExit: no .own.py, line 1..; fix the"):
         pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0)
@@ -220,7 +216,7 @@ def test_a_forked_process_starts_new_grading_processes():
     """The parent's grading processes are not the fork's children, and they read from the parent."""
     right, wrong = ("\\boxed{1}", "1"), ("\\boxed{2}", "1")
     assert graded(graders(), [right, wrong], 5) == [1.0, 0.0]
-    started = [p.process.pid for p in graders().processes]
+    started = [p.process for p in graders().processes]
     if (pid := os.fork()) == 0:
         status = 1
         try:
@@ -232,7 +228,7 @@ def test_a_forked_process_starts_new_grading_processes():
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert graded(graders(), [wrong, right], 5) == [0.0, 1.0]
-    assert [p.process.pid for p in graders().processes] == started
+    assert [p.process for p in graders().processes] == started
 
 
 CASES = {
@@ -350,7 +346,7 @@ def test_a_custom_function_gets_its_row(custom):
 @pytest.mark.parametrize(
     "name, why",
     [("leaves", "SystemExit: 3 (own.py, line"), ("ends", "it ended its process (exit code 4)")]
-    + [("killed", "it ended its process (SIGKILL; out of memory?)")],
+    + [("killed", "it ended its process (SIGKILL)")],
 )
 def test_a_function_that_ends_its_process_fails_only_its_answer(custom, capsys, monkeypatch, pool, name, why):
     """The answer counts as a failure, not as a timeout, and the warning names the cause."""
