@@ -3,7 +3,6 @@
     python eval.py --model=out/demo                           # a run folder: its newest checkpoint's policy
     python eval.py --model=FOLDER --task=a.jsonl,b.jsonl:samples=32:temperature=0.6 --max_tokens=2048 --out=scores.json
     python eval.py --model=FOLDER --task=FILE.jsonl --show_prompt  # print the first prompts
-    python eval.py --grade_gold=FILE.jsonl  # no model: grade the file's answers with the grader
 
 pass@k of a problem with c correct among n samples is 1 - C(n-c, k) / C(n, k), the mean over all
 k-subsets (Chen et al. 2021). Standard errors are over problems."""
@@ -52,7 +51,6 @@ from sampling import Sampling
 from source import check_poisoned, set_aside_if_poisoned
 from tasks import EvalSet, eval_sets, grade_all, prompts, turns
 from tasks.data import parsed
-from tasks.gold import grade_gold
 from tasks.preflight import warnings_of
 from tasks.prompts import encode, stop_ids
 
@@ -226,8 +224,6 @@ class EvalFlags(ModelFlags):
     show_prompt: bool = False
     """Print the first prompts as the model sees them, and the tokens that end a response; sample
     nothing."""
-    grade_gold: str = ""
-    """Grade the gold answers of this file instead of evaluating a model."""
 
 
 @dataclass
@@ -514,25 +510,10 @@ def main(argv: list[str] | None = None) -> dict:
     """Run the command; return the result, which --out writes. UserError: one sentence."""
     cfg = parse_flags(EvalFlags, argv, "python eval.py --model=FOLDER --key=value ...")
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(EvalFlags, argv)})
-    cfg = filled(cfg, () if cfg.grade_gold else ("max_tokens",))
+    cfg = filled(cfg, ("max_tokens",))
     if cfg.out:
         check_result("out", cfg.out)
-    if cfg.grade_gold:
-        is_default_task = cfg.task == EvalFlags.task
-        need(
-            is_default_task,
-            f"--task={cfg.task}: --grade_gold already names the file; leave out one of the two flags",
-        )
-        need(
-            not cfg.model,
-            f"--model={cfg.model}: --grade_gold grades a file's gold answers and evaluates no model; leave --model out",
-        )
-        tasks.check(replace(cfg, task=cfg.grade_gold))
-        result = grade_gold(cfg.grade_gold, cfg)
-    elif cfg.show_prompt:
-        result = show_prompt(cfg)
-    else:
-        result = evaluate(cfg)
+    result = show_prompt(cfg) if cfg.show_prompt else evaluate(cfg)
     write_result(cfg.out, result)
     return result
 

@@ -192,7 +192,7 @@ class Grader:
                 kind, value = self.connection.recv()
                 need(
                     kind != "unloadable",
-                    f"--reward={function}: cannot be loaded ({value}); fix the file",
+                    f"--reward={function}: cannot be loaded ({value}); fix the file, or install its library",
                 )
                 results.append(Failure(value) if kind == "failed" else value)
         except (EOFError, OSError):

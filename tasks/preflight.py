@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from tasks.builtin import TEMPLATE_OF
-from tasks.gold import wrapped
 from tasks.prompts import Answer, render
 
 TRIED = 32  # gold answers that are graded
 # form in which a response gives its answer, for each reward
-HONEST = {"math": wrapped, "gsm8k": "#### {}".format, "praxis": "#### {}".format, "letter": wrapped}
+IN_BOX, AT_END = "The answer is $\\boxed{{{}}}$.", "#### {}"
+HONEST = {"math": IN_BOX, "gsm8k": AT_END, "praxis": AT_END, "letter": IN_BOX}
 MARKS = {"boxed": "\\boxed", "letter": "\\boxed", "hashes": "####"}  # marks in the templates
 ASKED_BY = {name: (MARKS[template],) for name, template in TEMPLATE_OF.items()}
 ASKED_BY |= {"think": ("<think>", "<answer>")}
@@ -25,7 +25,7 @@ def warnings_of(task, tokenizer) -> list[str]:
     n = min(TRIED, task.size)
     problems = [task.problem("test", i * task.size // n) for i in range(n)]  # of all mixed files
     prompts = [render(tokenizer, problem)[0] for problem in problems]
-    sentences = [unasked(task, prompts), misgraded(task, problems), control_tokens(task, tokenizer)]
+    sentences = [unasked(task, prompts), misgraded(task, problems)]
     return [f"{task.name}: {sentence}" for sentence in sentences if sentence]
 
 
@@ -37,15 +37,9 @@ def unasked(task, prompts: list[str]) -> str:
             silent = [prompt for prompt in prompts if mark not in prompt]
             if not silent:
                 continue
-            others = [name for name, (other, *_) in ASKED_BY.items() if mark != other in silent[0]]
-            instead = (
-                f"; it asks for {ASKED_BY[others[0]][0]}, which --reward={others[0]} reads"
-                if others and len(silent) == len(prompts)
-                else ""
-            )
             return (
                 f"--reward={part.name} reads {mark} in a response, and {len(silent)} of {len(prompts)} prompts do not "
-                f"ask for it{instead}; print a prompt with eval.py --show_prompt, or ask for it with "
+                "ask for it; print a prompt with eval.py --show_prompt, or ask for it with "
                 "--prompt_template or --system_prompt"
             )
         if part.name == "think" and re.search(BEGUN, prompts[0]):
@@ -61,28 +55,12 @@ def misgraded(task, problems: list) -> str:
     part = task.reward.parts[0]
     if part.name not in HONEST:
         return ""
-    answers = [Answer(p, HONEST[part.name](p.answer), True) for p in problems]
+    answers = [Answer(p, HONEST[part.name].format(p.answer), True) for p in problems]
     values = task.reward.values(part, answers)
     wrong = [p.answer for p, value in zip(problems, values, strict=True) if value != 1]
     if not wrong:
         return ""
     return (
         f"{len(wrong)} of {len(problems)} gold answers are graded wrong by --reward={part.name} when a "
-        f"response gives them, such as {wrong[0]!r:.60}; eval.py --grade_gold lists such answers for --reward=math"
-    )
-
-
-def control_tokens(task, tokenizer) -> str:
-    """A warning if problems contain texts that the tokenizer reads as control tokens, else ""."""
-    specials = [x for x in tokenizer.get_added_vocab() if x.startswith("<") or x.startswith("[")]
-    n = 0
-    for row in task.rows if isinstance(task.rows, list) else []:
-        prompt = row["prompt"]
-        texts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
-        n += any(x in text for x in specials for text in texts)
-    if not n:
-        return ""
-    return (
-        f"{n} problem(s) hold control tokens of the tokenizer, such as the end of a turn, and the model reads them "
-        "as control tokens; remove them unless they are intended"
+        f"response gives them, such as {wrong[0]!r:.60}"
     )

@@ -12,7 +12,6 @@ response as right if the first part gives more than 0.5."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import sys
@@ -58,14 +57,6 @@ class Reward:
     overlong: int = 0  # DAPO's length penalty begins this many tokens below max_tokens (--overlong)
     opened: bool = False  # the prompt ends with <think>, so the response lacks the tag
 
-    def can_grade(self, answer: str) -> bool:
-        """Whether the first part can grade a response as right for this gold answer: `gsm8k` and
-        `praxis` need a number, `letter` needs a letter."""
-        form = {"gsm8k": NUMBER, "praxis": NUMBER, "letter": "[A-Za-z]"}.get(
-            self.parts[0].name, ".*"
-        )
-        return re.fullmatch(form, answer.strip(), re.DOTALL) is not None
-
     @property
     def needs_answer(self) -> bool:
         """Whether a row needs a final answer. Functions in a user's file may grade by different
@@ -78,8 +69,8 @@ class Reward:
         The counts: `answers`; `timeouts`, answers that exceeded the limit and earn 0; `failures`,
         answers that earn 0 because the function raised; if `math` is a part, `unboxed`, answers
         without a box; if `math` is the first part, `plain`, answers with a number as gold answer,
-        `exact`, plain answers that end with this number, and `right_inexact`, right plain answers
-        that do not; and `reward/NAME`, the unweighted sum of each part."""
+        and `inexact`, right plain answers that end with a different number; and `reward/NAME`, the
+        unweighted sum of each part."""
         total = [0.0] * len(answers)
         counts = Counter(answers=len(answers))
         first_values = []
@@ -101,45 +92,35 @@ class Reward:
         if any(part.name == "math" for part in self.parts):
             counts["unboxed"] = sum(last_box(a.text) is None for a in answers)
         if self.parts[0].name == "math":
-            plain = [i for i, a in enumerate(answers) if is_plain(a.problem.answer)]
-            exact = {
-                i for i in plain if ends_with_number(answers[i].text, answers[i].problem.answer)
-            }
-            right = {i for i in plain if first_values[i] == 1}
-            counts["plain"] = len(plain)
-            counts["exact"] = len(exact)
-            counts["right_inexact"] = len(right - exact)
+            for value, answer in zip(first_values, answers, strict=True):
+                if is_plain(answer.problem.answer):
+                    exact = ends_with_number(answer.text, answer.problem.answer)
+                    counts["plain"] += 1
+                    counts["inexact"] += value == 1 and not exact
         return total, counts
 
     def values(self, part: Part, answers: list[Answer]) -> list:
         """The pool's result for each answer. Equal answers are graded once; an answer without a box
         gets 0 from `math`."""
-        calls = {}
-        keys = [self.call(part, answer, calls) for answer in answers]
-        results = graders().grade(part.name, list(calls.values()), self.seconds)
-        known = dict(zip(calls, results, strict=True))
-        return [0.0 if key is None else known[key] for key in keys]
+        calls = [self.call(part, answer) for answer in answers]
+        distinct = {repr(call): call for call in calls if call}
+        results = graders().grade(part.name, list(distinct.values()), self.seconds)
+        known = dict(zip(distinct, results, strict=True))
+        return [known[repr(call)] if call else 0.0 for call in calls]
 
-    def call(self, part: Part, answer: Answer, calls: dict) -> tuple | None:
-        """The key of this answer's call, which is added to `calls`; None: the answer is wrong, and
-        no call is needed."""
-        problem, text = answer.problem, answer.text
+    def call(self, part: Part, answer: Answer) -> tuple | None:
+        """The arguments of the part's function; None: the answer is wrong without a call."""
+        row, text = {"answer": answer.problem.answer}, answer.text
         finish_reason = "stop" if answer.finished else "length"
-        row = {"answer": problem.answer}
-        key = (problem.answer, text, finish_reason)
-        if part.name == "math":
-            text = last_box(text)
+        if part.name == "math":  # reads only the last box
+            text, finish_reason = last_box(text), "stop"
             if text is None:
                 return None
-            key = (problem.answer, text)
         elif part.name == "think" and self.opened:
             text = f"<think>{text}"
-            key = (problem.answer, text, finish_reason)
         elif part.name not in BUILT_IN:
-            row = problem.row
-            key = (problem.id, text, finish_reason)
-        calls.setdefault(key, (row, text, finish_reason))
-        return key
+            row = answer.problem.row
+        return row, text, finish_reason
 
     def named(self, part: Part, value, answer: Answer) -> list[tuple[str, float]]:
         """(name, value) pairs of a part's result; [] if the answer could not be graded."""
@@ -213,16 +194,6 @@ def parts_of(text: str) -> tuple[Part, ...]:
         f"--reward={text}: the same part is named twice; leave one part out, or rename its function",
     )
     return tuple(parts)
-
-
-def check_libraries(reward: Reward, name: str) -> None:
-    """Raise UserError if a part's library is not installed. name: the task, for the message."""
-    if any(part.name == "math" for part in reward.parts):
-        installed = importlib.util.find_spec("math_verify") is not None
-        need(
-            installed,
-            f"--reward=math, for {name}: math-verify is not installed; pip install math-verify",
-        )
 
 
 def try_out(reward: Reward, answer: Answer) -> None:

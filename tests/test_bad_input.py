@@ -97,7 +97,6 @@ ROWS = [
 --resume --overwrite --out=run | --resume with --overwrite: --resume continues the run, --overwrite deletes it; leave
 WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
 VLLM_ENABLE_V1_MULTIPROCESSING=1 --rollout=vllm | VLLM_ENABLE_V1_MULTIPROCESSING is set in the environment; unset it
-WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 | --reward=math, for ... pip
 --model=/no/such | --model=/no/such: no Hugging Face ... give a folder as save_pretrained writes it, or base:policy
 --model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: these ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06
 HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --max_tokens=8 | --model=Qwen ... no such
@@ -160,9 +159,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 | --model is empty: name a run folder, a checkpoint or a Hugging Face folder
 --model=/no/such | --model=/no/such: no model there; give a run folder, a checkpoint or a Hugging Face folder
 --model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name a different folder
---grade_gold=fine.jsonl --task=fine.jsonl | --task=fine.jsonl: --grade_gold already names the file; leave out one
 --model=POLICY --rollout=hf | --model=POLICY: these flags have no default for a custom model; ... --max_tokens=4096
---grade_gold=fine.jsonl --reward=gsm8k | --reward=gsm8k: --grade_gold checks only the grader of math; leave it out
         """,
     ),
     *rows(

@@ -92,7 +92,7 @@ def test_an_endless_answer_fails_alone():
     rewards, counts = task.rewards([Answer(task.problem("test", 0), text, True) for text in texts])
     assert time.monotonic() - start < 60
     assert rewards == [1, 0, 1, 0, 0, 0, *(float(i == 5) for i in range(40))]
-    assert counts == Counter({"answers": 46, "timeouts": 2, "unboxed": 1, "reward/math": 3, "plain": 46, "exact": 4})
+    assert counts == Counter({"answers": 46, "timeouts": 2, "unboxed": 1, "reward/math": 3, "plain": 46})
 
 
 def test_equal_answers_are_graded_once(monkeypatch, pool):
@@ -104,7 +104,7 @@ def test_equal_answers_are_graded_once(monkeypatch, pool):
     answers = [Answer(task.problem("test", i), text, True) for i in (0, 1) for text in texts]
     earned, counts = task.rewards(answers)
     assert earned == [1, 1, 0, 0, 0, 0, 0, 1]
-    assert counts == Counter({"answers": 8, "unboxed": 2, "reward/math": 3, "plain": 8, "exact": 3})
+    assert counts == Counter({"answers": 8, "unboxed": 2, "reward/math": 3, "plain": 8})
     pairs = [(f"\\boxed{{{text}}}", gold) for gold in "56" for text in "56"]
     assert calls_made == [("math", calls(*pairs), 3.0)]
 
@@ -281,9 +281,9 @@ def test_a_sum_with_weights_and_a_penalty_of_length():
     earned, counts = reward.of(answers)
     assert earned == [1.5, 1.25, 0.5, 0.0]
     parts = {"reward/math": 3, "reward/boxed": 3, "reward/overlong": -1.25}
-    assert counts == Counter({"answers": 4, "plain": 4, "exact": 3, **parts})
+    assert counts == Counter({"answers": 4, "plain": 4, **parts})
     logged = {"reward/math": 0, "reward/boxed": 0, "reward/overlong": 0}
-    names = ("timeouts", "failures", "unboxed", "exact", "inexact")
+    names = ("timeouts", "failures", "unboxed", "inexact")
     assert grading_metrics(reward.of(answers[3:])[1]) == {f"grade/{name}": 0 for name in names} | logged
 
 

@@ -25,16 +25,15 @@ def table(tmp_path, rows, name="rows.jsonl", **flags):
     return task
 
 
-HASHES, BOX = "2 + 3? End with ####.", "2 + 3 in \\boxed{}"
+BOX = "2 + 3 in \\boxed{}"
 
 
 @pytest.mark.parametrize(
     "problem, template, reward, sentence",
     [
         ("2 + 3", "", "math", ""),
-        (HASHES, "plain", "math", "asks for ####, which --reward=gsm8k"),
         ("2 + 3", "plain", "math", "--reward=math reads \\boxed in a response"),
-        (BOX, "plain", "gsm8k", "asks for \\boxed, which --reward=math"),
+        (BOX, "plain", "gsm8k", "--reward=gsm8k reads #### in a response"),
         ("2 + 3", "", "math,think", "--reward=think reads <think>"),
         ("<think> 2", "plain", "think", "--reward=think reads <answer> in a response, and 2 of 2 prompts"),
         ("<answer> 2 <think>\n", "plain", "think", ""),
@@ -50,12 +49,12 @@ def test_prompt_and_reward_that_contradict(tmp_path, problem, template, reward, 
     assert all(sentence in w and w.startswith(str(tmp_path / "rows.jsonl")) for w in warnings)
 
 
-def test_gold_answers_and_control_tokens(tmp_path):
-    """Gold answers that no response can give, and problems with control tokens, are counted."""
-    task = table(tmp_path, [("p <eos> 5", "5"), ("q", "1 = 2"), ("<eos>", "7")], reward="math")
-    gold, control = warnings_of(task, arithmetic_tokenizer())
-    assert "1 of 3 gold answers are graded wrong by --reward=math" in gold and "1 = 2" in gold
-    assert "2 problem(s) hold control tokens" in control
+@pytest.mark.parametrize("reward, answer", [("math", "1 = 2"), ("gsm8k", "\\frac{14}{3}"), ("letter", "7")])
+def test_gold_answers_that_no_response_can_give_are_counted(tmp_path, reward, answer):
+    fine = "B" if reward == "letter" else "5"
+    task = table(tmp_path, [("p", fine), ("q", answer), ("r", fine)], reward=reward)
+    (sentence,) = warnings_of(task, arithmetic_tokenizer())
+    assert f"1 of 3 gold answers are graded wrong by --reward={reward}" in sentence and repr(answer) in sentence
 
 
 @pytest.mark.parametrize("template, opened", [(THINKS, True), (THINKS.replace("<think>", "go"), False)])
@@ -137,8 +136,5 @@ def test_inexact_right_answers_are_counted(tmp_path):
     texts = ["\\boxed{12}", "so \\boxed{12}", "\\boxed{10 + 2}", "7", "\\boxed{12} or 5"]
     answers = [Answer(plain, text, True) for text in texts] + [Answer(formula, "\\boxed{x+1}", True)]
     earned, counts = task.rewards(answers)
-    assert (counts["plain"], counts["exact"]) == (5, 3)
-    exact = [True, True, False, False, True]
-    assert counts["right_inexact"] == sum(r == 1 and not e for r, e in zip(earned[:5], exact, strict=True)) > 0
-    values = grading_metrics(counts)
-    assert values["grade/exact"] == 3 / 5 and values["grade/inexact"] == counts["right_inexact"] / 5
+    assert (counts["plain"], counts["inexact"]) == (5, earned[2]) and earned[2] == 1
+    assert grading_metrics(counts)["grade/inexact"] == 1 / 5

@@ -384,7 +384,6 @@ MUTANTS = {
         ("            if version != self.version:\n", "            if self.version < 0:\n"),
     ],
     "tasks/__init__.py": [
-        ("        not wrong,", "        True,"),
         ("sorted(names - given)", "sorted(names)"),
         ("not of_the_run.issuperset(names_of(cfg.task))", "False"),
         ('r.finish_reason == "stop"', "True"),
@@ -406,10 +405,10 @@ MUTANTS = {
         ("add_special_tokens=not templated", "add_special_tokens=True"),
     ],
     "tasks/rewards.py": [
-        ('counts["right_inexact"] = len(right - exact)', 'counts["right_inexact"] = len(right)'),
+        ("+= value == 1 and not exact", "+= value == 1"),
         ('part.name == "think" and self.opened', 'part.name == "think"'),
         ("total[i] += part.weight * x", "total[i] += x"),
-        ("key = (problem.id, text, finish_reason)", "key = (text, finish_reason)"),
+        ("            row = answer.problem.row", "            pass"),
     ],
     "tasks/grading.py": [
         ("if code in (-signal.SIGPROF, -signal.SIGALRM):", "if False:"),
