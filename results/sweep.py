@@ -81,7 +81,8 @@ def run(study: dict, folder: Path, only: str = "", jobs: int = 2) -> None:
         for future in tqdm(futures, desc="runs"):
             future.result()
     for group, row, runs in chosen:
-        row |= summary(study, group, [series(place) for _, place in runs])
+        row["git"] = sorted({config_of(place)["git"] for _, place in runs})
+        row |= summary(study, group, [read_metrics(place) for _, place in runs])
 
 
 def folder_of(folder: Path, group: str, label: str, seed: int) -> Path:
@@ -99,21 +100,22 @@ def command(row: dict, seed: int, folder: Path) -> list[str]:
     return ["train.py", f"--config=configs/{row['config']}.toml", *flags, f"--out={folder}"]
 
 
+def config_of(folder: Path) -> dict:
+    """The config.json of a run; {} before it started."""
+    path = folder / "config.json"
+    return json.loads(read_text(path)) if path.is_file() else {}
+
+
 def is_finished(folder: Path) -> bool:
     """Whether a run has completed all updates."""
-    if not (folder / "config.json").is_file():
-        return False
-    steps = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]["steps"]
-    return read_metrics(folder)[-1]["step"] + 1 >= steps
+    made = config_of(folder)
+    return bool(made) and read_metrics(folder)[-1]["step"] + 1 >= made["config"]["steps"]
 
 
 def run_one(row: dict, seed: int, folder: Path, threads: str) -> None:
     """Start or resume one run."""
     if not is_finished(folder):
-        argv = command(row, seed, folder) + (
-            ["--resume"] if (folder / "config.json").is_file() else []
-        )
-        call(argv, threads)
+        call(command(row, seed, folder) + ["--resume"] * bool(config_of(folder)), threads)
         if not is_finished(folder):
             raise SystemExit(
                 f"error: {folder}: stopped by a signal; start the study again to go on"
@@ -137,58 +139,42 @@ def call(argv: list[str], threads: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def series(folder: Path) -> dict:
-    """The metrics of a run by column, its evaluations, and the revision of the code."""
-    rows = read_metrics(folder)
-    steps = [r for r in rows if r["step"] >= 0]
-    keys = {key for r in steps for key, value in r.items() if isinstance(value, int | float)}
-    return {
-        "git": json.loads((folder / "config.json").read_text(encoding="utf-8"))["git"],
-        "evals": [
-            [r["step"] + 1, r["eval/policy_pass@1"], r["eval/policy_se"]]
-            for r in rows
-            if "eval/policy_pass@1" in r
-        ],
-        "updates": [r["step"] + 1 for r in steps],
-        "columns": {key: [r.get(key) for r in steps] for key in keys},
-    }
-
-
-def summary(study: dict, group: str, runs: list[dict]) -> dict:
-    """The numbers of a row in a group of the study, from its runs (`series`), one for each seed."""
-    last = [run["evals"][-1] for run in runs]
-    best = [max(run["evals"], key=lambda x: x[1]) for run in runs]
+def summary(study: dict, group: str, runs: list[list[dict]]) -> dict:
+    """The numbers of a row in a group of the study. runs: the rows of metrics.jsonl for each seed."""
+    evals = [[r for r in rows if "eval/policy_pass@1" in r] for rows in runs]
+    last = [rows[-1] for rows in evals]
+    best = [max(rows, key=pass_of) for rows in evals]
     metrics = [key for key in study["columns"].values() if key not in CELLS]
     keys = ["eval/policy", *(key for of, key in study["panels"] if of == group)]
     return {
-        "git": sorted({run["git"] for run in runs}),
-        "start": [percent(run["evals"][0][1]) for run in runs],
-        "pass": [percent(x[1]) for x in last],
-        "best": [percent(x[1]) for x in best],
-        "se": [percent(last[0][2]), percent(best[0][2])],  # over problems, if there is one seed
-        "columns": {key: [tail(run, key, study["share"]) for run in runs] for key in metrics},
+        "start": [pass_of(rows[0]) for rows in evals],
+        "pass": [pass_of(r) for r in last],
+        "best": [pass_of(r) for r in best],
+        # over problems, if there is one seed
+        "se": [round(100 * rows[0]["eval/policy_se"], 4) for rows in (last, best)],
+        "columns": {key: [tail(rows, key, study["share"]) for rows in runs] for key in metrics},
         "curves": {key: curve(runs, key) for key in dict.fromkeys(keys)},
     }
 
 
-def percent(x: float) -> float:
-    return round(100 * x, 4)
+def pass_of(row: dict) -> float:
+    return round(100 * row["eval/policy_pass@1"], 4)
 
 
 def short(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-def tail(run: dict, key: str, share: float) -> float | None:
+def tail(rows: list[dict], key: str, share: float) -> float | None:
     """Mean of a column over the last share of the updates; None if it was not measured."""
-    n = max(1, round(share * len(run["updates"])))
-    values = [v for v in run["columns"].get(key, [])[-n:] if v is not None]
+    n = max(1, round(share * sum(r["step"] >= 0 for r in rows)))
+    values = [r[key] for r in rows[-n:] if r.get(key) is not None]
     return short(sum(values) / len(values)) if values else None
 
 
-def curve(runs: list[dict], key: str) -> dict[str, list[float]]:
+def curve(runs: list[list[dict]], key: str) -> dict[str, list[float]]:
     """Updates, and the mean, minimum and maximum over seeds, averaged in at most POINTS blocks."""
-    lines = [line for run in runs if (line := line_of(run, key))]
+    lines = [line for rows in runs if (line := line_of(rows, key))]
     length = min(map(len, lines), default=0)
     width = max(1, math.ceil(length / POINTS))
     blocks = [range(i, min(i + width, length)) for i in range(0, length, width)]
@@ -201,12 +187,11 @@ def curve(runs: list[dict], key: str) -> dict[str, list[float]]:
     }
 
 
-def line_of(run: dict, key: str) -> list[tuple[int, float]]:
+def line_of(rows: list[dict], key: str) -> list[tuple[int, float]]:
     """(updates, value) pairs of a column, or of the evaluations in percent."""
     if key == "eval/policy":
-        return [(x, 100 * y) for x, y, _ in run["evals"]]
-    values = run["columns"].get(key, [])
-    return [(x, y) for x, y in zip(run["updates"], values, strict=False) if y is not None]
+        return [(r["step"] + 1, pass_of(r)) for r in rows if "eval/policy_pass@1" in r]
+    return [(r["step"] + 1, r[key]) for r in rows if r["step"] >= 0 and r.get(key) is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,13 +369,6 @@ def save(fig, path: Path | str, dpi: int = 80) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def no_arguments(script: str) -> None:
-    """Exit with an error sentence if a script without flags is given arguments."""
-    given = " ".join(sys.argv[1:])
-    if given:
-        sys.exit(f"error: {given}: results/{script}.py takes no flags; leave them out")
 
 
 def main() -> None:

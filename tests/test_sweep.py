@@ -55,14 +55,12 @@ def test_a_configuration_of_real_models_resolves(name, folders):
 
 def test_summaries_by_hand():
     runs = [
-        {
-            "git": "abc",
-            "evals": [[0, 0.25, 0.01], [30, start + 0.5, 0.03], [60, start, 0.02]],
-            "updates": list(range(1, 61)),
-            "columns": {"reward": [None] + [float(i) for i in range(1, 60)]},
-        }
-        for start in (0.3, 0.4)
+        [{"step": step - 1, **({"reward": float(step - 1)} if step > 1 else {})} for step in range(61)]
+        for _ in range(2)
     ]
+    for rows, start in zip(runs, (0.3, 0.4), strict=True):
+        for step, value, se in ((0, 0.25, 0.01), (30, start + 0.5, 0.03), (60, start, 0.02)):
+            rows[step] |= {"eval/policy_pass@1": value, "eval/policy_se": se}
     columns = {"pass": "pass", "best": "best", "reward": "reward"}
     study = {"columns": columns, "panels": [["g", "reward"]], "share": 0.1}
     kept = sweep.summary(study, "g", runs)
