@@ -37,7 +37,7 @@ def graded(pool, pairs, seconds: float) -> list:
 
 
 def test_a_table_of_graded_responses():
-    """246 pairs of a gold answer and a response, labelled by hand."""
+    """256 pairs of a gold answer and a response, labelled by hand."""
     pairs = [json.loads(line) for line in (ROOT / "tests" / "graded.jsonl").read_text(encoding="utf-8").splitlines()]
     wrong = []
     for name in ("math", "gsm8k", "letter"):
@@ -45,7 +45,7 @@ def test_a_table_of_graded_responses():
         asked = [Answer(Problem(str(i), "p", row["gold"]), row["response"], True) for i, row in enumerate(rows)]
         values = Reward(parts=parts_of(name)).values(rewards.Part(name, 1.0), asked)
         wrong += [row for row, value in zip(rows, values, strict=True) if bool(value) != row["right"]]
-    assert len(pairs) == 246 and not wrong
+    assert len(pairs) == 256 and not wrong
 
 
 def test_only_the_last_box_counts():
@@ -231,33 +231,20 @@ def test_a_forked_process_starts_new_grading_processes():
     assert [p.process for p in graders().processes] == started
 
 
-CASES = {
-    "letter": [
-        ("B", "\\boxed{\\text{(B)}}", 1),
-        ("B", "The answer is Because", 0),
-        ("B", "The answer is B. To get this answer I used a table", 1),
-        ("B", "Final ANSWER: $B$", 1),
-        ("B", "The answer is \\textbf{(B)}", 1),
-        ("B", "The answer is option B", 1),
-        ("A", "The answer is not A", 0),
-        ("B", "\\boxed{\\text{Option B}}", 1),
-        ("B", "The answer is (B) or (C)", 0),
-        ("A", "The answer is A because of x", 1),
-    ],
-    "boxed": [("9", "so \\boxed{1}", 1), ("9", "\\boxed{1} \\boxed{1}", 0), ("9", "\\boxed{1", 0)],
-    "think": [
-        ("9", "<think>a\nb</think> <answer>1</answer>\n", 1),
-        ("9", "<think><think>a</think><answer>1</answer>", 0),
-        ("9", "<answer>1</answer><think>a</think>", 0),
-    ],
-}
+FORMATS = [
+    (builtin.boxed, "so \\boxed{1}", True),
+    (builtin.boxed, "\\boxed{1} \\boxed{1}", False),
+    (builtin.boxed, "\\boxed{1", False),
+    (builtin.think, "<think>a\nb</think> <answer>1</answer>\n", True),
+    (builtin.think, "<think><think>a</think><answer>1</answer>", False),
+    (builtin.think, "<answer>1</answer><think>a</think>", False),
+]
 
 
-@pytest.mark.parametrize("name, answer, text, value", [(name, *case) for name in CASES for case in CASES[name]])
-def test_built_in_parts(name, answer, text, value):
-    assert rewards.BUILT_IN[name]({"answer": answer}, text, "stop") == value
-    if name == "boxed":
-        assert not builtin.boxed({"answer": answer}, text, "length")
+@pytest.mark.parametrize("part, text, value", FORMATS)
+def test_formats(part, text, value):
+    assert part({"answer": "9"}, text, "stop") == value
+    assert not builtin.boxed({"answer": "9"}, text, "length")
 
 
 def problem(answer: str, **row) -> Problem:
