@@ -43,11 +43,6 @@ def make_task(
     if name == "arith":
         return arith.of_settings(cfg.arith)
     is_custom = data.is_own(name)
-    file = data.file_of(name)
-    need(
-        not is_custom or Path(file).is_file(),
-        f"--{flag}={name}: {file}: no such file; write FILE.py:CLASS",
-    )
     graded_otherwise = cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
     columns = data.columns_of(cfg)
     rows = [] if is_custom else data.read_rows(name, flag, columns, needed=not graded_otherwise)

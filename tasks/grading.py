@@ -259,7 +259,3 @@ class Graders:
 def graders() -> Graders:
     """The grading processes of this process: their number is the cores per rank of this host."""
     return Graders(max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1)))
-
-
-# a forked process cannot wait for its parent's grading processes
-os.register_at_fork(after_in_child=graders.cache_clear)

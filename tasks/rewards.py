@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -178,15 +177,8 @@ def parts_of(text: str) -> tuple[Part, ...]:
         name, star, weight = word.strip().partition("*")
         value = number(weight) if star else 1.0
         need(math.isfinite(value), f"--reward={text}: {weight} is not a weight; write NAME*0.5")
-        path, colon, attribute = name.rpartition(":")
-        if not colon:
+        if ":" not in name:
             choice("reward", name, [*BUILT_IN, "FILE.py:FUNCTION"])
-        else:
-            need(
-                Path(path).is_file(),
-                f"--reward={name}: {path}: no such file; write FILE.py:FUNCTION",
-            )
-            need(attribute, f"--reward={name}: no function is named; write {path}:FUNCTION")
         parts.append(Part(name.strip(), value))
     twice = len({part.label for part in parts}) < len(parts)  # labels are names in metrics
     need(

@@ -118,8 +118,10 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
 --task=fine.parquet | fine.parquet: not a complete Parquet file ... copy it again
 --task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); fix this place in the array
---task=nosuch.py:Task | --task=nosuch.py:Task: nosuch.py: no such file; write FILE.py:CLASS
+--task=nosuch.py:Task | --task=nosuch.py:Task: cannot be loaded (FileNotFoundError: ... nosuch.py'); fix the file
 --task=fine.jsonl --reward=math*x | --reward=math*x: x is not a weight; write NAME*0.5
+--task=fine.jsonl --reward=mth | --reward=mth: not one of math, gsm8k, ... did you mean math?
+--task=fine.jsonl --reward=own.py:f,b/own.py:f | --reward=own.py:f,b/own.py:f: the same part is named twice; leave one
 --task=fine.jsonl --reward=own.py:nosuch | --reward=own.py:nosuch: cannot be loaded (AttributeError ... fix the file
 --task=fine.jsonl --columns=prompt=nosuch | fine.jsonl, line 1: no `nosuch` text; add one
 --task=fine.jsonl --prompt_template=Q | --prompt_template=Q: must contain {problem} exactly once, or be one of

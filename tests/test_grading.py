@@ -22,7 +22,7 @@ from config import SampleFlags
 from tasks import builtin, grading, grading_metrics, make_task, rewards
 from tasks.builtin import last_box
 from tasks.data import Table
-from tasks.grading import Graders, graders
+from tasks.grading import Graders
 from tasks.prompts import Answer, Problem, Style
 from tasks.rewards import Reward, parts_of
 
@@ -212,25 +212,6 @@ def test_signals_are_handled_while_an_answer_hangs():
     assert until(lambda: not any(map(alive, pids)), within=60)
 
 
-def test_a_forked_process_starts_new_grading_processes():
-    """The parent's grading processes are not the fork's children, and they read from the parent."""
-    right, wrong = ("\\boxed{1}", "1"), ("\\boxed{2}", "1")
-    assert graded(graders(), [right, wrong], 5) == [1.0, 0.0]
-    started = [p.process for p in graders().processes]
-    if (pid := os.fork()) == 0:
-        status = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(30)
-            status = int(graded(graders(), [right, wrong, right], 5) != [1.0, 0.0, 1.0])
-            graders().close()
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert graded(graders(), [wrong, right], 5) == [0.0, 1.0]
-    assert [p.process for p in graders().processes] == started
-
-
 FORMATS = [
     (builtin.boxed, "so \\boxed{1}", True),
     (builtin.boxed, "\\boxed{1} \\boxed{1}", False),
@@ -394,19 +375,3 @@ def test_a_function_is_called_before_a_model_loads(tmp_path):
     cfg = SampleFlags(task=str(tmp_path / "x.jsonl"), reward=f"{tmp_path / 'own.py'}:score", max_tokens=16)
     with pytest.raises(ValueError, match="own.py:score: on the first problem with the answer as response: ZeroDiv"):
         make_task(cfg)
-
-
-@pytest.mark.parametrize(
-    "text, sentence",
-    [
-        ("mth", "--reward=mth: not one of math, gsm8k, .*; did you mean math?"),
-        ("math*inf", "inf is not a weight"),
-        ("conftest.py:f,oracle.py:f", "the same part is named twice; leave one part out, or rename its function"),
-        ("conftest.py:", "--reward=conftest.py:: no function is named; write conftest.py:FUNCTION"),
-    ],
-)
-def test_bad_rewards(text, sentence, monkeypatch):
-    """test_bad_input.py has more."""
-    monkeypatch.chdir(ROOT / "tests")
-    with pytest.raises(ValueError, match=sentence):
-        parts_of(text)
