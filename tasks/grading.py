@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
@@ -154,7 +155,9 @@ def described(e: BaseException) -> str:
 class Grader:
     """A grading process, started on demand and replaced when it has died."""
 
-    process: subprocess.Popen | None = None
+    def __init__(self):
+        self.process: subprocess.Popen | None = None
+        self.lock = threading.Lock()  # of two threads that call `Graders.grade`
 
     def start(self) -> None:
         self.connection, theirs = Pipe()
@@ -234,7 +237,8 @@ class Graders:
             for start in todo:
                 done, end = start, min(start + size, len(calls))
                 while done < end:
-                    results = grader.values(function, calls[done:end], seconds)
+                    with grader.lock:
+                        results = grader.values(function, calls[done:end], seconds)
                     values[done : done + len(results)] = results
                     done += len(results)
 

@@ -152,6 +152,17 @@ def test_memory_is_bounded(pool):
     assert first != 1.0 and second
 
 
+def test_two_threads_share_the_processes(pool):
+    pairs = [(f"\\boxed{{{i}}}", "7") for i in range(30)]
+    results = {}
+    threads = [threading.Thread(target=lambda i=i: results.update({i: graded(pool, pairs, 5.0)})) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] == results[1] == [i == 7 for i in range(30)]
+
+
 def test_a_function_that_cannot_be_loaded_is_an_error(pool, tmp_path):
     path = tmp_path / "own.py"
     path.write_text("raise SystemExit('no')\n")
