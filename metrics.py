@@ -484,7 +484,7 @@ ELSEWHERE = {
     "dynamic_sampling/dropped": "groups with equal rewards, replaced by other prompts",
     "delay/clock": "virtual seconds the learner had to wait (delay.py); delay/waiting, versions, dropped_*",
     "remote/trained": "counts of remote groups, a column for each outcome (remote/source.py); remote/*",
-    "rollout_s": "seconds by stage: rollout_s, grade_s, ref_s, update_s, sync_s, eval_s, save_s",
+    "rollout_s": "seconds by stage: rollout_s, grade_s (after all decoding), ref_s, update_s, sync_s, eval_s, save_s",
     "time_s": "when the line was written, seconds since the epoch",
     "speed/rollout_tokens": "tokens per second of one rank; speed/update_tokens, peak, memory_GiB (machinery/speed.py)",
 }

@@ -25,7 +25,7 @@ import sync
 from machinery.flags import need
 from rollout import LEAST_LOGP, Response, Rollout, request_seed
 from sampling import Sampling
-from tasks import grade_all, grading_metrics, turns
+from tasks import grade_all, grading_metrics, grading_thread, turns
 from tasks.prompts import encode
 
 POSITIVE = 1e-3  # largest log-probability that rounding can produce
@@ -104,7 +104,7 @@ class LocalSource:
         # and of masked responses
         self.no_spread = 0
         self.counts = Counter()
-        self.grading_seconds = 0.0  # since the start
+        self.grading_seconds = 0.0  # since the start, without grading while the engine decodes
         # whether `publish` takes low-bit tensors (quant.for_engine)
         self.packed = self.engine.packed
         self.incarnation = 0
@@ -187,10 +187,11 @@ class LocalSource:
         seeds = [self.seeds(uid) for uid in uids]
         tools = (self.engine, self.task, self.tokenizer)
         options = (self.sampling, self.topk, self.stop_ids, self.max_allowed)
-        groups = turns.sample(*tools, problems, prompts, seeds, *options)
-        graded_from = time.perf_counter()
+        with grading_thread(self.task, self.tokenizer, problems) as (grade, known):
+            groups = turns.sample(*tools, problems, prompts, seeds, *options, finished=grade)
+            graded_from = time.perf_counter()
         # not +=, which removes counts of 0 and below
-        self.counts.update(grade_all(self.task, self.tokenizer, problems, groups))
+        self.counts.update(grade_all(self.task, self.tokenizer, problems, groups, known))
         self.grading_seconds += time.perf_counter() - graded_from
         self.counts["poisoned"] += sum(set_aside_if_poisoned(r) for group in groups for r in group)
         about = dict(

@@ -89,8 +89,8 @@ class WorthFlags:
     noise_batches: int = 4
     """Number of the sampler's batches that are also measured along the random directions."""
     share: float = 1.0
-    """Share of the parameters' entries that is measured, drawn at random. The measurement
-    needs the memory of 13 float32 copies of these entries (with 32 --directions)."""
+    """Share of the parameters' entries that is measured, drawn at random; python -m plan.worth
+    prints the memory that they need."""
     stale: str = ""
     """An older checkpoint that samples instead of the policy."""
     cost: bool = False
@@ -105,11 +105,13 @@ class WorthFlags:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str]) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
+def parse(
+    argv: list[str], own: type[WorthFlags] = WorthFlags
+) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
     """The flags, the configuration of each row, and the configuration of g (`on_policy_config`).
     UserError: one sentence."""
     usage = "python worth.py --key=value ..."
-    worth_flags, pairs = flags.parse_own(WorthFlags, config.Config, argv, usage)
+    worth_flags, pairs = flags.parse_own(own, config.Config, argv, usage)
     given = {k for k, _ in pairs}
     for name in ("objective", "correction"):
         need(name not in given, f"--{name}: name the objectives to measure with --rows")

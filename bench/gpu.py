@@ -4,7 +4,7 @@
     python -m bench --parts=learner,linears      # some parts
     python -m bench --device=cpu --scale=tiny    # the script itself, on a CPU: out/gpu.json
 
-tests        tests/test_gpu.py: rollouts, sync and check (IPC too), low bits, sleep, FSDP2, a run
+tests        tests/test_gpu.py: rollouts, sync and check, low bits, sleep, FSDP2, a run
 vllm         vLLM: tokens per second, publication and its check, sleep and wake
 linears      speed of aligned linear layers over bfloat16 layers, on Qwen3-0.6B, 1.7B and 8B shapes;
              vLLM's kernels over plain torch

@@ -147,7 +147,7 @@ class Session:
 
     @contextmanager
     def rolling_out(self):
-        """Time a rollout; its grading is counted separately."""
+        """Time a rollout; grading after its last response is counted separately."""
         before = getattr(self.source, "grading_seconds", 0.0)
         with timer(self.clock, "rollout_s"):
             yield

@@ -3,7 +3,7 @@
 VLLMEngine runs vLLM in this process, and its weights are replaced while it runs. HFEngine is a
 batched sampler with a KV cache in plain torch, for machines without vLLM. Both have
 
-    generate(prompts, seeds, sampling, topk, stop_ids, max_allowed)  sample a group for each prompt
+    generate(prompts, seeds, sampling, topk, stop_ids, max_allowed, finished)  sample groups
     load(named_tensors)                                              replace the weights
     held()                                                           checksums for sync.py
     logprobs(ids)                                                    score sequences, for sync.py
@@ -181,13 +181,14 @@ class VLLMEngine:
             self.load(quant.for_engine(named_tensors, model, fmt, self.packed))
 
     def generate(
-        self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0
+        self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed=0, finished=None
     ):
         """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].
 
         Each response has its own seed, so that samples do not depend on the batch. topk: number of
         largest log-probabilities to record. max_allowed > 0: if sampling truncates, record each
-        token's set of allowed tokens; raises UserError if a set is larger than max_allowed."""
+        token's set of allowed tokens; raises UserError if a set is larger than max_allowed.
+        finished: callback for the pairs (i, response) that end in one decoding step."""
         if not sampling.truncates:
             max_allowed = 0
         self._wake()
@@ -216,14 +217,26 @@ class VLLMEngine:
                 for seed in group:
                     requests.append(request)
                     params.append(self.make_params(**settings, seed=seed))
-        outputs = [
-            output.outputs[0] for output in self.llm.generate(requests, params, use_tqdm=False)
-        ]
+        requested = self.llm.enqueue(requests, params, use_tqdm=False)
         first = sum(len(group) for _, theirs in before[:offset] for group in theirs)
-        outputs_here = outputs[first : first + sum(map(len, seeds))]
-        return grouped(
-            self._responses(outputs_here, K, topk, max_allowed) if outputs_here else [], seeds
-        )
+        names = (name.partition("-")[0] for name in requested[first:])  # as the outputs have them
+        here = [i for i, group in enumerate(seeds) for _ in group]
+        prompt_of = dict(zip(names, here, strict=False))
+        responses, core = {}, self.llm.llm_engine
+        try:
+            while core.has_unfinished_requests():  # the same steps on all ranks
+                ended = [o for o in core.step() if o.finished and o.request_id in prompt_of]
+                if not ended:
+                    continue
+                made = self._responses([o.outputs[0] for o in ended], K, topk, max_allowed)
+                new = {o.request_id: r for o, r in zip(ended, made, strict=True)}
+                responses |= new
+                if finished is not None:
+                    finished([(prompt_of[name], r) for name, r in new.items()])
+        except BaseException:
+            core.abort_request(requested, internal=True)
+            raise
+        return grouped([responses[name] for name in prompt_of], seeds)
 
     def _of_all_ranks(self, x) -> tuple[list, int]:
         """(values of x on all ranks of this engine, index of this rank among them)."""
@@ -452,9 +465,10 @@ class HFEngine:
         return self
 
     def generate(
-        self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed: int = 0
+        self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed=0, finished=None
     ):
-        """The result of VLLMEngine.generate, computed in batches that fit into `batch_tokens`."""
+        """The result of VLLMEngine.generate, computed in batches that fit into `batch_tokens`.
+        `finished` is not called."""
         if not sampling.truncates:
             max_allowed = 0
         responses = []

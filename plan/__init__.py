@@ -21,7 +21,7 @@ import machinery.startup  # isort: skip  # noqa: F401
 
 from dataclasses import dataclass, replace
 
-from config import MICRO_TOKENS, Config, EngineFlags, OptimizerFlags
+from config import MICRO_TOKENS, Config, EngineFlags, OptimizerFlags, RunFlags
 from machinery import warmstart
 from machinery.checkpoint.models import one_sentence, read_config, read_tokenizer
 from machinery.flags import embedded_model, is_hub_id, need
@@ -124,9 +124,11 @@ class Plan:
         ]
         lines += ["peak of each stage"]
         lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
-        lines += ["and"]
-        lines += [f"  {'host memory: a sleeping engine':<50}{self.host / GIB:9.2f}"]
-        lines += [f"  {'a checkpoint on disk, all ranks':<50}{self.checkpoint / GIB:9.2f}"]
+        others = {
+            "host memory: a sleeping engine": self.host,
+            "a checkpoint on disk, all ranks": self.checkpoint,
+        }
+        lines += [f"{name:<52}{size / GIB:9.2f}" for name, size in others.items() if size]
         return "\n".join(lines)
 
 
@@ -378,9 +380,7 @@ def verdict(
 def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
     """Print the plan of a configuration. Reads only config.json and, if it exists, the
     tokenizer."""
-    configs = {"policy": config_of("model", cfg.model)}
-    if cfg.actor != "none":
-        configs["actor"] = config_of("actor", cfg.actor)
+    configs = configs_of(cfg)
     prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
     limit = min(config.max_position_embeddings for config in configs.values())
     need(
@@ -396,6 +396,14 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
     if gpu_gib:
         print(verdict(cfg, configs, prompt, made, gpu_gib)[1])
         print(f"the largest micro-batch that fits: --micro_tokens={micro}")
+
+
+def configs_of(cfg: RunFlags) -> dict:
+    """ "policy", and "actor" if there is one -> the model's transformers config."""
+    names = {"policy": ("model", cfg.model)}
+    if cfg.actor != "none":
+        names["actor"] = ("actor", cfg.actor)
+    return {name: config_of(*flag) for name, flag in names.items()}
 
 
 def config_of(flag: str, name: str):

@@ -25,7 +25,6 @@ from __future__ import annotations
 import machinery.startup  # isort: skip  # noqa: F401
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,8 +33,6 @@ import numpy as np
 import torch
 
 import config
-import metrics
-import objectives
 import quant
 from batching import Batch, collate
 from config import Config
@@ -45,15 +42,15 @@ from machinery import settings
 from machinery.checkpoint.models import load_model
 from machinery.ranks import Comm
 from machinery.run import check_models
-from model import Needs
+from model import FLOOR, Needs
 from model.agreement import check_heads
 from model.engines import make_engine
 from probe.figures import draw_ladder, draw_mismatch
 from probe.floor import floors
-from probe.gaps import by_length, by_prefix, by_turn, ess
+from probe.gaps import by_turn, exists, overview
 from probe.ladder import explain
-from probe.page import text, with_format
-from probe.verdicts import Evidence, judged
+from probe.page import text
+from probe.verdicts import judged, weights
 from rollout import Rollout, as_groups, request_seed
 from sampling import Sampling, max_allowed
 from tasks import grade_all, turns
@@ -83,16 +80,16 @@ class ProbeFlags(ModelFlags):
 
 
 @dataclass
-class ScoredTokens:
-    """The sampled tokens under engine and learner; 0 after the end of a response."""
+class Scored:
+    """The sampled tokens under engine and learner, without an environment's replies; 0 after the end
+    of a response."""
 
-    gap: np.ndarray  # (B, T) |p_inf - p_ref|
-    log_r: np.ndarray  # (B, T) log p_ref - log p_inf, not clamped
-    length: np.ndarray  # (B,)   sampled tokens of each response, without an environment's replies
+    inf: np.ndarray  # (B, T) log-probabilities of the engine
+    ref: np.ndarray  # (B, T) log-probabilities of the learner
+    length: np.ndarray  # (B,)
     turn: np.ndarray  # (B, T) turn of each token, from 0
     groups: list[Rollout]  # the responses, as the engine recorded them
     batch: Batch  # the same responses, scored by the learner
-    metrics: dict[str, float]  # reward, rollout_corr/*, as train.py logs them
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -125,7 +122,7 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
     report = summarize(cfg, setup, scored, floor) | {"ladder": ladder}
     print(text(report))
     picture = Path(cfg.out).with_suffix(".png") if cfg.out else Path("out/mismatch.png")
-    print(f"figure: {draw_mismatch(report, scored, cfg.log_ratio_clamp, picture)}")
+    print(f"figure: {draw_mismatch(report, scored, picture)}")
     if ladder is not None:
         picture = picture.with_name(f"{picture.stem}-ladder.png")
         print(f"figure: {draw_ladder(ladder, picture)}")
@@ -186,29 +183,14 @@ def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int) -> l
     return groups
 
 
-def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
-    """The learner's probabilities of the sampled tokens, with the metrics that training would
-    log."""
+def score(learner, groups: list[Rollout], cfg: Config) -> Scored:
+    """The learner's probabilities of the sampled tokens."""
     batch = collate(groups, cfg)
-    new = learner.score(batch, Needs(entropy=True))
-    stats = objectives.prepare(batch, learner.comm, cfg, {})
-    batch = objectives.with_ref(new, batch)
-    _, logs = objectives.loss(new, batch, stats, cfg)
-    sums = metrics.Sums()
-    metrics.observe(sums, new, batch, stats, logs, cfg)
-    gap = (batch.logp_inf.exp().double() - batch.logp_ref.exp().double()).abs()
-    log_r = (batch.logp_ref - batch.logp_inf).double()
+    batch.logp_ref = learner.score(batch, Needs()).logp
     turn = torch.from_numpy(turns.turns_of(batch.mask))
-    gap, log_r, turn = (without_replies(x, batch.mask).numpy() for x in (gap, log_r, turn))
-    return ScoredTokens(
-        gap=gap,
-        log_r=log_r,
-        length=batch.mask.sum(1).numpy(),
-        turn=turn,
-        groups=groups,
-        batch=batch,
-        metrics=metrics.derive(sums.reduce(learner.comm)),
-    )
+    columns = (batch.logp_inf.double(), batch.logp_ref.double(), turn)
+    inf, ref, turn = (without_replies(x, batch.mask).numpy() for x in columns)
+    return Scored(inf, ref, batch.mask.sum(1).numpy(), turn, groups, batch)
 
 
 def without_replies(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -234,19 +216,20 @@ def retokenized(tokenizer, groups: list[Rollout]) -> float:
     return float(np.mean(changed))
 
 
-def summarize(cfg: Config, setup, scored: ScoredTokens, floor: list[dict]) -> dict:
+def summarize(cfg: ProbeFlags, setup, scored: Scored, floor: list[dict]) -> dict:
     """The report without the ladder."""
-    m = {name.removeprefix("rollout_corr/"): value for name, value in scored.metrics.items()}
-    length, clamp = scored.length, cfg.log_ratio_clamp
-    # k3 is too small if tokens were cut; k1 alone can be negative
-    kl = max(m["kl"], m["k3_kl"])
-    evidence = Evidence.of(scored.log_r, length, kl, clamp)
+    length, reward = scored.length, scored.batch.reward.numpy()
+    numbers = overview(scored.inf, scored.ref, length, cfg.log_ratio_clamp)
+    evidence = (scored.ref - scored.inf, length, numbers["kl"], cfg.log_ratio_clamp)
+    capped, _ = weights("seq_tis", evidence[0], length, cfg.log_ratio_clamp)
+    # by truncation (--keep_sampling_mask=recompute)
+    cut = (scored.ref <= FLOOR)[exists(scored.ref, length)].mean()
     shaping = ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode")
-    return {
+    return numbers | {
         "model": cfg.model,
         "sampler": cfg.actor or cfg.model,
-        "engine": with_format(f"{cfg.rollout} {cfg.rollout_dtype}", cfg.rollout_quant),
-        "learner": with_format(cfg.dtype, cfg.learner_quant),
+        "engine": f"{cfg.rollout} {cfg.rollout_dtype} {cfg.rollout_quant}".removesuffix(" none"),
+        "learner": f"{cfg.dtype} {cfg.learner_quant}".removesuffix(" none"),
         "lm_head_fp32": cfg.lm_head_fp32,
         "sampling": {name: getattr(cfg, name) for name in shaping},
         "vocabulary": setup.vocabulary,
@@ -257,32 +240,13 @@ def summarize(cfg: Config, setup, scored: ScoredTokens, floor: list[dict]) -> di
             "95 %": int(np.quantile(length, 0.95)),
             "max": int(length.max()),
         },
-        "kl": kl,  # KL(inf || ref), nats a token: the larger of the two estimates
-        "k1_kl": m["kl"],  # mean of -log r
-        "k3_kl": m["k3_kl"],  # mean of r - 1 - log r
-        "chi2_token": m["chi2_token"],  # mean of r^2, minus 1
-        "chi2_seq": m["chi2_seq"],  # mean of R^2, minus 1
-        "ratio_mean": m["ratio_mean"],  # 1 if the learner scores the sampled distribution
-        "token_ess": ess(evidence.token_ratio),
-        "seq_ess": m["seq_eff_sample_size"],
-        "seq_clamped": m["seq_clamped_fraction"],  # share of the responses with log R at the clamp
-        # |p_inf - p_ref|: largest and mean of a response, mean over responses; largest of all tokens
-        "max_mismatch": m["max_mismatch"],
-        "mean_mismatch": m["mean_mismatch"],
-        "largest_mismatch": m["largest_mismatch"],
-        "above_half": m["mismatch_above_half"],  # share of the responses with a gap above 0.5
         # share of the sampled tokens to which the learner's truncation gives probability 0
-        "cut_fraction": m.get("cut_fraction", 0.0),
-        "reward": m["reward"],  # mean of the sampler's responses
-        "reward_weighted": m["reward_weighted"],  # of the learner, estimated with capped R
-        "clamp": clamp,
-        "t_max": clamp / kl if kl > 0 else math.inf,
-        # number of tokens that halves the ESS of R
-        "t_half": math.log(2) / math.log1p(m["chi2_token"]) if m["chi2_token"] > 0 else math.inf,
-        "by_turn": by_turn(scored.gap, scored.log_r, scored.turn, length),
+        "cut_fraction": float(cut),
+        "reward": float(reward.mean()),  # mean of the sampler's responses
+        # of the learner, estimated with capped R
+        "reward_weighted": float((capped * reward).sum() / capped.sum()),
+        "by_turn": by_turn(scored.inf, scored.ref, scored.turn, length),
         "retokenized": retokenized(setup.tokenizer, scored.groups),
-        "by_length": by_length(scored.gap, length, scored.log_r),
-        "by_prefix": by_prefix(scored.log_r, length, clamp),
         "floor": floor,
-        "verdicts": judged(evidence, floor),
+        "verdicts": judged(*evidence, floor),
     }

@@ -25,9 +25,9 @@ from batching import pad
 from config import Config
 from eval import write_result
 from machinery.flags import check_ranges, check_result, need, parse_flags
-from probe.gaps import by_length, by_prefix, distances, ess, exists, k3
-from probe.page import lengths_text, verdicts_text
-from probe.verdicts import Evidence, judged
+from probe.gaps import exists, k3, overview
+from probe.page import distances_text, lengths_text, prefixes_text, verdicts_text
+from probe.verdicts import judged
 from tasks.data import from_file, named_columns
 
 COLUMNS = {  # in order of preference
@@ -387,8 +387,9 @@ def of_r(d: Dump) -> tuple[float, float]:
     return float(np.sqrt((log_r**2).mean())), float(np.exp(log_r).mean())
 
 
-def causes(d: Dump) -> list[dict]:
-    """The causes that fit: name, evidence, check; the most specific first."""
+def causes(d: Dump) -> tuple[list[dict], bool]:
+    """(the causes that fit: name, evidence, check, the most specific first; whether the last one
+    makes all numbers meaningless)."""
     rows = []
     for name, rule, check, broken in CAUSES:
         with np.errstate(all="ignore"):
@@ -396,9 +397,10 @@ def causes(d: Dump) -> list[dict]:
         if evidence:
             rows.append({"cause": name, "evidence": evidence, "check": check})
         if evidence and broken:
-            break
+            return rows, True
     check = "python -m probe --model=..."
-    return rows or [{"cause": "unknown", "evidence": "no known pattern fits", "check": check}]
+    unknown = {"cause": "unknown", "evidence": "no known pattern fits", "check": check}
+    return rows or [unknown], False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -406,56 +408,35 @@ def causes(d: Dump) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def diagnose(cfg: DoctorFlags) -> dict:
-    """Print the report, and return it as a dictionary."""
+def main(argv: list[str] | None = None) -> dict:
+    """Print the report, and return it as a dictionary. UserError: a flag is wrong."""
+    cfg = parse_flags(DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ...")
+    check_ranges(cfg)
+    if cfg.out:
+        check_result("out", cfg.out)
     d = read(cfg.rollouts, cfg.columns)
     report = {"rollouts": cfg.rollouts, "responses": len(d.length), "tokens": int(d.length.sum())}
-    report |= {"notes": d.notes, "causes": causes(d)}
-    if report["causes"][0]["cause"] not in {name for name, *_, broken in CAUSES if broken}:
-        report |= measured(d, cfg.log_ratio_clamp)
+    report["notes"] = d.notes
+    report["causes"], broken = causes(d)
+    if not broken:
+        report |= overview(d.inf, d.ref, d.length, cfg.log_ratio_clamp)
+        evidence = (np.where(d.on, d.ref - d.inf, 0.0), d.length, report["kl"])
+        report |= {"floor": [], "verdicts": judged(*evidence, cfg.log_ratio_clamp, [])}
+        report["largest"] = largest(d)
     print(text(report))
     write_result(cfg.out, report)
     return report
 
 
-def measured(d: Dump, clamp: float) -> dict:
-    """The distances, tables and verdicts of the report."""
-    log_r = d.log_r * d.on
-    gap = np.abs(np.exp(d.inf) - np.exp(d.ref)) * d.on
-    apart = distances(d.inf, d.ref, d.length)
-    tokens = int(d.length.sum())
-    kl = max(apart["k1"], apart["kl"])
-    by_response = k3(log_r).sum(1) / d.length
-    evidence = Evidence.of(log_r, d.length, kl, clamp)
-    return {
-        "kl": apart["kl"],
-        "kl_error": float(by_response.std() / math.sqrt(len(d.length))),
-        "k1": float(-log_r.sum() / tokens),
-        "ratio_mean": of_r(d)[1],
-        "mean_mismatch": apart["mean"],
-        "max_mismatch": apart["max"],
-        "above_half": float((gap.max(1) > 0.5).mean()),
-        "token_ess": ess(evidence.token_ratio),
-        "seq_ess": ess(evidence.seq_ratio),
-        "t_max": clamp / kl if kl else math.inf,
-        "by_length": by_length(gap, d.length, log_r),
-        "by_prefix": by_prefix(log_r, d.length, clamp),
-        "largest": largest(d, gap),
-        "verdicts": judged(evidence, []),
-    }
-
-
-def largest(d: Dump, gap) -> list[dict]:
+def largest(d: Dump) -> list[dict]:
     """Rows for the tokens with the largest gaps."""
+    gap = np.where(d.on, np.abs(np.exp(d.inf) - np.exp(d.ref)), 0.0)
     rows = []
     for at in np.argsort(gap, axis=None)[::-1][:SHOWN]:
         b, t = (int(i) for i in np.unravel_index(at, gap.shape))
-        row = {
-            "response": b,
-            "place": t,
-            "token": None if d.tokens is None else int(d.tokens[b, t]),
-        }
-        rows.append(row | {"p_sampler": math.exp(d.inf[b, t]), "p_trainer": math.exp(d.ref[b, t])})
+        token = None if d.tokens is None else int(d.tokens[b, t])
+        p = {"p_sampler": math.exp(d.inf[b, t]), "p_trainer": math.exp(d.ref[b, t])}
+        rows.append({"response": b, "place": t, "token": token} | p)
     return rows
 
 
@@ -471,31 +452,12 @@ def text(o: dict) -> str:
         lines += [f"   {row['cause']}: {row['evidence']}", f"      check {row['check']}"]
     if "kl" not in o:
         return "\n".join(lines)
-    lines += [
-        "",
-        f"KL(sampler || trainer)   {o['kl']:.3g} +- {o['kl_error']:.1g} by k3, {o['k1']:.3g} by k1, nats a token",
-        f"r = p_trainer / p_sampler   mean {o['ratio_mean']:.4f}",
-        f"|p - p|                  {o['max_mismatch']:.3g} largest of a response, {o['mean_mismatch']:.3g} mean, "
-        f"above 0.5 in {100 * o['above_half']:.1f} % of the responses",
-        f"ESS                      {o['token_ess']:.3f} of the tokens, {o['seq_ess']:.3f} of the responses",
-        f"T_max                    {o['t_max']:,.0f} tokens: the length at which sequence weights reach the clamp",
-        "",
-        *lengths_text(o),
-        "",
-        "largest gaps: response, place, token, p of sampler and trainer",
-    ]
+    for table in (distances_text, lengths_text, prefixes_text, verdicts_text):
+        lines += ["", *table(o)]
+    lines += ["", "largest gaps: response, place, token, p of sampler and trainer"]
     for row in o["largest"]:
         lines.append(
             f"   {row['response']:6d} {row['place']:6d} {row['token'] if row['token'] is not None else '-':>8} "
             f"{row['p_sampler']:10.4f} {row['p_trainer']:10.4f}"
         )
-    return "\n".join([*lines, "", *verdicts_text(o)])
-
-
-def main(argv: list[str] | None = None) -> dict:
-    """Run the command. UserError: a flag is wrong."""
-    cfg = parse_flags(DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ...")
-    check_ranges(cfg)
-    if cfg.out:
-        check_result("out", cfg.out)
-    return diagnose(cfg)
+    return "\n".join(lines)

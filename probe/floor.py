@@ -45,11 +45,12 @@ def floors(learner, batch, engine, sampling: Sampling, setup) -> list[dict]:
 def compare(name: str, logp, other, length, clamp: float) -> dict:
     """A row: its name, `gaps.distances` of two log-probabilities (B, T) of the same tokens, and
     "uneven": the corrections with high-variance weights under this rounding alone."""
-    log_r = np.where(exists(logp, length), other - logp, 0.0)
-    row = {"name": name} | distances(logp, other, length)
-    non_empty = length > 0
-    row["uneven"] = uneven(log_r[non_empty], length[non_empty], max(row["k1"], row["kl"]), clamp)
-    return row
+    used = length > 0
+    logp, other, length = logp[used], other[used], length[used]
+    on = exists(logp, length)
+    row = {"name": name} | distances(logp, other, on)
+    kl, log_r = max(row["k1"], row["kl"]), np.where(on, other - logp, 0.0)
+    return row | {"uneven": uneven(log_r, length, kl, clamp) if len(length) else []}
 
 
 def learner_row(name: str, batch, again, clamp: float) -> dict:

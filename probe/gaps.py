@@ -1,6 +1,9 @@
-"""Statistics of the probe's (B, T) arrays: gaps and weights by length."""
+"""Statistics of two sides' log-probabilities (B, T) of the same tokens: inf sampled, ref learns. The
+first `length` (B,) of each row count."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -22,36 +25,69 @@ def ess(w) -> float:
     return float(w.sum() ** 2 / (len(w) * (w**2).sum()))
 
 
-def distances(logp, other, length) -> dict[str, float]:
-    """Distances of two sides on the same tokens. logp, other: log-probabilities (B, T); the first
-    `length` (B,) of each row count. The keys are the keys of a row of the noise floor. All values
-    are 0 if the two sides are equal."""
-    on = exists(logp, length)
-    log_r = np.where(on, other - logp, 0.0)
-    gap = np.where(on, np.abs(np.exp(other) - np.exp(logp)), 0.0)
-    tokens = max(1, int(on.sum()))
+def k3(log_r, clamp: float = math.inf):
+    """r - 1 - log r of each token, never below 0. Its mean over the engine's samples is KL(inf ||
+    ref)."""
+    return np.expm1(log_r.clip(-clamp, clamp)) - log_r
+
+
+def distances(inf, ref, on) -> dict[str, float]:
+    """Distances of two sides on the same tokens, those with on (B, T); responses without such
+    tokens do not count. All values are 0 if the two sides are equal."""
+    inf, ref, on = (x[on.any(1)] for x in (inf, ref, on))
+    log_r = np.where(on, ref - inf, 0.0)
+    gap = np.where(on, np.abs(np.exp(ref) - np.exp(inf)), 0.0)
+    tokens, responses = max(1, int(on.sum())), max(1, len(on))
     return {
-        "max": float(gap.max(1, initial=0.0).mean()),
-        "mean": float((gap.sum(1) / np.maximum(length, 1)).mean()),
+        "max": float(gap.max(1, initial=0.0).sum() / responses),
+        "mean": float((gap.sum(1) / on.sum(1)).sum() / responses),
         "dp": float(gap.sum() / tokens),  # over tokens, as in the ladder
         "k1": abs(float(log_r.sum() / tokens)),
         "kl": float(k3(log_r).sum() / tokens),
         "ratio": abs(float(np.expm1(log_r).sum() / tokens)),  # mean of r, minus 1
-        "cut": float(
-            (((logp <= FLOOR) != (other <= FLOOR)) & on).sum() / tokens
-        ),  # by one side only
+        "cut": float((((inf <= FLOOR) != (ref <= FLOOR)) & on).sum() / tokens),  # by one side only
         "chi2": float((np.expm1(log_r) ** 2).sum() / tokens),  # E r^2 - 1 if E r = 1
-        "chi2_seq": float((np.expm1(log_r.sum(1)) ** 2).mean()),
-        "log_R": float(np.abs(log_r.sum(1)).max(initial=0.0)),  # largest |log R| of a response
+        "chi2_seq": float((np.expm1(log_r.sum(1)) ** 2).sum() / responses),
         "rms": float(np.sqrt((log_r**2).sum() / tokens)),
         "tokens": int(on.sum()),
     }
 
 
-def k3(log_r):
-    """r - 1 - log r of each token, never below 0. Its mean over the engine's samples is KL(inf ||
-    ref)."""
-    return np.expm1(log_r) - log_r
+def overview(inf, ref, length, clamp: float) -> dict:
+    """The numbers and tables of a report that need only the two sides, clamped as in training.
+    r = p_ref / p_inf of a token, R of a response."""
+    on = exists(inf, length)
+    log_r = np.where(on, ref - inf, 0.0)
+    gap = np.where(on, np.abs(np.exp(ref) - np.exp(inf)), 0.0)
+    total = log_r.sum(1)
+    r, R = np.exp(log_r[on].clip(-clamp, clamp)), np.exp(total.clip(-clamp, clamp))
+    by_token = np.where(on, k3(log_r, clamp), 0.0)
+    k1, k3_kl = float(-log_r[on].mean()), float(by_token.sum() / on.sum())
+    # k3 is too small if tokens were cut; k1 alone can be negative
+    kl, chi2 = max(k1, k3_kl), float((r**2).mean() - 1)
+    return {
+        "kl": kl,  # KL(inf || ref), nats a token: the larger of the two estimates
+        "k1_kl": k1,  # mean of -log r
+        "k3_kl": k3_kl,  # mean of r - 1 - log r
+        "kl_error": float((by_token.sum(1) / length).std() / math.sqrt(len(length))),
+        "ratio_mean": float(r.mean()),  # 1 if the learner scores the sampled distribution
+        "chi2_token": chi2,  # mean of r^2, minus 1
+        "chi2_seq": float((R**2).mean() - 1),
+        "token_ess": ess(r),
+        "seq_ess": ess(R),
+        "seq_clamped": float((np.abs(total) >= clamp).mean()),  # share of responses at the clamp
+        # |p_inf - p_ref|: mean and largest of a response, mean over responses; largest of all tokens
+        "mean_mismatch": float((gap.sum(1) / length).mean()),
+        "max_mismatch": float(gap.max(1).mean()),
+        "largest_mismatch": float(gap.max()),
+        "above_half": float((gap.max(1) > 0.5).mean()),  # share of the responses
+        "clamp": clamp,
+        "t_max": clamp / kl if kl > 0 else math.inf,
+        # number of tokens that halves the ESS of R
+        "t_half": math.log(2) / math.log1p(chi2) if chi2 > 0 else math.inf,
+        "by_length": by_length(inf, ref, length),
+        "by_prefix": by_prefix(log_r, length, clamp),
+    }
 
 
 def by_prefix(log_r, length, clamp: float) -> list[dict]:
@@ -70,51 +106,27 @@ def by_prefix(log_r, length, clamp: float) -> list[dict]:
             "ess": ess(R),
             "low_weight": float((R < 0.25).mean()),
             "clamped": float((np.abs(log_weight) >= clamp).mean()),
-            "mean_log_weight": float(log_weight.mean()),
         }
         rows.append(row)
     return rows
 
 
-def by_length(gap, length, log_r) -> list[dict]:
-    """Largest and mean gap of a response, in up to eight buckets of length with about equally many
-    responses."""
-    largest = gap.max(1)
-    mean = gap.sum(1) / length
-    edges = np.unique(np.quantile(length, np.linspace(0, 1, 9)[1:], method="lower")).tolist()
-    below = int(length.min()) - 1
-    rows = []
-    for edge in edges:
+def by_length(inf, ref, length) -> list[dict]:
+    """`distances` in up to eight buckets of length with about equally many responses."""
+    on, rows, below = exists(inf, length), [], int(length.min()) - 1
+    for edge in np.unique(np.quantile(length, np.linspace(0, 1, 9)[1:], method="lower")).tolist():
         inside = (length > below) & (length <= edge)
-        if not inside.any():
-            continue
-        row = {
-            "from": below + 1,
-            "mean_length": float(length[inside].mean()),
-            "to": int(edge),
-            "responses": int(inside.sum()),
-            "max_mismatch": float(largest[inside].mean()),
-            "mean_mismatch": float(mean[inside].mean()),
-            "kl": float(-log_r[inside].sum() / length[inside].sum()),
-        }
-        rows.append(row)
-        below = edge
+        row = {"from": below + 1, "to": int(edge), "responses": int(inside.sum())}
+        row["mean_length"] = float(length[inside].mean())
+        rows.append(row | distances(inf, ref, on & inside[:, None]))
+        below = int(edge)
     return rows
 
 
-def by_turn(gap, log_r, turn, length) -> list[dict]:
-    """KL, mean and largest gap of the sampled tokens of each turn; an empty list if there is one
-    turn. All arguments are (B, T), except length (B,)."""
-    on = exists(gap, length)
-    rows = []
-    for n in range(int(turn.max(initial=0)) + 1):
-        inside = on & (turn == n)
-        row = {
-            "turn": n + 1,
-            "tokens": int(inside.sum()),
-            "kl": float(k3(log_r[inside]).mean()),
-            "mean_mismatch": float(gap[inside].mean()),
-            "largest_mismatch": float(gap[inside].max()),
-        }
-        rows.append(row)
-    return rows if len(rows) > 1 else []
+def by_turn(inf, ref, turn, length) -> list[dict]:
+    """`distances` of the tokens of each turn (B, T); an empty list if there is one turn."""
+    on = exists(inf, length)
+    turns = range(int(turn.max(initial=0)) + 1)
+    return [
+        {"turn": n + 1} | distances(inf, ref, on & (turn == n)) for n in turns if len(turns) > 1
+    ]

@@ -42,17 +42,16 @@ from config import Config, RolloutFlags
 from model import FLOOR
 from model.engines import HFEngine
 from model.head import Head
-from probe.faults import Case, suspects, within
+from probe.faults import Case, resampled, suspects, within
 from probe.floor import in_pieces, largest
 from probe.gaps import k3
 from rollout import Rollout
 from sampling import Sampling, truncate
 
-RESAMPLED = 400  # bootstrap samples
 # Work of one rung and of one fault test: multiplications of a forward pass, by device
 RUNG = {"cpu": 5e11, "cuda": 5e13}
 FAULT = {"cpu": 6e10, "cuda": 6e12}
-TRIED = 16  # most groups on which faults are tested
+TRIED = 2  # most responses to a prompt on which faults are tested
 LEAST = 1e-5  # root mean square of the remainder in nats; below it no fault is searched
 MEASURES = ("kl", "dp", "var")
 
@@ -257,12 +256,13 @@ def explain(
     """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and
     "suspects" if the remainder exceeds rounding.
 
-    cfg: ProbeFlags. setup: eval.Setup. scored: probe.ScoredTokens. actor: folder of the model that
+    cfg: ProbeFlags. setup: eval.Setup. scored: probe.Scored. actor: folder of the model that
     samples, if it differs from the learner's. floor: rows of probe.floor.floors. start: folder of
     the older weights that the engine started from."""
     device = torch.device(learner.device).type
     size = sum(p.numel() for p in learner.models.parameters())
-    groups, batch, _ = within(scored.groups, scored.batch, RUNG[device] / size)
+    most = max(len(group.responses) for group in scored.groups)
+    groups, batch, _ = within(scored.groups, scored.batch, RUNG[device] / size, most)
     names, logp, scorer = rungs(cfg, learner, groups, batch, actor)
     shares_of = shares(names, logp, batch, floor, cfg.log_ratio_clamp)
     shares_of |= {"responses": len(batch), "suspects": []}
@@ -272,7 +272,7 @@ def explain(
         if start:
             recipe = replace(scorer.recipe, folder=start)
             old = Scorer(recipe, scorer.sampling, scorer.device, setup.vocabulary)
-        groups, batch, rows = within(groups[:TRIED], batch, FAULT[device] / size)
+        groups, batch, rows = within(groups, batch, FAULT[device] / size, TRIED)
         expected = logp[-2][rows, : batch.tokens.shape[1]]
         case = Case(scorer, old, engine, setup, groups, batch, expected, cfg.micro_tokens)
         shares_of["suspects"] = suspects(case)
@@ -315,15 +315,12 @@ def shares(names: list[str], logp, batch, floor: list[dict], clamp: float) -> di
         "dp": np.where(on, np.abs(np.exp(logp) - np.exp(logp[0])), 0.0).sum(2),
     }
     of_all = measures(sums, weight, length, np.ones((1, len(length))))
-    prompts = group.max() + 1
-    rng = np.random.default_rng(0)
-    drawn = rng.multinomial(prompts, np.full(prompts, 1 / prompts), RESAMPLED)[:, group]
-    resampled = measures(sums, weight, length, drawn)
+    again_of = measures(sums, weight, length, resampled(group))
     rows = []
     for k, name in enumerate(names[1:]):
         row = {"source": name}
         for measure in MEASURES:
-            again = np.diff(resampled[measure], axis=1)[:, k]
+            again = np.diff(again_of[measure], axis=1)[:, k]
             low, high = np.quantile(again, [0.025, 0.975])
             share = float(np.diff(of_all[measure])[0, k])
             row[measure] = {"share": share, "se": float(again.std())}

@@ -49,7 +49,8 @@ def table(data: dict) -> str:
     faults = []
     for x in data["faults"]:
         first = x["suspects"][0]
-        faults.append([x["planted"], first["fault"], f"{100 * first['explained']:.0f} %"])
+        fault = f"{first['fault']} {first['where']}".strip()
+        faults.append([x["planted"], fault, f"{100 * first['explained']:.0f} %"])
     head = ["configuration", "KL", "mean abs(dp)", "floor of the KL", "sources of the KL"]
     return (
         sweep.markdown(head, rows)

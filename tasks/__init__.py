@@ -16,7 +16,9 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from operator import itemgetter
@@ -26,6 +28,7 @@ from config import COLDEST, Config, PromptFlags, SampleFlags, TaskFlags
 from machinery.flags import is_first_rank, need, need_each, number, read_json
 from tasks import arith, builtin, data, prompts, rewards
 from tasks.data import OwnTask, Table
+from tasks.grading import graders
 from tasks.prompts import Answer, Style
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -243,26 +246,58 @@ def config_of_run(model: Path) -> dict | None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def grade_all(task, tokenizer, problems, groups) -> Counter:
-    """Set each response's reward. problems: one for each group; groups: lists of responses.
+def grade_all(task, tokenizer, problems, groups, known: dict | None = None) -> Counter:
+    """Set each response's reward. problems: one for each group; groups: lists of responses; known:
+    results of reward functions (`grading_thread`).
 
     The graded text has no special tokens and no replies of an environment; `finished` means that
     the response ended with a stop token. Returns the task's counts (rewards.Reward.of)."""
     responses = [
         (problem, r) for problem, group in zip(problems, groups, strict=True) for r in group
     ]
-    texts = [sampled_text(tokenizer, r) for _, r in responses]
+    earned, counts = task.rewards([answer_of(tokenizer, *pair) for pair in responses], known)
+    for (_, r), reward in zip(responses, earned, strict=True):
+        r.reward = reward
+    return counts
+
+
+def answer_of(tokenizer, problem, response) -> Answer:
+    """A response for the grader."""
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
-    answers = []
-    for (problem, r), text in zip(responses, texts, strict=True):
-        answers.append(Answer(problem, text, r.finish_reason == "stop", len(r.tokens), count))
-    earned, counts = task.rewards(answers)
-    for (_, r), reward in zip(responses, earned, strict=True):
-        r.reward = reward
-    return counts
+    text = sampled_text(tokenizer, response)
+    return Answer(problem, text, response.finish_reason == "stop", len(response.tokens), count)
+
+
+@contextmanager
+def grading_thread(task, tokenizer, problems):
+    """A callback for finished responses, and a dict of their results (rewards.Reward.values), which
+    a thread computes while the engine decodes other responses. At the end of the `with` block all
+    of them are graded; until then nothing else may use `graders()`.
+
+    `grade_all` computes rewards and counts from the results, in the order of the responses, so that
+    they do not depend on time. The callback takes pairs (index of the problem, response)."""
+    known, arrived, calls, thread = {}, deque(), [], ThreadPoolExecutor(1)
+
+    def grade() -> None:
+        answers = [answer_of(tokenizer, *arrived.popleft()) for _ in range(len(arrived))]
+        for part in task.reward.parts:
+            task.reward.values(part, answers, known)
+
+    def add(finished) -> None:
+        arrived.extend((problems[i], response) for i, response in finished)
+        calls.append(thread.submit(grade))
+
+    try:
+        yield add if isinstance(task, Table) else None, known  # `arith` needs no grading processes
+        for call in calls:
+            call.result()
+    finally:
+        graders().stopped.set()  # after an exception a call may still run
+        thread.shutdown(cancel_futures=True)
+        graders().stopped.clear()
 
 
 def sampled_text(tokenizer, response) -> str:

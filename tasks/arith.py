@@ -100,7 +100,7 @@ class Arithmetic:
         match = re.search(r"# (\d+)\s*$", text)
         return float(finished and match is not None and match.group(1) == problem.answer)
 
-    def rewards(self, answers: list[Answer]) -> tuple[list[float], Counter]:
+    def rewards(self, answers: list[Answer], known=None) -> tuple[list[float], Counter]:
         """The reward of each answer, and no counts."""
         return [self.reward(a.problem, a.text, a.finished) for a in answers], Counter()
 

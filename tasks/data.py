@@ -85,9 +85,9 @@ class Table:
         """The ids of the problems that are dropped together."""
         return [f"{self.stem}/{index}"]
 
-    def rewards(self, answers: list[Answer]) -> tuple[list[float], Counter]:
+    def rewards(self, answers: list[Answer], known=None) -> tuple[list[float], Counter]:
         """The reward of each answer, and counts (rewards.Reward.of)."""
-        return self.reward.of(answers)
+        return self.reward.of(answers, known)
 
     def fit(self, tokenizer, limit: int = 0) -> int:
         """Drop rows with prompts of more than `limit` tokens (0: keep all); returns the length of

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from numbers import Real
@@ -72,7 +72,7 @@ def grading_process(fd: int) -> None:
                 connection.send(result)
 
 
-@functools.cache
+@functools.cache  # with several parts of --reward a process gets calls of each in turn
 def function_of(name: str):
     """The function of a name: a built-in (tasks/builtin.py), FILE.py:FUNCTION or
     FILE.py:CLASS.METHOD."""
@@ -224,6 +224,7 @@ class Graders:
 
     def __init__(self, size: int):
         self.processes = [Grader() for _ in range(size)]
+        self.stopped = threading.Event()  # if set, `grade` raises InterruptedError
 
     def grade(self, function: str, calls: list[tuple], seconds: float) -> list:
         """The result of the function for each call: a float, a dict of floats, a text, a Failure if
@@ -232,12 +233,15 @@ class Graders:
         values: list = [None] * len(calls)
         size = max(1, min(CHUNK, len(calls) // (4 * len(self.processes))))
         todo = iter(range(0, len(calls), size))  # shared by the threads
+        over, futures = threading.Event(), []
 
         def work(grader: Grader) -> None:
             for start in todo:
                 done, end = start, min(start + size, len(calls))
                 while done < end:
                     with grader.lock:
+                        if over.is_set():
+                            return
                         results = grader.values(function, calls[done:end], seconds)
                     values[done : done + len(results)] = results
                     done += len(results)
@@ -245,11 +249,17 @@ class Graders:
         used = self.processes[: len(calls)]
         with ThreadPoolExecutor(len(self.processes)) as threads:
             try:
-                for future in [threads.submit(work, grader) for grader in used]:
+                futures.extend(threads.submit(work, grader) for grader in used)
+                for future in futures:
+                    while not wait([future], TICK).done:
+                        if self.stopped.is_set():
+                            raise InterruptedError("grading was stopped")
                     future.result()
             except BaseException:  # such as Ctrl-C: the threads end with their processes
-                list(todo)
+                over.set()
                 self.close()
+                while wait(futures, TICK).not_done:  # a thread may have started a new process
+                    self.close()
                 raise
         return values
 

@@ -62,8 +62,8 @@ class Reward:
         columns."""
         return any(part.name in BUILT_IN and part.name not in FORMATS for part in self.parts)
 
-    def of(self, answers: list[Answer]) -> tuple[list[float], Counter]:
-        """(reward of each answer, counts).
+    def of(self, answers: list[Answer], known: dict | None = None) -> tuple[list[float], Counter]:
+        """(reward of each answer, counts). known: as for `values`.
 
         The counts: `answers`; `timeouts`, answers that exceeded the limit and earn 0; `failures`,
         answers that earn 0 because the function raised; if `math` is a part, `unboxed`, answers
@@ -74,7 +74,7 @@ class Reward:
         counts = Counter(answers=len(answers))
         first_values = []
         for part in self.parts:
-            values = self.values(part, answers)
+            values = self.values(part, answers, known)
             first_values = values if part is self.parts[0] else first_values
             for i, value in enumerate(values):
                 counts["timeouts"] += value is None
@@ -98,14 +98,16 @@ class Reward:
                     counts["inexact"] += value == 1 and not exact
         return total, counts
 
-    def values(self, part: Part, answers: list[Answer]) -> list:
+    def values(self, part: Part, answers: list[Answer], known: dict | None = None) -> list:
         """The pool's result for each answer. Equal answers are graded once; an answer without a box
-        gets 0 from `math`."""
+        gets 0 from `math`. known: (part, call) -> result of earlier calls; it gets the new results."""
+        known = {} if known is None else known
         calls = [self.call(part, answer) for answer in answers]
-        distinct = {repr(call): call for call in calls if call}
-        results = graders().grade(part.name, list(distinct.values()), self.seconds)
-        known = dict(zip(distinct, results, strict=True))
-        return [known[repr(call)] if call else 0.0 for call in calls]
+        keys = [(part.name, repr(call)) for call in calls]
+        new = {k: call for k, call in zip(keys, calls, strict=True) if call and k not in known}
+        results = graders().grade(part.name, list(new.values()), self.seconds)
+        known |= dict(zip(new, results, strict=True))
+        return [known[k] if call else 0.0 for k, call in zip(keys, calls, strict=True)]
 
     def call(self, part: Part, answer: Answer) -> tuple | None:
         """The arguments of the part's function; None: the answer is wrong without a call."""

@@ -38,11 +38,15 @@ class Talk:
     turn_start: int = 0  # index in the response at which the model's last turn begins
 
 
-def sample(engine, task, tokenizer, problems, prompts, seeds, sampling, topk, ends, max_allowed=0):
+def sample(engine, task, tokenizer, problems, prompts, seeds, sampling, *options, finished=None):
     """A list of responses to each prompt, as from engine.generate; with an environment each
-    response is a whole conversation. Collective if several ranks form one engine."""
-    groups = engine.generate(prompts, seeds, sampling, topk, ends, max_allowed)
+    response is a whole conversation, and `finished` is not called. Collective if several ranks form
+    one engine.
+
+    options: the engine's topk, stop_ids and max_allowed."""
     environment = getattr(task, "environment", "")
+    more = {"finished": finished} if finished is not None and not environment else {}
+    groups = engine.generate(prompts, seeds, sampling, *options, **more)
     if not environment:
         return groups
     talks = []
@@ -58,9 +62,7 @@ def sample(engine, task, tokenizer, problems, prompts, seeds, sampling, topk, en
             [np.concatenate([talk.prompt, talk.response.tokens]) for talk in talks],
             [[request_seed("turn", talk.seed, turn)] for talk in talks],
             replace(sampling, max_tokens=max(rooms, default=1)),
-            topk,
-            ends,
-            max_allowed,
+            *options,
         )
         for talk, room, (response,) in zip(talks, rooms, turns, strict=True):
             extend(talk.response, shortened(response, room))

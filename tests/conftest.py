@@ -136,34 +136,19 @@ def engine(request, folders):
 
 
 class Stream:
-    """Tensors that are made on request, and the largest number of them alive at a time."""
+    """Named tensors, by default made on request, and the largest number of them alive at a time."""
 
-    def __init__(self, n=12, numbers=1 << 18, add=0.0, dtype=torch.float32):
-        self.n, self.numbers, self.add, self.dtype = n, numbers, add, dtype
+    def __init__(self, named_tensors=None, n=12, numbers=1 << 18, add=0.0, dtype=torch.float32):
+        self.named_tensors = named_tensors
+        self.made = [(f"t{i}", dict(size=(numbers,), fill_value=float(i + add), dtype=dtype)) for i in range(n)]
         self.passes = self.most = 0
         self.alive = weakref.WeakSet()
 
     def __iter__(self):
         self.passes += 1
-        for i in range(self.n):
-            x = torch.full((self.numbers,), float(i + self.add), dtype=self.dtype)
+        for name, x in self.named_tensors or ((name, torch.full(**its)) for name, its in self.made):
             self.alive.add(x)
             self.most = max(self.most, len(self.alive))
-            yield f"t{i}", x
-
-
-class Watched:
-    """A wrapper of a stream that counts the largest number of its tensors alive at a time."""
-
-    def __init__(self, named_tensors):
-        self.named_tensors = named_tensors
-        self.most = 0
-
-    def __iter__(self):
-        alive = weakref.WeakSet()
-        for name, x in self.named_tensors:
-            alive.add(x)
-            self.most = max(self.most, len(alive))
             yield name, x
 
 

@@ -5,7 +5,7 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from conftest import Stream, Watched, at, log_probabilities, make_cfg, tiny_model
+from conftest import Stream, at, log_probabilities, make_cfg, tiny_model
 from test_rollout import PROBE_IDS
 from test_train import flags, timeless, train_here
 
@@ -177,7 +177,7 @@ def test_versions_are_written_and_loaded_tensor_by_tensor(folders, tmp_path):
         assert max(stream.most for stream in streams) <= 2
     assert not (tmp_path / "1").exists()
     source, loaded = ranks[0], []
-    source.load = lambda version, tensors: loaded.append(Watched(tensors))
+    source.load = lambda version, tensors: loaded.append(Stream(tensors))
     source.sample = list
     source.sample_tickets([Ticket(0, 4, 4.0)])
     for _ in range(2):  # the weight check reads twice

@@ -103,9 +103,13 @@ def test_numbers_by_hand(tmp_path):
     result = main([f"--rollouts={dump(tmp_path, rows)}", f"--out={tmp_path / 'r.json'}"])
     p, q = (np.exp(np.concatenate([row[side] for row in rows])) for side in (1, 2))
     r, R = q / p, np.exp([(ref - inf).sum() for _, inf, ref in rows])
-    want = {"kl": (r - 1 - np.log(r)).mean(), "k1": -np.log(r).mean(), "ratio_mean": r.mean()}
+    want = {"k3_kl": (r - 1 - np.log(r)).mean(), "k1_kl": -np.log(r).mean(), "ratio_mean": r.mean()}
     want |= {"token_ess": r.sum() ** 2 / len(r) / (r * r).sum(), "seq_ess": R.sum() ** 2 / len(R) / (R * R).sum()}
-    want |= {"tokens": len(r), "responses": RESPONSES}
+    gaps = [np.abs(np.exp(inf) - np.exp(ref)) for _, inf, ref in rows]
+    largest = np.array([gap.max() for gap in gaps])
+    want |= {"chi2_token": (r * r).mean() - 1, "chi2_seq": (R * R).mean() - 1, "above_half": (largest > 0.5).mean()}
+    want |= {"mean_mismatch": np.mean([gap.mean() for gap in gaps]), "max_mismatch": largest.mean()}
+    want |= {"tokens": len(r), "responses": RESPONSES, "largest_mismatch": largest.max()}
     assert {name: result[name] for name in want} == pytest.approx(want)
     first = result["largest"][0]
     ids, inf, ref = (x[first["place"]] for x in rows[first["response"]])
@@ -149,7 +153,7 @@ def test_a_dump_of_verl():
     path = ROOT / "tests" / "golden" / "verl.jsonl"
     dump, result = doctor.read(str(path)), main([f"--rollouts={path}"])
     assert (result["responses"], result["tokens"]) == (12, 121)
-    assert (result["k1"], result["kl"]) == pytest.approx((0.0060356152, 0.0013445971), rel=1e-4)
+    assert (result["k1_kl"], result["k3_kl"]) == pytest.approx((0.0060356152, 0.0013445971), rel=1e-4)
     R = np.exp(np.where(dump.on, dump.log_r, 0).sum(1))
     assert (R.min(), R.mean(), R.max()) == pytest.approx((0.7406134605, 0.9500293732, 1.1940013170), rel=1e-5)
     r = np.exp(dump.log_r[dump.on])

@@ -140,7 +140,7 @@ def recorded(level: int, monkeypatch) -> tuple[VLLMEngine, Mock]:
     """A VLLMEngine as on a GPU, and a stand-in for its vLLM, which records calls."""
     engine, llm = VLLMEngine.__new__(VLLMEngine), Mock()
     llm.apply_model = lambda f: [f(torch.nn.ModuleDict({"lm_head": torch.nn.Linear(1, 1)}))]
-    llm.generate.return_value = []
+    llm.enqueue.return_value, llm.llm_engine.has_unfinished_requests.return_value = [], False
     monkeypatch.setattr(torch.cuda, "empty_cache", llm.free)
     vars(engine).update(experts=set(), llm=llm, sleep_level=level, asleep=False, ranks=None, loads=0)
     engine.make_params = lambda **how: None
@@ -148,7 +148,7 @@ def recorded(level: int, monkeypatch) -> tuple[VLLMEngine, Mock]:
 
 
 LOADS, FORGETS = call.collective_rpc("reload_weights", kwargs=ANY), call.reset_prefix_cache()
-GENERATES = call.generate(ANY, ANY, use_tqdm=False)
+GENERATES = [call.enqueue(ANY, ANY, use_tqdm=False), call.llm_engine.has_unfinished_requests()]
 
 
 def test_an_engine_without_weights_loads_them_before_its_cache(monkeypatch):
@@ -161,7 +161,7 @@ def test_an_engine_without_weights_loads_them_before_its_cache(monkeypatch):
     engine.load([("a", torch.ones(1)), ("b", torch.ones(1))])
     engine.generate([], [], Sampling(), 0, [1])
     loads_again = [call.free(), call.wake_up(tags=["weights"]), LOADS, call.wake_up(tags=["kv_cache"]), FORGETS]
-    assert llm.mock_calls == [LOADS, FORGETS, call.sleep(level=2), *loads_again, GENERATES]
+    assert llm.mock_calls == [LOADS, FORGETS, call.sleep(level=2), *loads_again, *GENERATES]
 
 
 def test_an_engine_with_weights_wakes_at_the_next_call(monkeypatch):
@@ -171,7 +171,7 @@ def test_an_engine_with_weights_wakes_at_the_next_call(monkeypatch):
         engine.sleep()
         for _ in range(2):
             engine.generate([], [], Sampling(), 0, [1])
-        assert llm.mock_calls == [*before, GENERATES, GENERATES]
+        assert llm.mock_calls == [*before, *GENERATES, *GENERATES]
 
 
 def test_sleep_levels():

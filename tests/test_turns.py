@@ -253,12 +253,13 @@ def test_turns_and_tables_by_hand():
     packed = probe.without_replies(torch.arange(1.0, 8.0).repeat(2, 1), mask)
     assert packed.tolist() == [[1, 2, 4, 7, 0, 0, 0], [1, 3, 4, 5, 0, 0, 0]]
     turn = probe.without_replies(torch.from_numpy(turns.turns_of(mask)), mask).numpy()
-    rows = gaps.by_turn(packed.numpy() / 10, np.log1p(packed.numpy()), turn, np.array([4, 4]))
+    inf = np.log(packed.numpy().clip(1) / 8)  # p_inf = 1/8, 2/8, ...; p_ref = 1
+    rows = gaps.by_turn(inf, 0 * inf, turn, np.array([4, 4]))
     assert [row["tokens"] for row in rows] == [3, 4, 1]
-    assert [row["largest_mismatch"] for row in rows] == pytest.approx([0.2, 0.5, 0.7])
-    assert [row["mean_mismatch"] for row in rows] == pytest.approx([0.4 / 3, 0.4, 0.7])
-    assert rows[2]["kl"] == pytest.approx(7 - np.log(8))
-    assert gaps.by_turn(packed.numpy(), packed.numpy(), np.zeros((2, 7), int), np.array([4, 4])) == []
+    assert [row["max"] for row in rows] == pytest.approx([7 / 8, (4 + 5) / 16, 1 / 8])
+    assert [row["mean"] for row in rows] == pytest.approx([(6.5 + 7) / 16, (4 + 4) / 16, 1 / 8])
+    assert rows[2]["kl"] == pytest.approx(8 / 7 - 1 - np.log(8 / 7))
+    assert gaps.by_turn(inf, inf, np.zeros((2, 7), int), np.array([4, 4])) == []
 
 
 RUN = """--objective=jackpot --steps=2 --group_size=2 --train_batch=8 --rollout_batch=8 --lr=1e-3 --actor_lr=1e-3

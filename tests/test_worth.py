@@ -19,6 +19,7 @@ from machinery.flags import UserError
 from machinery.measure import FOLDS, Reference, RowSamples
 from machinery.ranks import Comm
 from objectives import REF
+from plan import worth as plan_of_worth
 from worth import Measurement, Weights
 
 
@@ -346,3 +347,45 @@ def test_the_number_of_batches_for_a_precise_worth_by_hand():
     (sentence,) = worth.more_batches({"worth": 2.0, "worth_se": 1.2}, about)
     assert "60% of its worth" in sentence and "--batches=139 --reference=288, 5.8 times as long" in sentence
     assert [len(worth.more_batches({"worth": -2.0, "worth_se": se}, about)) for se in (0.49, 0.51)] == [0, 1]
+
+
+def test_the_plan_counts_passes_and_bytes_of_a_measurement(tmp_path, solvers, monkeypatch, capsys):
+    """`python -m plan.worth` against the passes over batches and the tensors of a real measurement."""
+    calls, kept = [], []
+    score, backward, slopes = Learner.score, Learner.backward, Measurement.slopes
+
+    def counted_score(self, batch, needs, *args):
+        if len(batch) == 32:  # Weights.spread scores 16 responses
+            calls.append("actor" if self.has_actor else "policy")
+        return score(self, batch, needs, *args)
+
+    def counted_backward(self, batch, stats):
+        calls.append("backward")
+        return backward(self, batch, stats)
+
+    def noted_slopes(self, reference):
+        weights = self.weights
+        vectors = [weights.start, weights.entries, *self.random, *reference.means]
+        kept.append((sum(x.nbytes for v in vectors for x in v), sum(map(len, weights.start))))
+        return slopes(self, reference)
+
+    monkeypatch.setattr(Learner, "score", counted_score)
+    monkeypatch.setattr(Learner, "backward", counted_backward)
+    monkeypatch.setattr(Measurement, "slopes", noted_slopes)
+    flags = ["--batches=5", "--reference=24", "--directions=8", "--noise_batches=4", "--share=0.5"]
+    flags += ["--rows=none; tis; jackpot; seq_mis"]
+    weigh(tmp_path, solvers, *flags, actor="actor")
+    worth_flags, rows, _ = worth.parse(
+        [f"--model={solvers / 'policy'}", f"--actor={solvers / 'actor'}", *SMALL, *flags]
+    )
+    passes = plan_of_worth.passes_of(worth_flags, rows, has_actor=True)
+    assert calls.count("backward") == passes.backward == 24
+    assert calls.count("actor") == passes.of_actor == 5 * 2  # with and without Z
+    assert len(calls) == passes.forward == 24 + 5 * (2 + 1 + FOLDS) + 4 * (1 + 8)
+    gradient = 8  # not kept between passes
+    ((kept_bytes, entries),) = kept
+    assert kept_bytes == entries * (plan_of_worth.bytes_of_an_entry(worth_flags) - gradient)
+    capsys.readouterr()
+    plan_of_worth.main([f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *flags, "--gpu_gib=1", "--tflops=1"])
+    out = capsys.readouterr().out
+    assert "it fits --gpu_gib=1" in out and "24 backward" in out and "sampled responses: 928" in out

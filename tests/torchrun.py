@@ -1,58 +1,48 @@
 """Runs a test's script on several gloo ranks of this machine.
 
-Ranks are forks of one process that has imported the libraries, because imports take seconds for each rank. Each rank
+Ranks are forks of a process that has imported the libraries, because imports take seconds for each rank. Each rank
 imports the files of the repository. test_train tests commands under the real torchrun."""
 
-import json
+import multiprocessing
 import os
 import random
 import runpy
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LIMIT = 300  # seconds
+LIBRARIES = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "peft"]
+LIBRARIES += ["transformers.models.qwen3.modeling_qwen3"]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(LIBRARIES)
 
 # -- In a test --------------------------------------------------------------------------------------------------------
-
-servers: list[subprocess.Popen] = []  # at most one, started on first use
-
-
-class Job(NamedTuple):
-    """A script to run on `ranks` ranks."""
-
-    script: str
-    args: list[str]
-    ranks: int
-    port: int  # of the process group
 
 
 def torchrun(script: str, *args, ranks: int = 2) -> None:
     """Run a script on `ranks` ranks until its end. script: relative to tests/."""
-    if not servers:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0)
-        servers.append(subprocess.Popen([sys.executable, __file__], cwd=HERE.parent, env=environment, **pipes))
-    (server,) = servers
-    try:
-        job = Job(str((HERE / script).resolve()), [*map(str, args)], ranks, free_port())
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        statuses, screen = json.loads(server.stdout.readline())
-    except BaseException:  # a test's time limit, too: no later test may get this answer
-        os.killpg(server.pid, signal.SIGKILL)
-        server.communicate()
-        servers.clear()
-        raise
-    assert statuses == [0] * ranks, f"{statuses}: {screen}"
+    port, end = free_port(), time.monotonic() + LIMIT
+    with tempfile.NamedTemporaryFile("r", errors="replace") as screen:
+        argv = [str((HERE / script).resolve()), *map(str, args)]
+        jobs = [FORKS.Process(target=run_rank, args=(argv, rank, ranks, port, screen.name)) for rank in range(ranks)]
+        for job in jobs:
+            job.start()
+        try:
+            while any(job.is_alive() for job in jobs) and not any(job.exitcode for job in jobs):
+                assert time.monotonic() < end, f"the ranks take more than {LIMIT} seconds"
+                jobs[0].join(0.05)
+        finally:  # after a failure, or a test's time limit, too
+            for job in jobs:
+                job.kill()
+                job.join()
+        assert [job.exitcode for job in jobs] == [0] * ranks, screen.read()[-3000:]
 
 
 def free_port() -> int:
@@ -67,69 +57,26 @@ def free_port() -> int:
             return port
 
 
-# -- In the process that forks ----------------------------------------------------------------------------------------
+# -- In a rank --------------------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """For each line on stdin, a job, print [statuses, end of the ranks' output], until the parent closes the pipe."""
-    sys.path[:0] = [str(HERE.parent), str(HERE)]
-    import conftest  # noqa: F401
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-    import train  # noqa: F401  for the libraries: some files of the repository read the environment of a rank
-
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if name != "__main__" and file.startswith(str(HERE.parent)) and "site-packages" not in file:
-            del sys.modules[name]
-    for line in sys.stdin:
-        job = Job(*json.loads(line))
-        with tempfile.TemporaryFile("w+", errors="replace") as screen:
-            pids = [fork_rank(job, rank, screen) for rank in range(job.ranks)]
-            statuses = end_of(pids)
-            screen.seek(0)
-            print(json.dumps([statuses, screen.read()[-3000:]]), flush=True)
-
-
-def end_of(pids: list[int]) -> list[int]:
-    """The exit statuses of the ranks. If one fails, or after LIMIT seconds, end all."""
-
-    def end_all(*signal_and_frame):
-        for pid in set(pids) - statuses.keys():
-            os.kill(pid, signal.SIGKILL)
-
-    statuses: dict[int, int] = {}
-    signal.signal(signal.SIGALRM, end_all)
-    signal.alarm(LIMIT)
-    while len(statuses) < len(pids):
-        pid, status = os.waitpid(-1, 0)
-        statuses[pid] = os.waitstatus_to_exitcode(status)
-        if statuses[pid]:
-            end_all()
-    signal.alarm(0)
-    return [statuses[pid] for pid in pids]
-
-
-def fork_rank(job: Job, rank: int, screen) -> int:
-    """The process id of a rank that runs the script as a program."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
+def run_rank(argv: list[str], rank: int, ranks: int, port: int, screen: str) -> None:
+    """Run `python *argv` as one rank; its output is appended to the file `screen`."""
+    status, of_tests = 1, Path(argv[0]).parent == HERE
+    log = os.open(screen, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1", TQDM_DISABLE="1")
+    import torch
     import torch.distributed as dist
 
+    torch.set_num_threads(1)
     try:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for stream in (1, 2):
-            os.dup2(screen.fileno(), stream)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks))
-        os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.ranks))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
-        sys.argv = [job.script, *job.args]
-        sys.path[0] = str(Path(job.script).parent)
-        runpy.run_path(job.script, run_name="__main__")
-        ended = Path(job.script).parent == HERE or not dist.is_initialized()
-        assert ended, "the process group is left to the end of the interpreter"
+        sys.argv = argv
+        sys.path[:0] = [str(Path(argv[0]).parent)]
+        runpy.run_path(argv[0], run_name="__main__")
+        assert of_tests or not dist.is_initialized(), "the process group is left to the end of the interpreter"
         status = 0
     except SystemExit as e:
         status = 0 if not e.code else 1
@@ -142,9 +89,6 @@ def fork_rank(job: Job, rank: int, screen) -> int:
         os._exit(status)  # gloo's threads may outlive the interpreter and abort it
 
 
-# -- In a rank --------------------------------------------------------------------------------------------------------
-
-
 def as_rank(main) -> None:
     """Run main(*the arguments of the script) in a process group."""
     import torch.distributed as dist
@@ -153,7 +97,3 @@ def as_rank(main) -> None:
     main(*sys.argv[1:])
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    serve()

@@ -61,6 +61,10 @@ def old_head(engine) -> None:
     spoil_load(engine, lambda name, x: None if name == "lm_head.weight" else x)
 
 
+def old_layer(engine) -> None:
+    spoil_load(engine, lambda name, x: None if ".layers.1." in name else x)
+
+
 def lost_scale(engine) -> None:
     lost = "layers.0.mlp.up_proj.weight_scale"
     spoil_load(engine, lambda name, x: torch.ones_like(x) if name.endswith(lost) else x)
@@ -112,7 +116,7 @@ def forgetful(engine) -> None:
 
 @dataclass
 class Planted:
-    """A fault: name in probe.faults, function that plants it in an engine, flags, and kind of model."""
+    """A fault: name in probe.faults and place, function that plants it in an engine, flags, and kind of model."""
 
     name: str
     plant: Callable
@@ -121,8 +125,8 @@ class Planted:
 
 
 PLANTED = [
-    Planted("stale head", old_head),
-    Planted("stale layer", lambda engine: spoil_load(engine, lambda name, x: None if ".layers.1." in name else x)),
+    Planted("stale weights lm_head", old_head),
+    Planted("stale weights model.layers.1", old_layer),
     Planted("wrong temperature", lambda engine: spoil_generate(engine, temperature=1.0), ("--temperature=0.8",)),
     Planted("raw log-probabilities", lambda engine: setattr(engine, "raw", True), ("--temperature=0.8",)),
     Planted("a scale at 1", lost_scale, ("--rollout_quant=int8",)),

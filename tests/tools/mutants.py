@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import queue
 import shlex
 import shutil
 import signal
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,8 @@ os.environ |= {"OMP_NUM_THREADS": "1"}
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 900  # seconds; a hanging test counts as failed
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["pytest", "transformers.models.qwen3.modeling_qwen3"])  # slow imports
 
 # the tests of each file, most sensitive first
 TESTS = {
@@ -75,18 +79,20 @@ TESTS = {
         "test_sampling.py test_rollout.py -k '(by_hand or sampled_distribution or modes_of or follow) and not vllm'"
     ),
     "model/engines.py": (
-        "test_rollout.py test_sampling.py -k "
-        "'(ragged or batch or sampled_distribution or logprobs_modes or free_memory) and not vllm'"
+        "test_overlap.py test_rollout.py test_sampling.py -k "
+        "'(of_a_rank or aborted or ragged or batch or sampled_distribution or logprobs_modes or free_memory) and not "
+        "vllm'"
     ),
     "rollout.py": "test_rollout.py test_sampling.py -k '(uniforms or sampled_distribution) and not vllm'",
     "source.py": (
-        "test_rollout.py test_poison.py test_placement.py -k "
-        "'spread or resumes or ranks_sample or ranks_of_one or invalid'"
+        "test_overlap.py test_rollout.py test_poison.py test_placement.py -k "
+        "'first_response or spread or resumes or ranks_sample or ranks_of_one or invalid'"
     ),
     "delay.py": "test_delay.py -k 'not killed and not plain_loop'",
     "tasks/__init__.py": (
-        "test_data.py test_grading.py test_tasks.py test_eval.py -k "
-        "'separate_settings or before_a_model or only_finished or is_evaluated_with_its'"
+        "test_overlap.py test_data.py test_grading.py test_tasks.py test_eval.py -k "
+        "'first_response or of_the_thread or a_signal_ends or are_refused or separate_settings or before_a_model or "
+        "only_finished or is_evaluated_with_its'"
     ),
     "tasks/arith.py": "test_tasks.py -k verifiable",
     "tasks/data.py": (
@@ -96,7 +102,10 @@ TESTS = {
         "test_data.py test_preflight.py test_tasks.py -k "
         "'every_stage or messages_and or date_in or stop_tokens_of_tokenizer'"
     ),
-    "tasks/rewards.py": "test_preflight.py test_grading.py -k 'inexact or think or weights_and or its_row'",
+    "tasks/rewards.py": (
+        "test_overlap.py test_preflight.py test_grading.py -k "
+        "'first_response or inexact or think or weights_and or its_row'"
+    ),
     "tasks/builtin.py": "test_grading.py -k 'last_box or table_of_graded or earlier_answers'",
     "tasks/grading.py": "test_grading.py -k 'waiting or raises or ends_its_process or endless'",
     "eval.py": "test_eval.py test_poison.py::test_temperature_0_samples_the_most_likely_token",
@@ -106,7 +115,7 @@ TESTS = {
     "probe/verdicts.py": "test_mismatch.py -k 'verdicts or rounding'",
     "presets.py": "test_config.py test_objectives.py",
     "probe/ladder.py": "test_ladder.py -k 'by_hand or errors_are or last_rung or different_model'",
-    "probe/faults.py": "test_ladder.py -k 'fewer or planted'",
+    "probe/faults.py": "test_ladder.py -k 'as_fit or planted'",
     "machinery/measure.py": "test_metrics.py test_worth.py -k 'not test_worth or estimate'",
     "machinery/checkpoint/__init__.py": (
         "test_checkpoint.py test_run.py::test_samplers_of_a_different_number_of_ranks_are_refused"
@@ -160,6 +169,7 @@ MUTANTS = {
         ("uid, g) for", "uid, 0) for"),
         ("return groups + aside[:missing]", "return groups + aside"),
         ("        source.give_back()\n        raise", "        raise"),
+        (", finished=grade)", ")"),
     ],
     "model/decoding.py": [
         ("self.mask = self.mask[rows]", "pass"),
@@ -370,6 +380,10 @@ MUTANTS = {
         (" self.raw:", " False:"),
         ('", seed) for', '", 0) for'),
         ("mask=mask[prompt_of] if padded else None,", "mask=None,"),
+        ("requested[first:]", "requested"),
+        ("grouped([responses[name] for name in prompt_of], seeds)", "grouped(responses.values(), seeds)"),
+        (" and o.request_id in prompt_of]", "]"),
+        ("core.abort_request(requested, internal=True)", "pass"),
     ],
     "rollout.py": [
         ("prompt_ids=prompt, responses=rows, **about", "prompt_ids=prompts[0], responses=rows, **about"),
@@ -386,7 +400,10 @@ MUTANTS = {
     "tasks/__init__.py": [
         ("sorted(names - given)", "sorted(names)"),
         ("not of_the_run.issuperset(names_of(cfg.task))", "False"),
-        ('r.finish_reason == "stop"', "True"),
+        ('response.finish_reason == "stop"', "True"),
+        ("            call.result()", "            pass"),
+        ("graders().stopped.set()", "pass"),
+        ("(problems[i], response) for", "(problems[0], response) for"),
         ("reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)", "pass"),
     ],
     "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
@@ -408,6 +425,7 @@ MUTANTS = {
         ('part.name == "think" and self.opened', 'part.name == "think"'),
         ("total[i] += part.weight * x", "total[i] += x"),
         ("            row = answer.problem.row", "            pass"),
+        ("if call and k not in known}", "if call}"),
     ],
     "tasks/grading.py": [
         ("if code in (-signal.SIGPROF, -signal.SIGALRM):", "if False:"),
@@ -468,9 +486,12 @@ MUTANTS = {
         ("        if self.step != self.saved_at:\n            self.save()", "        pass"),
     ],
     "probe/gaps.py": [
-        ("log_r = np.where(on, other - logp, 0.0)", "log_r = other - logp"),
+        (
+            "np.where(on, ref - inf, 0.0)\n    gap = np.where(on, np.abs(np.exp(ref) - np.exp(inf)), 0.0)\n    tokens",
+            "ref - inf\n    gap = np.where(on, np.abs(np.exp(ref) - np.exp(inf)), 0.0)\n    tokens",
+        ),
         ('"k1": abs(float(log_r.sum() / tokens))', '"k1": float(np.abs(log_r).sum() / tokens)'),
-        ("(other <= FLOOR)) & on", "(other <= FLOOR))"),
+        ("(ref <= FLOOR)) & on", "(ref <= FLOOR))"),
     ],
     "probe/floor.py": [
         ("return int(differs[0]) if len(differs) else n", "return n"),
@@ -478,12 +499,12 @@ MUTANTS = {
         ("* batch.mask.numpy()", ""),
     ],
     "probe/page.py": [
-        ('kl_floor = max(floor["k1"], floor["kl"])', 'kl_floor = floor["kl"]'),
+        ('("chi2 of a response", "chi2_seq", "chi2_seq")', '("chi2 of a response", "chi2_seq", "chi2")'),
     ],
     "probe/verdicts.py": [
         ("        if rounding:\n            viable = False", "        if rounding:\n            viable = viable"),
-        ("before_ratio=exp(prefix - log_r)", "before_ratio=exp(prefix)"),
-        ("if whole else not clamped", "if whole else True"),
+        ("ess(weight * keep)", "ess(weight)"),
+        (" and clamped < 0.01,", ","),
     ],
     "presets.py": [
         ("if cfg[axis] != preset[axis]", "if cfg[axis] == preset[axis]"),
@@ -494,10 +515,9 @@ MUTANTS = {
         ('cut = "sets" if cfg.keep_sampling_mask == "replay" else "rule"', 'cut = "rule"'),
     ],
     "probe/faults.py": [
-        (") > tokens", ") >= tokens"),
+        ("if tokens < 0 and", "if tokens <= 0 and"),
         ('rows.sort(key=lambda row: -row["explained"])', 'rows.sort(key=lambda row: row["explained"])'),
-        ("for name, x in kept.items():", "for name, x in ():"),
-        ('case.logp(temperature=1.0, cut="none"), case.logp())', 'case.logp(temperature=1.0, cut="none"))'),
+        ('case.logp(temperature=1.0, cut="none"), case.logp()', 'case.logp(temperature=1.0, cut="none")'),
     ],
     "worth.py": [
         ("    factor = (error / PRECISE) ** 2", "    factor = error / PRECISE"),
@@ -592,56 +612,33 @@ def arguments(file: str) -> list[str]:
     return [f"tests/{a}" if a.startswith("test_") else a for a in shlex.split(TESTS[file])]
 
 
-def test(folder: Path, file: str) -> str:
-    """The result of a file's tests in the copy: the first failed test, "hangs", or "" if all pass.
-
-    The tests run in a fork of this process, which has imported the libraries but nothing of the repository."""
-    output = folder / "output.txt"
-    child = os.fork()
-    if not child:
-        os.setsid()
-        os.chdir(folder)
-        with open(output, "w") as f:
-            os.dup2(f.fileno(), 1)
-            os.dup2(f.fileno(), 2)
-        sys.path[0] = str(folder)
-        os._exit(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments(file)]))
-    end = time.monotonic() + LIMIT
-    done = 0
-    while not done and time.monotonic() < end:
-        time.sleep(0.1)
-        done, status = os.waitpid(child, os.WNOHANG)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # with processes that its tests left
-    if not done:
-        os.waitpid(child, 0)
-        return "hangs"
-    if status == 0:
-        return ""
-    screen = output.read_text()
-    failed = [line for line in screen.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0] if failed else screen[-300:]
+def run_tests(folder: Path, file: str) -> None:
+    """Run a file's tests in the copy, as a process; output.txt has their output."""
+    os.setsid()
+    os.chdir(folder)
+    with open("output.txt", "w") as f:
+        os.dup2(f.fileno(), 1)
+        os.dup2(f.fileno(), 2)
+    sys.path[0] = str(folder)
+    os._exit(pytest.main(["-x", "-q", "--no-header", "-p", "no:cacheprovider", *arguments(file)]))
 
 
 def broken(folder: Path, file: str, old: str, new: str) -> str:
-    """The result of a file's tests with `new` instead of `old`."""
+    """The result of a file's tests with `new` instead of `old`: the first failed test, "hangs", or "" if all pass."""
     whole = (ROOT / file).read_text(encoding="utf-8")
     (folder / file).write_text(whole.replace(old, new), encoding="utf-8")
-    try:
-        return test(folder, file)
-    finally:
-        (folder / file).write_text(whole, encoding="utf-8")
-
-
-def worker(todo, done) -> None:
-    """A process with its copy of the repository: takes rows from `todo` and puts results into `done`."""
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  every fork has the slow import
-
-    with tempfile.TemporaryDirectory() as scratch:
-        copy_of_the_repository(Path(scratch))
-        for file, old, new, *why in iter(todo.get, None):
-            start = time.monotonic()
-            done.put((file, old, new, why, broken(Path(scratch), file, old, new), time.monotonic() - start))
+    tests = FORKS.Process(target=run_tests, args=(folder, file))
+    tests.start()
+    tests.join(LIMIT)
+    status = tests.exitcode
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(tests.pid, signal.SIGKILL)  # with processes that its tests left
+    (folder / file).write_text(whole, encoding="utf-8")
+    if not status:
+        return "hangs" if status is None else ""
+    screen = (folder / "output.txt").read_text()
+    failed = [line for line in screen.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if failed else screen[-300:]
 
 
 def main() -> None:
@@ -650,27 +647,27 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     flags = parser.parse_args()
     chosen = [file for file in MUTANTS if any(part in file for part in flags.only.split(","))]
-    work = [(file, *row) for file in chosen for row in MUTANTS[file]]
-    for file, old, *_ in work:
-        count = (ROOT / file).read_text(encoding="utf-8").count(old)
-        assert count == 1, f"{file}: stands there {count} times: {old}"
-    work = [(file, "", "", "unmodified") for file in chosen] + work
-    context = multiprocessing.get_context("spawn")
-    todo, done = context.Queue(), context.Queue()
-    for item in [*work, *[None] * flags.jobs]:
-        todo.put(item)
-    for _ in range(flags.jobs):
-        context.Process(target=worker, args=(todo, done)).start()
-    died, failing = 0, []
-    for _ in tqdm(work, desc="mutants"):
-        file, old, new, why, fails, seconds = done.get()
-        if not old:
-            failing += [file] if fails else []
-            continue
-        died += bool(fails)
-        tqdm.write(
-            f"{'dies ' if fails else 'LIVES'} {seconds:4.0f} s  {file}: {old!r} -> {new!r} {fails} {' '.join(why)}"
-        )
+    work = [(file, *row) for file in chosen for row in [("", "", "unmodified"), *MUTANTS[file]]]
+    died, failing, folders = 0, [], queue.SimpleQueue()
+
+    def run(row) -> tuple:
+        folder, start = folders.get(), time.monotonic()
+        fails = broken(folder, *row[:3])
+        folders.put(folder)
+        return row, fails, time.monotonic() - start
+
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(flags.jobs) as pool:
+        for n in range(flags.jobs):
+            copy_of_the_repository(Path(scratch, str(n)))
+            folders.put(Path(scratch, str(n)))
+        for (file, old, new, *why), fails, seconds in tqdm(pool.map(run, work), "mutants", len(work)):
+            if not old:
+                failing += [file] if fails else []
+                continue
+            died += bool(fails)
+            tqdm.write(
+                f"{'dies ' if fails else 'LIVES'} {seconds:4.0f} s  {file}: {old!r} -> {new!r} {fails} {' '.join(why)}"
+            )
     rows = len(work) - len(chosen)
     print(f"{died} of {rows} die ({100 * died / rows:.1f} %); files whose tests fail without a mutant: {failing}")
 

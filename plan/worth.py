@@ -1,0 +1,153 @@
+"""Print the memory, the passes and the time of a measurement with worth.py. No model is loaded.
+
+    python -m plan.worth --model=FOLDER --actor=FOLDER --share=0.1 --ranks=8 --parallel=fsdp --gpu_gib=80
+
+takes the flags of worth.py and of train.py. Weights and gradients are in float32. Each measured
+entry of the policy's parameters takes, in bytes,
+
+    4 start    4 x FOLDS mean gradients    1 x --directions signs    8 gradient    8 index, if --share < 1
+
+Passes over a batch, each with --train_batch responses:
+
+    on-policy batch    1 forward and backward (3 times the operations of a forward pass)
+    sampler's batch    ref passes, 1 unshifted, FOLDS shifted forward passes
+    noise batch        1 unshifted, --directions shifted forward passes, in addition
+
+All responses are counted with --max_tokens, so that memory and time are upper bounds."""
+
+from __future__ import annotations
+
+import machinery.startup  # isort: skip  # noqa: F401
+
+import sys
+from dataclasses import dataclass, replace
+
+import worth
+from config import Config
+from machinery.flags import need, run_command
+from machinery.measure import FOLDS
+from machinery.run import topk_of
+from machinery.speed import operations
+from model import needs_of_ref_pass
+from objectives import unregularised
+from plan import GIB, Plan, configs_of, longest_prompt, plan_of, torch_cache, weights_of
+from quant import empty_model
+from worth import WorthFlags
+
+
+@dataclass(frozen=True)
+class PlanFlags(WorthFlags):
+    """The measurement (worth.py) and the machine"""
+
+    ranks: int = 1
+    """Number of ranks."""
+    gpu_gib: float = 0.0
+    """Memory of a GPU in GiB; 0: unknown."""
+    tflops: float = 0.0
+    """Operations per second of one rank in float32, in 1e12, for the time of the passes (peak of an
+    H100: 67); 0: print no time."""
+
+
+def bytes_of_an_entry(worth_flags: WorthFlags) -> int:
+    """Bytes that the measurement keeps for each measured entry of the policy's parameters."""
+    index = 8 if worth_flags.share < 1 else 0
+    return 4 + 4 * FOLDS + worth_flags.directions + 8 + index
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Number of passes over one batch."""
+
+    forward: int  # of the policy
+    of_actor: int  # forward passes of the actor
+    backward: int  # of the policy
+
+
+def passes_of(worth_flags: WorthFlags, rows: dict[str, Config], has_actor: bool) -> Passes:
+    """The passes of all on-policy batches, sampler's batches and noise batches."""
+    ref_passes = {
+        needs_of_ref_pass(unregularised(cfg), has_actor, cfg.obrs_lambda) for cfg in rows.values()
+    }
+    slopes = worth_flags.batches * (1 + FOLDS)
+    noise = worth_flags.noise_batches * (1 + worth_flags.directions)
+    of_ref = worth_flags.batches * len(ref_passes)
+    forward = worth_flags.reference + of_ref + slopes + noise
+    return Passes(forward, of_ref if has_actor else 0, worth_flags.reference)
+
+
+def memory_of(
+    worth_flags: WorthFlags, cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float
+) -> Plan:
+    """The plan of a measurement, from the plan of a run with the same flags."""
+    sharded = cfg.parallel == "fsdp" and ranks > 1
+    cfg = replace(cfg, eval_every=-1, dtype=cfg.dtype if sharded else "float32")
+    run = plan_of(cfg, configs, prompt, ranks, gpu_gib)
+    whole, width = weights_of(empty_model(configs["policy"])), prompt + cfg.max_tokens
+    entries = int(worth_flags.share * whole) // 4 // (ranks if sharded else 1)
+    categories = {
+        name: size
+        for name, size in run.categories.items()
+        if not name.startswith(("optimizer", "gradients, actor", "activations, actor"))
+    }
+    categories |= {
+        "measured entries": entries * bytes_of_an_entry(worth_flags),
+        "on-policy sampler: copy and KV cache": (whole if sharded else 0)
+        + torch_cache(configs["policy"], 4, cfg.train_batch // ranks, width),
+    }
+    weights = [name for name in categories if name.startswith("weights")]
+    always = [*weights, "engine", "measured entries", "gathered from other ranks"]
+    backward = ["gradients, policy", "activations, policy", "logits, or a layer's backward"]
+    stages = {
+        "sample on-policy": [*always, "on-policy sampler: copy and KV cache"],
+        "forward and backward": [*always, *backward],
+        "slopes": [*always, "a forward without gradient"],
+    }
+    if sharded:  # the copy stays between batches
+        stages["forward and backward"].append("on-policy sampler: copy and KV cache")
+    used = {name for stage in stages.values() for name in stage}
+    categories = {name: size for name, size in categories.items() if name in used}
+    return replace(run, categories=categories, stages=stages, checkpoint=0, host=0)
+
+
+def work_of(passes: Passes, cfg: Config, configs: dict, prompt: int) -> float:
+    """Operations of all passes; a forward pass takes a third of forward and backward."""
+    length = prompt + cfg.max_tokens
+    forward = {
+        name: operations(empty_model(config), length) / 3 * length * cfg.train_batch
+        for name, config in configs.items()
+    }
+    work = (passes.forward + 2 * passes.backward) * forward["policy"]
+    return work + passes.of_actor * forward.get("actor", 0.0)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the plan of a measurement. UserError: a flag is wrong."""
+    asked, rows, _ = worth.parse(sys.argv[1:] if argv is None else argv, PlanFlags)
+    cfg = max(rows.values(), key=topk_of)
+    need(asked.ranks >= 1, f"--ranks={asked.ranks}: must be at least 1")
+    need(
+        cfg.train_batch % (cfg.group_size * asked.ranks) == 0,
+        f"--train_batch={cfg.train_batch}: must be a multiple of --group_size={cfg.group_size} times "
+        f"--ranks={asked.ranks}",
+    )
+    configs = configs_of(cfg)
+    prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
+    memory = memory_of(asked, cfg, configs, prompt, asked.ranks, asked.gpu_gib)
+    print(memory.text())
+    if asked.gpu_gib:
+        fits = "fits" if memory.peak <= asked.gpu_gib * GIB else "does not fit"
+        print(f"it {fits} --gpu_gib={asked.gpu_gib:g}: at most {memory.peak / GIB:.1f} GiB")
+    passes = passes_of(asked, rows, "actor" in configs)
+    print(
+        f"passes over a batch of {cfg.train_batch} responses: {passes.forward} forward and "
+        f"{passes.backward} backward of the policy, {passes.of_actor} forward of the actor"
+    )
+    responses = (asked.batches + asked.reference) * cfg.train_batch
+    print(f"sampled responses: {responses:,} of at most {cfg.max_tokens} tokens")
+    if asked.tflops:
+        seconds = work_of(passes, cfg, configs, prompt) / (asked.tflops * 1e12 * asked.ranks)
+        print(f"the passes take {seconds / 60:.1f} minutes at --tflops={asked.tflops:g}")
+
+
+if __name__ == "__main__":
+    run_command(main)
