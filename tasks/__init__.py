@@ -128,8 +128,9 @@ def names_of(value: str) -> list[str]:
     return [name for name, _ in map(parts_of, value.split(",")) if name]
 
 
-def digests(cfg: TaskFlags) -> dict[str, str]:
-    """SHA-256 of each text and file named by the flags of task, reward and prompts."""
+def digests(cfg: TaskFlags, task=None) -> dict[str, str]:
+    """SHA-256 of each text and file named by the flags of task, reward and prompts, and of the
+    problems of a `task` that a class makes."""
     # only a run has --eval_task, and only a run's --task is a single name
     held_out = getattr(cfg, "eval_task", None)
     names = names_of(cfg.task) if held_out is None else [cfg.task, *names_of(held_out)]
@@ -139,7 +140,36 @@ def digests(cfg: TaskFlags) -> dict[str, str]:
         f"--{flag}": hashlib.sha256(x.encode()).hexdigest()
         for flag, x in prompts.contents(cfg).items()
     }
+    if isinstance(task, OwnTask):
+        name = f"the problems of {task.name} (a Python set has a new order in each process)"
+        texts[name] = task.digest()
     return {name: data.digest_of(name) for name in names} | texts
+
+
+def check_unchanged(cfg: Config, task) -> None:
+    """Raise UserError if files or problems of the run that --resume continues have changed."""
+    path = Path(cfg.out) / "config.json"
+    before = read_json(path, "name a different folder").get("data", {}) if path.is_file() else {}
+    now = digests(cfg, task)
+    changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
+    need(
+        not changed,
+        f"--resume: {', '.join(changed)} changed since the run began; restore the old text, or start a new run in a "
+        "different --out",
+    )
+
+
+def warn_if_shared(task, held_out: list[EvalSet]) -> None:
+    """Print a warning if a held-out table has problems of the training table."""
+    trained = {str(row["prompt"]).strip() for row in getattr(task, "rows", [])}
+    for each in held_out if trained and is_first_rank() else []:
+        n = sum(str(row["prompt"]).strip() in trained for row in getattr(each.task, "rows", []))
+        if n:
+            print(
+                f"warning: --eval_task={each.task.name}: {n} of its problems are in --task, so its score is not a "
+                "held-out accuracy",
+                file=sys.stderr,
+            )
 
 
 def setting(flag: str, name: str, part: str) -> tuple[str, float]:
@@ -180,14 +210,6 @@ def check(cfg: Config) -> None:
     if cfg.task == "arith":
         arith.of_settings(cfg.arith)
         return
-    held_out = [x for name in names_of(getattr(cfg, "eval_task", "")) for x in data.mixed(name)]
-    shared = [name for name in held_out if name in data.mixed(cfg.task)]
-    if shared and is_first_rank():
-        print(
-            f"warning: --eval_task={shared[0]}: some of its problems are in --task, so its score is not a held-out "
-            "accuracy",
-            file=sys.stderr,
-        )
     held_out = getattr(cfg, "eval_every", 0) <= 0 or cfg.eval_task
     need_each(
         cfg,

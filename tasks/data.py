@@ -11,14 +11,17 @@ written below the question, and the answer becomes a letter. All columns reach t
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import hashlib
 import importlib.util
 import json
 import math
 import random
 import re
+import zlib
 from collections import Counter
 from decimal import Decimal
+from itertools import accumulate
 from pathlib import Path
 
 from config import TaskFlags
@@ -38,6 +41,10 @@ ANSWERS = (
     "Answer",
 )
 NEEDS = "a row needs `problem` (or `question`, `prompt`) and `answer`, or --columns=prompt=NAME,answer=NAME"
+# never meant in a problem: \f, \b and the like, and \r except at the end of a line
+CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n|$)"
+# never meant in an answer: the same, \t, and a line feed that was the \n of \nu, \neq, \nabla, ...
+IN_ANSWER = CONTROL + r"|\t|\n(?=(?:u|eq?|eg|abla|ot(?:in)?|leq|geq|mid)\b)"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -139,6 +146,12 @@ class OwnTask(Table):
             self.environment = f"{name}.reply"
         self.tokenizer, self.limit = None, 0  # of an endless class's prompts
 
+    def digest(self) -> str:
+        """SHA-256 of the first 64 training problems."""
+        rows = [self.row(f"{self.stem}/train/{i}") for i in range(min(self.total or 64, 64))]
+        made = [(row["prompt"], row["answer"]) for row in rows]
+        return hashlib.sha256(repr(made).encode(errors="replace")).hexdigest()
+
     def problem(self, split: str, index: int) -> Problem:
         number = self.used[index % len(self.used)] if self.used else index
         problem = self.find(f"{self.stem}/{split}/{number}")
@@ -210,7 +223,7 @@ def label_of(name: str) -> str:
         return name.rpartition(":")[2]
     if len(mixed(name)) > 1:
         return "+".join(map(label_of, mixed(name)))
-    return Path(name).stem
+    return Path(name.removesuffix(".gz")).stem
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,7 +276,7 @@ def mixed(name: str) -> list[str]:
 
 
 def from_file(name: str, flag: str) -> list[tuple[str, object]]:
-    """(place, row) pairs of a JSONL, JSON or Parquet file."""
+    """(place, row) pairs of a JSONL, JSON or Parquet file; .jsonl.gz and .json.gz are unpacked."""
     path = Path(name)
     if not path.is_file():
         problem = "a folder" if path.is_dir() else "no such file"
@@ -271,8 +284,10 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         raise UserError(
             f"--{flag}={name}: {problem}; give {also}the path of a JSONL, JSON or Parquet file, or hf:NAME/SPLIT"
         )
-    kind = path.suffix.lower()
+    packed = path.suffix.lower() == ".gz"
+    kind = Path(path.stem if packed else path).suffix.lower()
     if kind == ".parquet":
+        need(not packed, f"--{flag}={name}: only .jsonl.gz and .json.gz are read; unpack the file")
         parquet = library("pyarrow.parquet", "pyarrow", f"--{flag}={name}")
         try:
             return placed(name, parquet.read_table(path).to_pylist())
@@ -280,7 +295,7 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
             raise UserError(
                 f"{name}: not a complete Parquet file ({shortened(e)}); copy it again"
             ) from None
-    text = read_text(path)
+    text = unpacked(path) if packed else read_text(path)
     if kind == ".json":
         rows = parsed(text, name, "fix this place in the array")
         need(
@@ -294,6 +309,16 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         for n, line in enumerate(lines, 1)
         if line.strip()
     ]
+
+
+def unpacked(path: Path) -> str:
+    """The text of a gzip file in UTF-8. Raises UserError."""
+    try:
+        return gzip.decompress(path.read_bytes()).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
+        raise UserError(
+            f"{path}: not a complete gzip file of text ({shortened(e)}); copy it again"
+        ) from None
 
 
 def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
@@ -346,16 +371,40 @@ def read_row(
     the UserError."""
     need(isinstance(row, dict), f"{place}: not a JSON object; {NEEDS}")
     prompt = prompt_of(row, place, prompt_key)
-    answer, listed = answer_of(row, place, answer_key, needed).strip(), choices_of(row)
+    answer, listed = answer_of(row, place, answer_key, needed), choices_of(row)
+    text = prompt if isinstance(prompt, str) else "".join(m["content"] for m in prompt)
+    checked = {"problem": re.search(CONTROL, text)}
+    if needed and not listed:
+        checked[f"`answer` {answer!r:.60}"] = re.search(IN_ANSWER, answer)
+    for what, found in checked.items():
+        need(
+            not found,
+            f"{place}: the {what} holds a control character, as LaTeX with one backslash in JSON does; write \\\\frac, "
+            "or remove that line",
+        )
+    answer = answer.strip()
     if listed and (answer or needed):
         prompt, answer = multiple_choice(prompt, listed, answer, row, place, answer_key)
     need(answer or not needed, f"{place}: the `answer` is empty; add one, or remove that line")
+    need(
+        not needed or is_balanced(answer),
+        f"{place}: the `answer` {answer:.60} has an unclosed brace or bracket; fix or remove that line",
+    )
     worked = (
         {"solution": row["answer"]}
         if isinstance(row.get("answer"), str) and row["answer"].strip() != answer
         else {}
     )
     return {"prompt": prompt, "answer": answer, "row": {**worked, **row, "answer": answer}}
+
+
+def is_balanced(text: str) -> bool:
+    """Whether braces close in order, and as many brackets open as close ([0, 1) is an interval)."""
+    # without \{, and the label of "a) 5"
+    plain = re.sub(r"\\.|^\(?\w\)", "", text, flags=re.DOTALL)
+    depths = [0, *accumulate((c == "{") - (c == "}") for c in plain)]
+    brackets = sum((c in "([") - (c in ")]") for c in plain)
+    return min(depths) == depths[-1] == brackets == 0
 
 
 def nested(row: dict, key: str):
@@ -414,7 +463,8 @@ def written(value: str | float) -> str:
 
 def final_answer(answer: str) -> str:
     """The text after #### (GSM8K), or in the last box of a worked solution (also \\boxed 2), or ""
-    if the box is empty; else the whole answer."""
+    if the box is empty; else the whole answer. White space before a lower-case letter stays, because
+    it can be a damaged LaTeX command."""
     box = last_box(answer)
     bare = re.findall(r"\\boxed\s+([^\s{]+?)(?=\.?(?:[$\s]|$))", answer)
     if "####" in answer:
@@ -423,7 +473,7 @@ def final_answer(answer: str) -> str:
         answer = box[len("\\boxed{") : -1]
     elif "\\boxed" in answer:
         answer = bare[-1] if bare else ""
-    return answer.strip()
+    return re.sub(r"^\s+(?![a-z])", "", answer.rstrip())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""Warnings, before a model loads, if prompts, gold answers and rewards do not fit together."""
+"""Warnings, before a model loads, if prompts, gold answers and rewards do not fit together; and
+eval.py --grade_gold, which grades all gold answers of a file."""
 
 from __future__ import annotations
 
 import re
 
+from machinery.flags import need
 from tasks.builtin import TEMPLATE_OF
 from tasks.prompts import Answer, render
 
@@ -25,7 +27,7 @@ def warnings_of(task, tokenizer) -> list[str]:
     n = min(TRIED, task.size)
     problems = [task.problem("test", i * task.size // n) for i in range(n)]  # of all mixed files
     prompts = [render(tokenizer, problem)[0] for problem in problems]
-    sentences = [unasked(task, prompts), misgraded(task, problems)]
+    sentences = [unasked(task, prompts), misgraded(task, problems), control_tokens(task, tokenizer)]
     return [f"{task.name}: {sentence}" for sentence in sentences if sentence]
 
 
@@ -52,15 +54,69 @@ def unasked(task, prompts: list[str]) -> str:
 
 def misgraded(task, problems: list) -> str:
     """A warning if responses with the gold answers are graded wrong, else ""."""
-    part = task.reward.parts[0]
-    if part.name not in HONEST:
+    name = task.reward.parts[0].name
+    if name not in HONEST:
         return ""
-    answers = [Answer(p, HONEST[part.name].format(p.answer), True) for p in problems]
-    values = task.reward.values(part, answers)
-    wrong = [p.answer for p, value in zip(problems, values, strict=True) if value != 1]
+    golds = [p.answer for p in problems]
+    wrong = [gold for gold, r in zip(golds, right(task, problems, golds), strict=True) if not r]
     if not wrong:
         return ""
     return (
-        f"{len(wrong)} of {len(problems)} gold answers are graded wrong by --reward={part.name} when a "
-        f"response gives them, such as {wrong[0]!r:.60}"
+        f"{len(wrong)} of {len(problems)} gold answers are graded wrong by --reward={name} when a "
+        f"response gives them, such as {wrong[0]!r:.60}; eval.py --grade_gold=FILE lists them"
     )
+
+
+def right(task, problems: list, answers: list[str]) -> list[bool]:
+    """Whether the reward's first part grades responses with these answers right."""
+    part = task.reward.parts[0]
+    texts = [HONEST[part.name].format(answer) for answer in answers]
+    asked = [Answer(p, text, True) for p, text in zip(problems, texts, strict=True)]
+    return [value == 1 for value in task.reward.values(part, asked)]
+
+
+def control_tokens(task, tokenizer) -> str:
+    """A warning if problems contain texts that the tokenizer reads as control tokens, else ""."""
+    specials = [x for x in tokenizer.get_added_vocab() if x.startswith(("<", "["))]
+    n = sum(any(x in str(row["prompt"]) for x in specials) for row in task.rows)
+    if not n:
+        return ""
+    return (
+        f"{n} problem(s) hold control tokens of the tokenizer, such as the end of a turn, and the model reads them "
+        "as control tokens; remove them unless they are intended"
+    )
+
+
+def perturbed(answer: str) -> str:
+    """A wrong answer close to a right answer: a different first non-zero digit, a different letter,
+    or a term added."""
+    for i, digit in enumerate(answer):
+        if digit in "123456789":
+            other = "8" if digit == "9" else str(int(digit) + 1)
+            return answer[:i] + other + answer[i + 1 :]
+    if len(answer) == 1 and answer.isalpha():
+        return "B" if answer in "Aa" else "A"
+    return answer + " + 1"
+
+
+def grade_gold(task) -> dict:
+    """Grade all gold answers of a task and changed answers; print the errors and the shares that
+    are graded right. Raises UserError."""
+    name = task.reward.parts[0].name if task.size else "arith"
+    need(
+        name in HONEST,
+        f"--grade_gold: {name} is not graded by one of {', '.join(HONEST)}; name a file, and one of them with --reward",
+    )
+    problems = [task.problem("test", i) for i in range(task.size)]
+    result = {"file": task.name, "problems": task.size}
+    for kind, change, wanted in (("gold", str, True), ("changed", perturbed, False)):
+        answers = [change(p.answer) for p in problems]
+        verdicts = right(task, problems, answers)
+        for p, answer, verdict in zip(problems, answers, verdicts, strict=True):
+            if verdict != wanted:
+                print(
+                    f"{kind} answer graded {'right' if verdict else 'wrong'}: {answer} for {p.answer}"
+                )
+        result[kind] = sum(verdicts) / task.size
+        print(f"{task.name}: {sum(verdicts)} of {task.size} {kind} answers graded right by {name}")
+    return result

@@ -114,6 +114,8 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --task=brackets.jsonl | brackets.jsonl, line 1: not valid JSON ... fix or remove that line, one object a line
 --task=latin1.jsonl | latin1.jsonl: not a text file in UTF-8 (byte 54); convert it
+--task=fine.parquet.gz | --task=fine.parquet.gz: only .jsonl.gz and .json.gz are read; unpack the file
+--task=packed.jsonl.gz | packed.jsonl.gz: not a complete gzip file of text ... copy it again
 --eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL, JSON or Parquet file
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
 --task=fine.parquet | fine.parquet: not a complete Parquet file ... copy it again
@@ -158,6 +160,9 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 | --model is empty: name a run folder, a checkpoint or a Hugging Face folder
 --model=/no/such | --model=/no/such: no model there; give a run folder, a checkpoint or a Hugging Face folder
 --model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name a different folder
+--grade_gold=fine.jsonl --task=fine.jsonl | --grade_gold names the file and needs no model; leave out --task and
+--grade_gold=fine.jsonl --reward=boxed | --grade_gold: boxed is not graded by one of math, gsm8k, praxis, letter; name
+--grade_gold=arith | --grade_gold: arith is not graded by one of math, gsm8k, praxis, letter; name a file, and one
 --model=POLICY --rollout=hf | --model=POLICY: these flags have no default for a custom model; ... --max_tokens=4096
         """,
     ),

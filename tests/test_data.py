@@ -1,10 +1,13 @@
 """Files and data sets of every layout, custom task classes, and their prompts."""
 
+import gzip
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import make_cfg, write_rows
@@ -61,6 +64,31 @@ def rows_of(path, **keys) -> list[tuple]:
 def test_a_number_is_written_in_digits(tmp_path):
     for value, wanted in ((1e-05, "0.00001"), (1e22, "1" + 22 * "0"), (42.0, "42"), (-2.5, "-2.5"), ("4.0", "4.0")):
         assert rows_of(write(tmp_path / "x.jsonl", {"question": "?", "answer": value})) == [("?", wanted)]
+
+
+def test_changed_files_are_refused_at_a_resume(tmp_path):
+    """A changed file is named, for every flag that reads it; an unchanged file passes."""
+    data = write(tmp_path / "x,y.jsonl", {"question": "1?", "answer": "1"})
+    system = write(tmp_path / "system.txt", "Be brief.")
+    reward = write(tmp_path / "mine.py", "def score(answer):\n    return 1.0\n")
+    own = write(tmp_path / "own.py", ONE.format(n="self.n") + "    n = 1\n")
+    cfg = cfg_of(task=data, system_prompt=system, reward=f"{reward}:score", eval_task="", out=str(tmp_path))
+    tasks.check_unchanged(cfg, None)
+    write(tmp_path / "config.json", {"data": tasks.digests(cfg)})
+    for file, named in ((data, data), (system, "--system_prompt"), (reward, f"{reward}:score")):
+        before = Path(file).read_text(encoding="utf-8")
+        write(Path(file), before + " ")
+        with pytest.raises(ValueError, match=re.escape(f"--resume: {named} changed since the run began")):
+            tasks.check_unchanged(cfg, None)
+        write(Path(file), before)
+    tasks.check_unchanged(cfg, None)
+    cfg = cfg_of(task=f"{own}:T", eval_task="", out=str(tmp_path))
+    task = make_task(cfg)
+    write(tmp_path / "config.json", {"data": tasks.digests(cfg, task)})
+    tasks.check_unchanged(cfg, task)
+    task.made.n = 2  # other problems of the same class
+    with pytest.raises(ValueError, match="--resume: the problems of .*own.py:T .* changed since the run began"):
+        tasks.check_unchanged(cfg, task)
 
 
 CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
@@ -379,15 +407,25 @@ def test_evaluation_sets_have_separate_settings(tmp_path):
         eval_sets(cfg_of(eval_task=f"{a}:temperature=nan"), "eval_task", DEFAULTS)
 
 
-def test_the_problems_of_the_task_are_not_held_out(monkeypatch, capsys):
+def test_the_problems_of_the_task_are_not_held_out(tmp_path, monkeypatch, capsys):
+    """A copy, a packed file and one shared row are found; a class makes its own splits."""
     monkeypatch.setenv("RANK", "5")  # left over from a scheduler
-    for task, held_out in (
-        ("b.jsonl,a.jsonl", "a.jsonl:samples=2"),
-        ("hf:a/b/train", "a.jsonl,hf:a/b/train"),
-        ("hf:a/b/train", "hf:a/b/test"),
+    a, b, c = [{"problem": name, "answer": "1"} for name in "abc"]
+    train = write_rows(tmp_path / "train.jsonl", [a, b])
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(Path(train).read_bytes()))
+    own = write(tmp_path / "own.py", ONE.format(n=1)) + ":T"
+    for task, held_out, shared in (
+        (train, f"{packed}:samples=2", 2),
+        (f"{write_rows(tmp_path / 'c.jsonl', [c])},{train}", write_rows(tmp_path / "held.jsonl", [b, c]), 2),
+        (train, write_rows(tmp_path / "one.jsonl", [{**b, "answer": "2"}, c]), 1),
+        (train, write_rows(tmp_path / "other.jsonl", [c]), 0),
+        (own, own, 0),
     ):
-        tasks.check(cfg_of(task=task, eval_task=held_out))
-        assert ("not a held-out accuracy" in capsys.readouterr().err) == ("hf:a/b/test" not in held_out)
+        cfg = cfg_of(task=task, eval_task=held_out)
+        tasks.warn_if_shared(make_task(cfg), eval_sets(cfg, "eval_task", DEFAULTS))
+        warning = capsys.readouterr().err
+        assert (f": {shared} of its problems are in --task" in warning) if shared else not warning
 
 
 def test_files_of_one_name(tmp_path):

@@ -1,16 +1,18 @@
 """Prompts, gold answers and rewards that contradict each other are reported before a model loads."""
 
+import gzip
 from dataclasses import replace
 
 import pytest
 from conftest import make_cfg, write_rows
 
+from eval import main
 from machinery.flags import UserError
 from machinery.settings import unlike_paper
 from tasks import grading_metrics, make_task
 from tasks.arith import arithmetic_tokenizer
 from tasks.data import digest_of
-from tasks.preflight import warnings_of
+from tasks.preflight import perturbed, warnings_of
 from tasks.prompts import Answer, Chat, render
 
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
@@ -56,6 +58,53 @@ def test_gold_answers_that_no_response_can_give_are_counted(tmp_path, reward, an
     assert f"1 of 3 gold answers are graded wrong by --reward={reward}" in sentence and repr(answer) in sentence
 
 
+def test_control_tokens_in_problems_are_counted(tmp_path):
+    task = table(tmp_path, [("p <eos> 5", "5"), ("q", "1"), ("<eos>", "7")], reward="math")
+    (sentence,) = warnings_of(task, arithmetic_tokenizer())
+    assert "2 problem(s) hold control tokens" in sentence
+
+
+@pytest.mark.parametrize(
+    "answer, why",
+    [
+        ("\frac{1}{2}", "holds a control character"),  # LaTeX with a single backslash in JSON
+        ("x \notin S", "holds a control character"),
+        ("\\frac{1}{2", "has an unclosed brace"),
+        ("a}{b", "has an unclosed brace"),
+        ("1, 2]", "has an unclosed brace or bracket"),
+        *((fine, "") for fine in ("\\{1, 2\\}", "a) 5", "[0, 1)")),
+    ],
+)
+def test_damaged_answers_are_refused(tmp_path, answer, why):
+    if why:
+        with pytest.raises(UserError, match=f"line 1: the `answer` .* {why}"):
+            table(tmp_path, [("p", answer)])
+    score = tmp_path / "own.py"
+    score.write_text("def score(row, text, finish_reason):\n    return 1.0\n")
+    task = table(tmp_path, [("p", answer)], reward=f"{score}:score" if why else "math")  # a function can read any text
+    assert task.problem("test", 0).answer == answer.strip()
+    with pytest.raises(UserError, match="line 1: the problem holds a control character"):
+        table(tmp_path, [("p \frac12", "5")])
+
+
+@pytest.mark.parametrize(
+    "reward, rows, shares, wrong",
+    [
+        ("math", ["\\frac{1}{2}", "x+1", "1 = 2", "0"], (3 / 4, 1 / 4), "changed answer graded right: 2 = 2"),
+        ("gsm8k", ["1,200", "0"], (1.0, 0.0), ""),
+        ("letter", ["A", "b", "7"], (2 / 3, 0.0), "gold answer graded wrong: 7"),
+    ],
+)
+def test_grade_gold(tmp_path, capsys, reward, rows, shares, wrong):
+    """Right: 1/2 and x+1 in a box, 1,200 after ####. The grader reads the right side of an equation: 2 = 2 equals 1 = 2."""
+    path = write_rows(tmp_path / "gold.jsonl", [{"problem": "p", "answer": answer} for answer in rows])
+    result = main([f"--grade_gold={path}", f"--reward={reward}"])
+    assert result == {"file": path, "problems": len(rows), "gold": shares[0], "changed": shares[1]}
+    printed = capsys.readouterr().out
+    assert wrong in printed and f" of {len(rows)} changed answers graded right by {reward}" in printed
+    assert [perturbed(x) for x in ("19", "0.09", "x", "A", "xy")] == ["29", "0.08", "A", "B", "xy + 1"]
+
+
 @pytest.mark.parametrize("template, opened", [(THINKS, True), (THINKS.replace("<think>", "go"), False)])
 def test_think_continues_the_prompt(tmp_path, template, opened):
     """A chat template can write the opening tag: then the response contains only the closing tag."""
@@ -68,17 +117,17 @@ def test_think_continues_the_prompt(tmp_path, template, opened):
     assert task.rewards([closed, whole])[0] == [float(opened), float(not opened)]
 
 
-def test_a_mix_of_files(tmp_path):
+def test_a_mix_of_files_and_packed_ones(tmp_path):
     """The rows of the first file, then of the second; the digest is over both contents."""
-    a, b = tmp_path / "a.JSONL", tmp_path / "b.jsonl"
+    a, b = tmp_path / "a.JSONL", tmp_path / "b.jsonl.gz"
     write_rows(a, [{"problem": f"p{i}", "answer": str(i)} for i in range(2)])
-    write_rows(b, [{"problem": "p2", "answer": "2"}])
+    b.write_bytes(gzip.compress(b'{"problem": "p2", "answer": "2"}\n'))
     task = make_task(replace(make_cfg(), task=f"{a},{b}", max_tokens=16, prompt_template="plain"))
     problems = [task.problem("test", i) for i in range(3)]
     assert [(p.id, p.prompt, p.answer) for p in problems] == [(f"a+b/{i}", f"p{i}", str(i)) for i in range(3)]
     before = digest_of(f"{a},{b}")
     assert before != digest_of(str(a)) and digest_of(f"{b},{a}") != before
-    write_rows(b, [{"problem": "p2", "answer": "3"}])
+    b.write_bytes(gzip.compress(b'{"problem": "p2", "answer": "3"}\n'))
     assert digest_of(f"{a},{b}") != before
 
 
