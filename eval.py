@@ -49,7 +49,7 @@ from rollout import request_seed
 from sampling import Sampling
 from source import check_poisoned, set_aside_if_poisoned
 from tasks import EvalSet, eval_sets, grade_all, prompts, turns
-from tasks.gold import grade_gold
+from tasks.preflight import grade_gold
 from tasks.prompts import encode, stop_ids
 
 PROBLEMS = 512  # default of --problems
@@ -222,7 +222,8 @@ class EvalFlags(ModelFlags):
     """Print the first prompts as the model sees them, and the tokens that end a response; sample
     nothing."""
     grade_gold: str = ""
-    """Grade the gold answers of this file instead of evaluating a model; --task is not used."""
+    """Grade the gold answers of this file, which must be right, and changed answers, which must be
+    wrong; evaluate no model."""
 
 
 @dataclass
@@ -428,16 +429,15 @@ def main(argv: list[str] | None = None) -> dict:
     """Run the command; return the result, which --out writes. UserError: one sentence."""
     cfg = parse_flags(EvalFlags, argv, "python eval.py --model=FOLDER --key=value ...")
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(EvalFlags, argv)})
-    cfg = filled(cfg, () if cfg.grade_gold else ("max_tokens",))
+    cfg = filled(cfg, ("max_tokens",))
     if cfg.out:
         check_result("out", cfg.out)
     if cfg.grade_gold:
-        tasks.check(replace(cfg, task=cfg.grade_gold))
-        result = grade_gold(cfg.grade_gold, cfg)
-    elif cfg.show_prompt:
-        result = show_prompt(cfg)
+        unused = cfg.task == EvalFlags.task and not cfg.model
+        need(unused, "--grade_gold names the file and needs no model; leave out --task and --model")
+        result = grade_gold(tasks.make_task(cfg, "grade_gold"))
     else:
-        result = evaluate(cfg)
+        result = show_prompt(cfg) if cfg.show_prompt else evaluate(cfg)
     write_result(cfg.out, result)
     return result
 

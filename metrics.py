@@ -263,11 +263,10 @@ ELSEWHERE = {
     "grade/timeouts": "answers that could not be graded within 5 seconds (they earn 0)",
     "grade/failures": "answers on which a reward function raised an exception (they earn 0 for it)",
     "grade/unboxed": "share of responses without a complete \\boxed{}",
-    "grade/exact": (
-        "share of responses with the gold answer as last number, among problems with a plain number as gold "
-        "answer"
+    "grade/inexact": (
+        "share of responses that `math` accepts with a different last number, among problems with a plain number as "
+        "gold answer; warning above 0.2"
     ),
-    "grade/inexact": "share of the same responses that `math` accepts with a different last number; warning above 0.2",
     "poisoned": (
         "responses left out of the loss: log p_inf of a sampled token is NaN, above 1e-3 or below -200, or log p_inf "
         "of a top-K token is NaN or above 1e-3"

@@ -123,8 +123,9 @@ def open_run(cfg: config.Config, comm) -> Run:
     Raises UserError."""
     task = make_task(cfg)
     held_out = held_out_sets(cfg, task)
+    tasks.warn_if_shared(task, held_out)
     if cfg.resume:
-        tasks.check_unchanged(cfg, Path(cfg.out) / "config.json", task)
+        tasks.check_unchanged(cfg, task)
     policy, actor = (model_folder(flag, cfg, comm) for flag in ("model", "actor"))
     folders = [policy, actor] if actor else [policy]
     check_models(cfg, policy, actor)

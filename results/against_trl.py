@@ -29,7 +29,6 @@ from machinery.flags import UserError, need, run_command
 from machinery.ranks import Comm
 from model import attention
 from model.engines import HFEngine, VLLMEngine
-from results import sweep
 from sampling import Sampling
 from source import LocalSource
 from sync import WeightCheck
@@ -142,6 +141,5 @@ def against_trl(root: str) -> dict:
 
 
 if __name__ == "__main__":
-    sweep.no_arguments("against_trl")
     with tempfile.TemporaryDirectory() as root:
         run_command(lambda: print(json.dumps(against_trl(root), indent=1)))

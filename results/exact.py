@@ -2,7 +2,6 @@
 
     python results/exact.py                                  # 10^6 tokens, 100 updates: results/exact.json
     python results/exact.py --tokens=100000 --updates=10     # the same in small
-    python results/exact.py --draw                           # table and plot from results/exact.json
 
 Each case trains: every update samples with the weights of the previous update. Times are processor times on one thread,
 alternately with and without --exact; the ratio is the median over turns.
@@ -111,25 +110,6 @@ def table(data: dict) -> str:
     return sweep.markdown(HEAD, rows)
 
 
-def draw(data: dict) -> None:
-    """Plot the largest differences without --exact, and the time ratios."""
-    plt = sweep.pyplot()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 2.8), layout="constrained", sharey=True)
-    names, places = [x["case"] for x in data["cases"]], range(len(data["cases"]))
-    left.barh(places, [x["without"] for x in data["cases"]], color=sweep.COLOURS[1])
-    left.set(xscale="log", title="largest |log p_inf - log p_ref| without --exact (with it: 0)")
-    left.set_yticks(places, names, fontsize=8)
-    for i, part in enumerate(HEAD[5:]):
-        at = [y + 0.25 * (i - 1) for y in places]
-        right.barh(
-            at, [x["costs"][i] for x in data["cases"]], 0.25, color=sweep.COLOURS[i], label=part
-        )
-    right.axvline(1, color="black", lw=0.8)
-    right.set(title="time with --exact over time without")
-    right.legend(fontsize=7)
-    sweep.save(fig, sweep.RESULTS / "exact.png")
-
-
 @dataclass(frozen=True)
 class ExactFlags:
     """Sampler and learner bit for bit"""
@@ -138,28 +118,24 @@ class ExactFlags:
     """Number of sampled tokens of all cases together."""
     updates: int = UPDATES
     """Number of updates of all cases together."""
-    draw: bool = False
-    """Run nothing: write the table and the plot from results/exact.json."""
 
 
 def main() -> None:
     flags = parse_flags(ExactFlags, usage=__doc__.strip())
-    if not flags.draw:
-        batch = max(64, flags.tokens // (20 * flags.updates) // 8 * 8)  # 20 tokens a response
-        about = {
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "batch": batch,
-            "processor": torch.backends.cpu.get_cpu_capability(),
-        }
-        rows = []
-        for case in CASES:
-            rows.append(measure(case, -(-flags.updates // len(CASES)), batch))
-            print(rows[-1], flush=True)
-        sweep.store("exact", {"about": about, "cases": rows})
-    data = sweep.load("exact")
+    batch = max(64, flags.tokens // (20 * flags.updates) // 8 * 8)  # 20 tokens a response
+    about = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "batch": batch,
+        "processor": torch.backends.cpu.get_cpu_capability(),
+    }
+    rows = []
+    for case in CASES:
+        rows.append(measure(case, -(-flags.updates // len(CASES)), batch))
+        print(rows[-1], flush=True)
+    data = {"about": about, "cases": rows}
+    sweep.store("exact", data)
     sweep.rewrite("exact", table(data))
-    draw(data)
     print(table(data))
 
 

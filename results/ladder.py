@@ -73,5 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sweep.no_arguments("ladder")
     run_command(main)

@@ -1,7 +1,6 @@
 """Plan the memory of the recipes in configs/papers (plan/).
 
     python results/plans.py             # the plans of all recipes; no weights, no network
-    python results/plans.py --draw      # tables and plot from results/plans.json
 
 SHAPES has the shapes of the recipes' models, as in their config.json files on the hub. The second table compares plans
 with measured peaks ("checked" in results/plans.json).
@@ -9,14 +8,13 @@ with measured peaks ("checked" in results/plans.json).
 
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import plan
 from machinery import settings
-from machinery.flags import parse_flags, run_command
+from machinery.flags import run_command
 from results import sweep
 
 COMMON = {"vocab_size": 151_936, "max_position_embeddings": 40_960}
@@ -111,44 +109,10 @@ def table(data: dict) -> str:
     )
 
 
-def draw(data: dict) -> None:
-    """Plot each recipe's memory by kind, and predicted against measured peaks."""
-    plt = sweep.pyplot()
-    fig, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 3.6), layout="constrained", width_ratios=(2, 1)
-    )
-    names = [f"{row[0]}, {row[1]}" for row in data["recipes"]]
-    start = [0.0] * len(names)
-    for i, part in enumerate(HEAD[2:5], 2):
-        values = [float(row[i]) for row in data["recipes"]]
-        left.barh(names, values, left=start, color=sweep.COLOURS[i - 2], label=part)
-        start = [a + b for a, b in zip(start, values, strict=True)]
-    left.plot([float(row[5]) for row in data["recipes"]], names, "k|", ms=9, label="peak")
-    left.set(title="plan: GiB on one GPU (recipe, GPUs)")
-    left.legend(fontsize=7)
-    predicted, peaks = ([float(row[i]) for row in data["checked"]] for i in (1, 2))
-    right.plot([0, max(peaks)], [0, max(peaks)], color="grey", lw=0.8)
-    right.plot(peaks, predicted, "o", ms=4, color=sweep.COLOURS[1])
-    right.set(xlabel="measured, GiB", ylabel="predicted, GiB", title="peaks on CPUs")
-    sweep.save(fig, sweep.RESULTS / "plans.png")
-
-
-@dataclass(frozen=True)
-class PlanFlags:
-    """Plans"""
-
-    draw: bool = False
-    """Plan nothing: write the tables and the plot from results/plans.json."""
-
-
 def main() -> None:
-    flags = parse_flags(PlanFlags, usage=__doc__.strip())
-    data = sweep.load("plans")
-    if not flags.draw:
-        data["recipes"] = recipes()
-        sweep.store("plans", data)
+    data = {**sweep.load("plans"), "recipes": recipes()}
+    sweep.store("plans", data)
     sweep.rewrite("plans", table(data))
-    draw(data)
     print(table(data))
 
 

@@ -1,13 +1,15 @@
-"""Run the rows of a study, summarise them in results/NAME.json, and write the page's table and plot from that file.
+"""Run the rows of a study in results/NAME.json, summarise them there, and write the page's table and plot.
 
     python results/sweep.py jackpot                         # every run of the study: hours on two cores
     python results/sweep.py jackpot --only="stale by 64"    # the rows with this text in "GROUP: LABEL"
     python results/sweep.py jackpot --draw                  # run nothing: table and plot from results/jackpot.json
 
-The studies are in results/rows.py. A run is stored in out/study, and an interrupted run continues there. A row of the
-JSON file has the flags, the seeds, the final and the best pass@1 of each seed, the mean of each column of the table
-over the last updates, and the plotted curves with at most POINTS points. The part of a page above the line
-`<!-- table -->` is written by hand, and the part below it by this script.
+Written by hand in the JSON file of a study: its rows, each with a configuration (configs/NAME.toml), flags on top of it
+and seeds; the columns of the table; the panels of the plot, each a group and a column of metrics.jsonl or eval/policy;
+and the last share of the updates over which columns are averaged. A row is run once for each seed, in out/study, and an
+interrupted run continues there. This script adds to a row the final and the best pass@1 of each seed, the mean of each
+column of the table, and the plotted curves with at most POINTS points. It also writes the part of the page below the
+line `<!-- table -->`.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from tqdm import tqdm
 from machinery.flags import UserError, need, parse_flags, read_text, run_command
 from machinery.plot import pyplot
 from machinery.run import read_metrics
-from results.rows import STUDIES, Row, Study
 
 RESULTS = ROOT / "results"
+STUDIES = ("jackpot", "tis", "praxis", "qarl", "real", "heterorl", "worth")
 FOLDER = ROOT / "out" / "study"
 MARKER = "<!-- table -->\n"  # a line in each page; the text below it is generated
 POINTS = 25  # most points of a curve
@@ -56,12 +58,12 @@ class SweepFlags:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def run(study: Study, folder: Path, only: str = "", jobs: int = 2) -> dict[str, dict[str, dict]]:
-    """Run the selected rows, `jobs` runs at a time; return group -> label -> summary of the row."""
+def run(study: dict, folder: Path, only: str = "", jobs: int = 2) -> None:
+    """Run the selected rows, `jobs` runs at a time, and add their summaries to the study."""
     need(jobs >= 1, f"--jobs={jobs}: must be at least 1; name the number of runs at a time")
     chosen = [
-        (group, label, row)
-        for group, rows in study.groups.items()
+        (group, row, [(seed, folder_of(folder, group, label, seed)) for seed in row["seeds"]])
+        for group, rows in study["rows"].items()
         for label, row in rows.items()
         if only in f"{group}: {label}"
     ]
@@ -69,21 +71,18 @@ def run(study: Study, folder: Path, only: str = "", jobs: int = 2) -> dict[str, 
         chosen,
         f"--only={only}: no row has this text in its name; leave the flag out to run all rows",
     )
-    todo = [
-        (row, seed, folder_of(folder, group, label, seed))
-        for group, label, row in chosen
-        for seed in row.seeds
-    ]
     threads = str(max(1, len(os.sched_getaffinity(0)) // jobs))
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(run_one, *one, threads) for one in todo]
+        futures = [
+            pool.submit(run_one, row, seed, place, threads)
+            for _, row, runs in chosen
+            for seed, place in runs
+        ]
         for future in tqdm(futures, desc="runs"):
             future.result()
-    summaries: dict[str, dict[str, dict]] = {}
-    for group, label, row in chosen:
-        runs = [series(folder_of(folder, group, label, seed)) for seed in row.seeds]
-        summaries.setdefault(group, {})[label] = summarise(study, group, label, row, runs)
-    return summaries
+    for group, row, runs in chosen:
+        row["git"] = sorted({config_of(place)["git"] for _, place in runs})
+        row |= summary(study, group, [read_metrics(place) for _, place in runs])
 
 
 def folder_of(folder: Path, group: str, label: str, seed: int) -> Path:
@@ -95,27 +94,28 @@ def folder_of(folder: Path, group: str, label: str, seed: int) -> Path:
     return folder / words[0] / f"{words[1]}-{seed}"
 
 
-def command(row: Row, seed: int, folder: Path) -> list[str]:
+def command(row: dict, seed: int, folder: Path) -> list[str]:
     """The arguments for python that start a run."""
-    flags = [f"--{key}={value}" for key, value in {**row.flags, "seed": seed}.items()]
-    return ["train.py", f"--config=configs/{row.config}.toml", *flags, f"--out={folder}"]
+    flags = [f"--{key}={value}" for key, value in {**row["flags"], "seed": seed}.items()]
+    return ["train.py", f"--config=configs/{row['config']}.toml", *flags, f"--out={folder}"]
+
+
+def config_of(folder: Path) -> dict:
+    """The config.json of a run; {} before it started."""
+    path = folder / "config.json"
+    return json.loads(read_text(path)) if path.is_file() else {}
 
 
 def is_finished(folder: Path) -> bool:
     """Whether a run has completed all updates."""
-    if not (folder / "config.json").is_file():
-        return False
-    steps = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]["steps"]
-    return read_metrics(folder)[-1]["step"] + 1 >= steps
+    made = config_of(folder)
+    return bool(made) and read_metrics(folder)[-1]["step"] + 1 >= made["config"]["steps"]
 
 
-def run_one(row: Row, seed: int, folder: Path, threads: str) -> None:
+def run_one(row: dict, seed: int, folder: Path, threads: str) -> None:
     """Start or resume one run."""
     if not is_finished(folder):
-        argv = command(row, seed, folder) + (
-            ["--resume"] if (folder / "config.json").is_file() else []
-        )
-        call(argv, threads)
+        call(command(row, seed, folder) + ["--resume"] * bool(config_of(folder)), threads)
         if not is_finished(folder):
             raise SystemExit(
                 f"error: {folder}: stopped by a signal; start the study again to go on"
@@ -139,64 +139,42 @@ def call(argv: list[str], threads: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def series(folder: Path) -> dict:
-    """The metrics of a run by column, its evaluations, and the revision of the code."""
-    rows = read_metrics(folder)
-    steps = [r for r in rows if r["step"] >= 0]
-    keys = {key for r in steps for key, value in r.items() if isinstance(value, int | float)}
+def summary(study: dict, group: str, runs: list[list[dict]]) -> dict:
+    """The numbers of a row in a group of the study. runs: the rows of metrics.jsonl for each seed."""
+    evals = [[r for r in rows if "eval/policy_pass@1" in r] for rows in runs]
+    last = [rows[-1] for rows in evals]
+    best = [max(rows, key=pass_of) for rows in evals]
+    metrics = [key for key in study["columns"].values() if key not in CELLS]
+    keys = ["eval/policy", *(key for of, key in study["panels"] if of == group)]
     return {
-        "git": json.loads((folder / "config.json").read_text(encoding="utf-8"))["git"],
-        "evals": [
-            [r["step"] + 1, r["eval/policy_pass@1"], r["eval/policy_se"]]
-            for r in rows
-            if "eval/policy_pass@1" in r
-        ],
-        "updates": [r["step"] + 1 for r in steps],
-        "columns": {key: [r.get(key) for r in steps] for key in keys},
-    }
-
-
-def summarise(study: Study, group: str, label: str, row: Row, runs: list[dict]) -> dict:
-    """The JSON row for runs of one row of the study, one run per seed, as returned by `series`."""
-    last = [run["evals"][-1] for run in runs]
-    best = [max(run["evals"], key=lambda x: x[1]) for run in runs]
-    metrics = [key for key in study.columns.values() if key not in CELLS]
-    keys = ["eval/policy", *(key for of, key in study.panels if of == group)]
-    return {
-        "config": row.config,
-        "flags": {
-            key: value if isinstance(value, bool | int | float) else str(value)
-            for key, value in row.flags.items()
-        },
-        "seeds": list(row.seeds),
-        "git": sorted({run["git"] for run in runs}),
-        "start": [percent(run["evals"][0][1]) for run in runs],
-        "pass": [percent(x[1]) for x in last],
-        "best": [percent(x[1]) for x in best],
-        "se": [percent(last[0][2]), percent(best[0][2])],  # over problems, if there is one seed
-        "columns": {key: [tail(run, key, study.share) for run in runs] for key in metrics},
+        "start": [pass_of(rows[0]) for rows in evals],
+        "pass": [pass_of(r) for r in last],
+        "best": [pass_of(r) for r in best],
+        # over problems, if there is one seed
+        "se": [round(100 * rows[0]["eval/policy_se"], 4) for rows in (last, best)],
+        "columns": {key: [tail(rows, key, study["share"]) for rows in runs] for key in metrics},
         "curves": {key: curve(runs, key) for key in dict.fromkeys(keys)},
     }
 
 
-def percent(x: float) -> float:
-    return round(100 * x, 4)
+def pass_of(row: dict) -> float:
+    return round(100 * row["eval/policy_pass@1"], 4)
 
 
 def short(x: float) -> float:
     return float(f"{x:.4g}")
 
 
-def tail(run: dict, key: str, share: float) -> float | None:
+def tail(rows: list[dict], key: str, share: float) -> float | None:
     """Mean of a column over the last share of the updates; None if it was not measured."""
-    n = max(1, round(share * len(run["updates"])))
-    values = [v for v in run["columns"].get(key, [])[-n:] if v is not None]
+    n = max(1, round(share * sum(r["step"] >= 0 for r in rows)))
+    values = [r[key] for r in rows[-n:] if r.get(key) is not None]
     return short(sum(values) / len(values)) if values else None
 
 
-def curve(runs: list[dict], key: str) -> dict[str, list[float]]:
+def curve(runs: list[list[dict]], key: str) -> dict[str, list[float]]:
     """Updates, and the mean, minimum and maximum over seeds, averaged in at most POINTS blocks."""
-    lines = [line for run in runs if (line := line_of(run, key))]
+    lines = [line for rows in runs if (line := line_of(rows, key))]
     length = min(map(len, lines), default=0)
     width = max(1, math.ceil(length / POINTS))
     blocks = [range(i, min(i + width, length)) for i in range(0, length, width)]
@@ -209,12 +187,11 @@ def curve(runs: list[dict], key: str) -> dict[str, list[float]]:
     }
 
 
-def line_of(run: dict, key: str) -> list[tuple[int, float]]:
+def line_of(rows: list[dict], key: str) -> list[tuple[int, float]]:
     """(updates, value) pairs of a column, or of the evaluations in percent."""
     if key == "eval/policy":
-        return [(x, 100 * y) for x, y, _ in run["evals"]]
-    values = run["columns"].get(key, [])
-    return [(x, y) for x, y in zip(run["updates"], values, strict=False) if y is not None]
+        return [(r["step"] + 1, pass_of(r)) for r in rows if "eval/policy_pass@1" in r]
+    return [(r["step"] + 1, r[key]) for r in rows if r["step"] >= 0 and r.get(key) is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -292,15 +269,15 @@ def number(x: float) -> str:
     return f"{x:.0f}" if abs(x) >= 10 else f"{x:.2g}"
 
 
-def table(name: str, data: dict) -> str:
-    """The table of a study: a line for each group and each row."""
-    columns = STUDIES[name].columns
+def table(study: dict) -> str:
+    """The table of a study: a line for each group and each row that has run."""
     lines = []
-    for group, rows in data["rows"].items():
+    for group, rows in study["rows"].items():
         lines.append([f"**{group}**"])  # the missing cells stay empty in Markdown
         for label, row in rows.items():
-            lines.append([label, *(cell(row, key) for key in columns.values())])
-    return markdown(["", *columns], lines)
+            if "pass" in row:
+                lines.append([label, *(cell(row, key) for key in study["columns"].values())])
+    return markdown(["", *study["columns"]], lines)
 
 
 def markdown(head: list[str], rows: list) -> str:
@@ -330,10 +307,10 @@ COLOURS += ("#999999", "#882255", "#808000")
 LOGARITHMIC = ("distill_kl", "rollout_corr/k3_kl", "rollout_corr/mean_mismatch")
 
 
-def draw(name: str, data: dict) -> None:
+def draw(name: str, study: dict) -> None:
     """Draw results/NAME.png: the panels of the study."""
     plt = pyplot()
-    panels = STUDIES[name].panels
+    panels = study["panels"]
     n = len(panels)
     columns = min(3, n)
     size = (4.6 * columns, 3.9 * math.ceil(n / columns))
@@ -342,7 +319,7 @@ def draw(name: str, data: dict) -> None:
     )
     flat = list(axes.flat)
     for ax, (group, key) in zip(flat, panels, strict=False):
-        draw_panel(ax, group, key, data["rows"][group])
+        draw_panel(ax, group, key, study["rows"][group])
     for ax in flat:
         ax.grid(alpha=0.3)
         ax.tick_params(labelsize=8)
@@ -354,7 +331,7 @@ def draw(name: str, data: dict) -> None:
 def draw_panel(ax, group: str, key: str, rows: dict[str, dict]) -> None:
     """Draw one line for each row with this curve; the band is the range over seeds."""
     for (label, row), colour in zip(rows.items(), COLOURS, strict=False):
-        if key not in row["curves"]:
+        if key not in row.get("curves", {}):
             continue
         line = row["curves"][key]
         dots = dict(marker="o", ms=3) if key == "eval/policy" else {}
@@ -394,27 +371,6 @@ def save(fig, path: Path | str, dpi: int = 80) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def no_arguments(script: str) -> None:
-    """Exit with an error sentence if a script without flags is given arguments."""
-    given = " ".join(sys.argv[1:])
-    if given:
-        sys.exit(f"error: {given}: results/{script}.py takes no flags; leave them out")
-
-
-def update(name: str, flags: SweepFlags) -> dict:
-    """Run the selected rows; return the study's data with the new numbers, in the order of rows.py."""
-    study = STUDIES[name]
-    data = load(name) if path_of(name).is_file() else {}
-    new = run(study, FOLDER / name, flags.only, flags.jobs)
-    old = data.get("rows", {})
-    data["rows"] = {}
-    for group, labels in study.groups.items():
-        known = {**old.get(group, {}), **new.get(group, {})}
-        data["rows"][group] = {label: known[label] for label in labels if label in known}
-    store(name, data)
-    return data
-
-
 def main() -> None:
     """Run the command line: a study's name, then flags."""
     named, given = sys.argv[1:2], sys.argv[2:]
@@ -422,11 +378,14 @@ def main() -> None:
     if not named or named[0] not in STUDIES:
         raise UserError(f"{' '.join(named) or 'no study'}: no such study; name one of {known}")
     flags = parse_flags(SweepFlags, given, __doc__.strip())
-    data = load(named[0]) if flags.draw else update(named[0], flags)
-    text = table(named[0], data)
-    rewrite(named[0], text)
-    draw(named[0], data)
-    print(text)
+    name = named[0]
+    study = load(name)
+    if not flags.draw:
+        run(study, FOLDER / name, flags.only, flags.jobs)
+        store(name, study)
+    rewrite(name, table(study))
+    draw(name, study)
+    print(table(study))
 
 
 if __name__ == "__main__":

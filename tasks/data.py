@@ -11,7 +11,6 @@ written below the question, and the answer becomes a letter. All columns reach t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gzip
 import hashlib
 import importlib.util
@@ -50,22 +49,24 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Table:
-    """Problems from the rows of a file, a data set or a class.
+    """Problems from the rows of a file or a data set.
 
     style: form of the prompts; reward: grading. The train split is a new shuffle of all rows in
     every epoch; the test split is the rows in order."""
 
+    environment = ""  # the function that replies to the model's turns (tasks/turns.py)
+
     def __init__(self, name: str, rows: list[dict], style: Style, reward: Reward):
-        self.name, self.rows = name, rows
-        self.style, self.reward = style, reward
+        self.name, self.rows, self.style, self.reward = name, rows, style, reward
         self.stem = label_of(name)
-        self.used = list(range(len(rows)))  # indices of the rows that are not dropped
+        self.total = len(rows)
+        self.used = list(range(self.total))  # indices of the rows that are not dropped
         self.dropped = 0
         self.epoch, self.order = -1, []  # the current shuffle
 
     @property
-    def size(self) -> int:
-        return len(self.used)
+    def size(self) -> int | None:
+        return len(self.used) or None
 
     def problem(self, split: str, index: int) -> Problem:
         """Problem number `index` of a split, "train" or "test"."""
@@ -79,10 +80,17 @@ class Table:
 
     def find(self, id: str) -> Problem:
         """The problem of an id: NAME/ROW."""
-        row = self.rows[int(id.rsplit("/", 1)[1])]
+        row = self.row(id)
         return Problem(
             id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat
         )
+
+    def row(self, id: str) -> dict:
+        return self.rows[int(id.rsplit("/", 1)[1])]
+
+    def ids(self, index: int) -> list[str]:
+        """The ids of the problems that are dropped together."""
+        return [f"{self.stem}/{index}"]
 
     def rewards(self, answers: list[Answer], known=None) -> tuple[list[float], Counter]:
         """The reward of each answer, and counts (rewards.Reward.of)."""
@@ -93,20 +101,13 @@ class Table:
         the longest remaining prompt.
 
         Raises UserError if all rows are dropped."""
-        lengths = []
-        for start in range(0, len(self.rows), 1000):
-            problems = [
-                self.find(f"{self.stem}/{i}")
-                for i in range(start, min(start + 1000, len(self.rows)))
-            ]
-            lengths += [len(ids) for ids in encode_all(tokenizer, problems)]
-        prompt, _ = render(tokenizer, self.find(f"{self.stem}/0"))
+        problems = [self.find(id) for i in range(self.total) for id in self.ids(i)]
+        prompt, _ = render(tokenizer, problems[0])
         opened = prompt.rstrip().endswith("<think>")  # by chat templates of reasoning models
         self.reward = dataclasses.replace(self.reward, opened=opened)
-        return self.keep(lengths, limit)
-
-    def keep(self, lengths: list[int], limit: int) -> int:
-        """`fit` for given lengths of the prompts, in tokens."""
+        each = [len(ids) for ids in encode_all(tokenizer, problems)]
+        n = len(each) // self.total
+        lengths = [max(each[i : i + n]) for i in range(0, len(each), n)]
         self.used = [i for i, n in enumerate(lengths) if not limit or n <= limit]
         self.dropped, self.epoch = len(lengths) - len(self.used), -1
         need(
@@ -139,36 +140,30 @@ class OwnTask(Table):
             has,
             f"--task={name}: needs a method problem(split, index) and an attribute size (None: endless)",
         )
-        size = self.made.size
-        counts = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-        need(
-            size is None or counts,
-            f"--task={name}: its size is {size!r:.50}; it must be a whole number of problems above 0, or None: endless",
-        )
-        # the function that replies to the model's turns (tasks/turns.py), or ""
-        replies = callable(getattr(self.made, "reply", None))
-        self.environment = f"{name}.reply" if replies else ""
-        # indices of the problems that are not dropped, for both splits
-        self.used = list(range(size or 0))
-        self.too_long = None  # for an endless class: raises UserError if a prompt is too long
-
-    @property
-    def size(self) -> int | None:
-        return len(self.used) or None
+        self.total = self.made.size or 0
+        self.used = list(range(self.total))  # for both splits; empty for an endless class
+        if callable(getattr(self.made, "reply", None)):
+            self.environment = f"{name}.reply"
+        self.tokenizer, self.limit = None, 0  # of an endless class's prompts
 
     def digest(self) -> str:
-        """SHA-256 of the training problems, of the first 64 if the class is endless."""
-        made = [self.find(f"{self.stem}/train/{i}") for i in range(self.made.size or 64)]
-        return hashlib.sha256(repr([(p.prompt, p.answer) for p in made]).encode()).hexdigest()
+        """SHA-256 of the first 64 training problems."""
+        rows = [self.row(f"{self.stem}/train/{i}") for i in range(min(self.total or 64, 64))]
+        made = [(row["prompt"], row["answer"]) for row in rows]
+        return hashlib.sha256(repr(made).encode(errors="replace")).hexdigest()
 
     def problem(self, split: str, index: int) -> Problem:
-        number = index if self.size is None else self.used[index % self.size]
+        number = self.used[index % len(self.used)] if self.used else index
         problem = self.find(f"{self.stem}/{split}/{number}")
-        if self.too_long:
-            self.too_long(problem)
+        if self.limit:
+            n = len(encode(self.tokenizer, problem))
+            need(
+                n <= self.limit,
+                f"{problem.id}: a prompt of {n} tokens, more than --max_prompt_tokens={self.limit}; shorten it",
+            )
         return problem
 
-    def find(self, id: str) -> Problem:
+    def row(self, id: str) -> dict:
         _, split, index = id.rsplit("/", 2)
         try:
             made = self.made.problem(split, int(index))
@@ -177,37 +172,23 @@ class OwnTask(Table):
                 f"--task={self.name}: problem({split!r}, {index}) raised {described(e)}"
             ) from None
         place = f"{self.name}, {split} problem {index}"
-        row = read_row(made, place, *self.columns, needed=self.needed)
-        return Problem(
-            id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat
-        )
+        return read_row(made, place, *self.columns, needed=self.needed)
+
+    def ids(self, index: int) -> list[str]:
+        return [f"{self.stem}/{split}/{index}" for split in ("train", "test")]
 
     def fit(self, tokenizer, limit: int = 0) -> int:
         """`Table.fit`, by the longer of a problem's prompts in the two splits. For an endless class
         it returns the limit, and a longer prompt raises UserError when it is drawn."""
-        if self.size is None:
-            need(
-                limit,
-                f"--max_prompt_tokens: {self.name} is endless, so the length of its longest prompt is not "
-                "known; give --max_prompt_tokens",
-            )
-            self.too_long = functools.partial(check_length, tokenizer, limit)
-            return limit
-        numbers = range(self.made.size)
-        lengths = []
-        for split in ("train", "test"):
-            problems = [self.find(f"{self.stem}/{split}/{i}") for i in numbers]
-            lengths.append([len(ids) for ids in encode_all(tokenizer, problems)])
-        return self.keep([max(both) for both in zip(*lengths, strict=True)], limit)
-
-
-def check_length(tokenizer, limit: int, problem: Problem) -> None:
-    """Raise UserError if the problem's prompt has more than `limit` tokens."""
-    n = len(encode(tokenizer, problem))
-    need(
-        n <= limit,
-        f"{problem.id}: a prompt of {n} tokens, more than --max_prompt_tokens={limit}; shorten it",
-    )
+        if self.used:
+            return super().fit(tokenizer, limit)
+        need(
+            limit,
+            f"--max_prompt_tokens: {self.name} is endless, so the length of its longest prompt is not "
+            "known; give --max_prompt_tokens",
+        )
+        self.tokenizer, self.limit = tokenizer, limit
+        return limit
 
 
 def digest_of(name: str) -> str:
@@ -295,7 +276,7 @@ def mixed(name: str) -> list[str]:
 
 
 def from_file(name: str, flag: str) -> list[tuple[str, object]]:
-    """(place, row) pairs of a JSONL, JSON or Parquet file; .gz files are decompressed."""
+    """(place, row) pairs of a JSONL, JSON or Parquet file; .jsonl.gz and .json.gz are unpacked."""
     path = Path(name)
     if not path.is_file():
         problem = "a folder" if path.is_dir() else "no such file"
@@ -303,15 +284,10 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         raise UserError(
             f"--{flag}={name}: {problem}; give {also}the path of a JSONL, JSON or Parquet file, or hf:NAME/SPLIT"
         )
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    need(
-        suffixes[-1:] not in ([".zst"], [".xz"], [".bz2"], [".zip"])
-        and suffixes[-2:] != [".parquet", ".gz"],
-        f"--{flag}={name}: {''.join(suffixes[-2:])} is not read, only .jsonl.gz and .json.gz; unpack the file first",
-    )
-    packed = suffixes[-1:] == [".gz"]
-    kind = (suffixes[:-1] if packed else suffixes)[-1:]
-    if kind == [".parquet"]:
+    packed = path.suffix.lower() == ".gz"
+    kind = Path(path.stem if packed else path).suffix.lower()
+    if kind == ".parquet":
+        need(not packed, f"--{flag}={name}: only .jsonl.gz and .json.gz are read; unpack the file")
         parquet = library("pyarrow.parquet", "pyarrow", f"--{flag}={name}")
         try:
             return placed(name, parquet.read_table(path).to_pylist())
@@ -320,7 +296,7 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
                 f"{name}: not a complete Parquet file ({shortened(e)}); copy it again"
             ) from None
     text = unpacked(path) if packed else read_text(path)
-    if kind == [".json"]:
+    if kind == ".json":
         rows = parsed(text, name, "fix this place in the array")
         need(
             isinstance(rows, list),
@@ -336,7 +312,7 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
 
 
 def unpacked(path: Path) -> str:
-    """The text of a gzip file in UTF-8."""
+    """The text of a gzip file in UTF-8. Raises UserError."""
     try:
         return gzip.decompress(path.read_bytes()).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
@@ -396,28 +372,23 @@ def read_row(
     need(isinstance(row, dict), f"{place}: not a JSON object; {NEEDS}")
     prompt = prompt_of(row, place, prompt_key)
     answer, listed = answer_of(row, place, answer_key, needed), choices_of(row)
+    text = prompt if isinstance(prompt, str) else "".join(m["content"] for m in prompt)
+    checked = {"problem": re.search(CONTROL, text)}
     if needed and not listed:
-        refuse_control(IN_ANSWER, answer, f"{place}: the `answer` {answer!r:.60}")
+        checked[f"`answer` {answer!r:.60}"] = re.search(IN_ANSWER, answer)
+    for what, found in checked.items():
+        need(
+            not found,
+            f"{place}: the {what} holds a control character, as LaTeX with one backslash in JSON does; write \\\\frac, "
+            "or remove that line",
+        )
     answer = answer.strip()
     if listed and (answer or needed):
         prompt, answer = multiple_choice(prompt, listed, answer, row, place, answer_key)
-    texts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
-    both = "".join(texts) + answer
-    encodable = both.encode(errors="replace").decode() == both
-    need(
-        encodable,
-        f"{place}: a lone surrogate, which no tokenizer can encode; fix or remove that line",
-    )
     need(answer or not needed, f"{place}: the `answer` is empty; add one, or remove that line")
-    refuse_control(CONTROL, "".join(texts), f"{place}: the problem")
     need(
         not needed or is_balanced(answer),
         f"{place}: the `answer` {answer:.60} has an unclosed brace or bracket; fix or remove that line",
-    )
-    finite = answer.lower().lstrip("+-") not in ("nan", "inf")
-    need(
-        finite,
-        f"{place}: the `answer` is {answer}, which no response can equal; fix or remove that line",
     )
     worked = (
         {"solution": row["answer"]}
@@ -427,20 +398,10 @@ def read_row(
     return {"prompt": prompt, "answer": answer, "row": {**worked, **row, "answer": answer}}
 
 
-def refuse_control(pattern: str, text: str, what: str) -> None:
-    """Raise UserError if a text has a control character that is never meant."""
-    need(
-        not re.search(pattern, text),
-        f"{what} holds a control character, as LaTeX with one backslash in JSON does; write \\\\frac, or remove "
-        "that line",
-    )
-
-
 def is_balanced(text: str) -> bool:
     """Whether braces close in order, and as many brackets open as close ([0, 1) is an interval)."""
-    plain = re.sub(
-        r"\\.|^\(?\w\)", "", text, flags=re.DOTALL
-    )  # without \{, and the label of "a) 5"
+    # without \{, and the label of "a) 5"
+    plain = re.sub(r"\\.|^\(?\w\)", "", text, flags=re.DOTALL)
     depths = [0, *accumulate((c == "{") - (c == "}") for c in plain)]
     brackets = sum((c in "([") - (c in ")]") for c in plain)
     return min(depths) == depths[-1] == brackets == 0
@@ -474,18 +435,19 @@ def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
 def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
     """A row's final answer; "" if the column is empty, or if it is missing and not needed. Raises
     UserError if a needed column is missing."""
-    key_name = None
+    found = None
     for name in [key] if key else ANSWERS:
         value = nested(row, name)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        missing = isinstance(value, float) and math.isnan(value)  # as pandas writes it
+        if missing or isinstance(value, bool) or not isinstance(value, (str, int, float)):
             continue
         # a worked solution without a marked answer
         if not key and name == "solution" and "\\boxed" not in str(value):
             continue
-        key_name = final_answer(written(value))
-        if key_name:
-            return key_name
-    if key_name is not None or not (needed or key):
+        found = final_answer(written(value))
+        if found:
+            return found
+    if found is not None or not (needed or key):
         return ""
     named = f"`{key}`" if key else "`answer`"
     hint = "" if key else ", or name the column with --columns=answer=NAME"
@@ -501,8 +463,8 @@ def written(value: str | float) -> str:
 
 def final_answer(answer: str) -> str:
     """The text after #### (GSM8K), or in the last box of a worked solution (also \\boxed 2), or ""
-    if the box is empty; else the whole answer. White space directly before a lower-case letter
-    stays, because it can be a damaged LaTeX command (`refuse_control`)."""
+    if the box is empty; else the whole answer. White space before a lower-case letter stays, because
+    it can be a damaged LaTeX command."""
     box = last_box(answer)
     bare = re.findall(r"\\boxed\s+([^\s{]+?)(?=\.?(?:[$\s]|$))", answer)
     if "####" in answer:
@@ -549,26 +511,21 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         listed = list(listed)
         random.Random(prompt).shuffle(listed)
     labels = row["choices"].get("label") if isinstance(row.get("choices"), dict) else None
-    index = nested(row, key) if key else row.get("answer")
-    has_index = key in ("", "answer")  # `answer_index` may give the number
-    if has_index:
-        index = row.get("answer_index", index)
-    letter = LETTERS.find(answer.upper()) if len(answer) == 1 else -1
-    if type(index) is int and 0 <= index < len(listed):  # MMLU and MMLU-Pro count from 0
-        at = index
-    elif labels and answer in labels:  # ARC: A to E, or 1 to 5
-        at = labels.index(answer)
-    elif answer in listed:
-        at = listed.index(answer)
+    at = nested(row, key) if key else row.get("answer")
+    if key in ("", "answer"):
+        at = row.get("answer_index", at)
+    if type(at) is not int or not 0 <= at < len(listed):  # MMLU and MMLU-Pro count from 0
+        if labels and answer in labels:  # ARC: A to E, or 1 to 5
+            found = {labels.index(answer)}
+        else:
+            letters = list(LETTERS[: len(listed)])
+            pairs = ((listed, answer), (letters, answer.upper()))
+            found = {names.index(x) for names, x in pairs if x in names}
         need(
-            letter in (-1, at) or letter >= len(listed),
-            f"{place}: the `{key or 'answer'}` is {answer}, the text of one choice and the letter of a different "
-            f"choice; give its number from 0 {'as `answer_index`' if has_index else 'there'}",
+            len(found) == 1,
+            f"{place}: the `{key or 'answer'}` is {answer}, which does not name exactly one of the {len(listed)} "
+            "choices; give its number from 0 as `answer_index`",
         )
-    elif 0 <= letter < len(listed):
-        at = letter
-    else:
-        named = f"{place}: the `{key or 'answer'}` is {answer}"
-        raise UserError(f"{named}, which does not name any of the {len(listed)} choices; fix it")
+        (at,) = found
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, listed, strict=False)]
     return "\n".join([prompt, *lines]), LETTERS[at]

@@ -17,20 +17,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, Pipe
 from numbers import Real
 from pathlib import Path
 
-from machinery.flags import UserError, from_environment, shortened
+from machinery.flags import from_environment, need, shortened
 from tasks.builtin import loaded
 
 CHUNK = 16  # maximum number of answers that a process gets at once
 MEMORY = 4 << 30  # bytes of address space of each process
 PATIENCE = 10  # wall-clock limit of a call, as a multiple of its limit of processor time
 TICK = 0.2  # polling interval in seconds
-OUT_OF_TIME = (None, -signal.SIGPROF, -signal.SIGALRM)  # exit codes at a limit; None: it hangs
 
 
 @dataclass(frozen=True)
@@ -46,36 +45,31 @@ class Failure:
 
 
 def grading_process(fd: int) -> None:
-    """The main function of a grading process: receive calls and send values, until the other end of
-    the socket `fd` closes.
+    """The main function of a grading process: receive calls and send results, until the other end
+    of the socket `fd` closes.
 
-    Each value is sent with the number of its call. The process ignores Ctrl-C and SIGTERM, which
-    the parent handles."""
+    The process ignores Ctrl-C and SIGTERM, which the parent handles."""
     import resource
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     with Connection(fd) as connection, contextlib.suppress(EOFError, OSError):
-        function = answers = None
         while True:
             name, calls, seconds = connection.recv()
-            if name is not None:  # load now, outside the time limit of the first answer
-                try:
-                    function, answers = function_of(name), text_of
-                    if not name.endswith(".reply"):
-                        answers = number_of
-                except BaseException as e:  # the file is the user's: it may do anything
-                    connection.send((None, ("failed", described(e))))
-                    return
-                connection.send((None, ("ready", None)))
-            for number, call in calls:
+            try:  # load outside the time limit of the call
+                function = function_of(name)
+            except BaseException as e:  # the file is the user's: it may do anything
+                connection.send(("unloadable", described(e)))
+                continue
+            answers = text_of if name.endswith(".reply") else number_of
+            for call in calls:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
                 signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
                 result = value_of(function, call, answers)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                connection.send((number, result))
+                connection.send(result)
 
 
 @functools.cache  # with several parts of --reward a process gets calls of each in turn
@@ -159,9 +153,13 @@ def described(e: BaseException) -> str:
 
 
 class Grader:
-    """A handle of a grading process."""
+    """A grading process, started on demand and replaced when it has died."""
 
     def __init__(self):
+        self.process: subprocess.Popen | None = None
+        self.lock = threading.Lock()  # of two threads that call `Graders.grade`
+
+    def start(self) -> None:
         self.connection, theirs = Pipe()
         fd = theirs.fileno()
         root = str(Path(__file__).resolve().parent.parent)
@@ -181,36 +179,51 @@ class Grader:
             process_group=0,  # its children end with it
         )
         theirs.close()
-        self.function: str | None = None  # the function that it was asked to load
-        self.ready = False  # whether the function is loaded
-        self.given: deque[int] = deque()  # numbers of the pending answers
 
-    def give(self, function: str, numbers: list[int], calls: list[tuple], seconds: float) -> None:
-        new = function != self.function
-        if new:
-            self.function, self.ready = function, False
-        self.given.extend(numbers)
-        with contextlib.suppress(OSError):  # if it has died, the next poll finds out
-            self.connection.send(
-                (function if new else None, list(zip(numbers, calls, strict=True)), seconds)
-            )
+    def values(self, function: str, calls: list[tuple], seconds: float) -> list:
+        """The results of the calls, as in `Graders.grade`, up to a call that ends the process."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        results = []
+        try:
+            self.connection.send((function, calls, seconds))
+            while len(results) < len(calls):
+                # a forked child may keep the connection of a dead process open
+                while not self.connection.poll(TICK):
+                    if self.process.poll() is not None:
+                        raise EOFError
+                kind, value = self.connection.recv()
+                need(
+                    kind != "unloadable",
+                    f"--reward={function}: cannot be loaded ({value}); fix the file, or install its library",
+                )
+                results.append(Failure(value) if kind == "failed" else value)
+        except (EOFError, OSError):
+            results.append(self.failure())
+        return results
+
+    def failure(self) -> Failure | None:
+        """The result of the call that ended the process; None at a time limit."""
+        code = self.process.wait()
+        self.end()
+        if code in (-signal.SIGPROF, -signal.SIGALRM):
+            return None
+        cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return Failure(f"it ended its process ({cause})")
 
     def end(self) -> None:
         """Kill the process and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
         self.process.wait()
-        self.connection.close()
 
 
 class Graders:
-    """Up to `size` grading processes, started on demand and kept. `graders()` returns the only
+    """Grading processes, each with a thread during a call of `grade`. `graders()` returns the only
     instance."""
 
     def __init__(self, size: int):
-        self.size = size
-        self.processes: list[Grader] = []
+        self.processes = [Grader() for _ in range(size)]
         self.stopped = threading.Event()  # if set, `grade` raises InterruptedError
 
     def grade(self, function: str, calls: list[tuple], seconds: float) -> list:
@@ -218,80 +231,45 @@ class Graders:
         the function raised or ended its process, or None at a time limit. Raises UserError if the
         function cannot be loaded."""
         values: list = [None] * len(calls)
-        todo = deque(range(len(calls)))
-        try:
-            while todo or any(p.given for p in self.processes):
-                if self.stopped.is_set():
-                    raise InterruptedError("grading was stopped")
-                while len(self.processes) < min(self.size, len(todo)):
-                    self.processes.append(Grader())
-                self._hand_out(function, todo, calls, seconds)
-                # wait in short intervals, so that signals to this process are handled
-                ready = wait([p.connection for p in self.processes], TICK)
-                for p in list(self.processes):
-                    if p.connection in ready:
-                        self._listen(p, values, todo)
-                    elif p.process.poll() is not None and not p.connection.poll():
-                        # it has died, but a forked child keeps its end of the connection open
-                        self._bury(p, values, todo)
-        except BaseException:  # else a later call would receive answers of this call
-            self.close()
-            raise
+        size = max(1, min(CHUNK, len(calls) // (4 * len(self.processes))))
+        todo = iter(range(0, len(calls), size))  # shared by the threads
+        over, futures = threading.Event(), []
+
+        def work(grader: Grader) -> None:
+            for start in todo:
+                done, end = start, min(start + size, len(calls))
+                while done < end:
+                    with grader.lock:
+                        if over.is_set():
+                            return
+                        results = grader.values(function, calls[done:end], seconds)
+                    values[done : done + len(results)] = results
+                    done += len(results)
+
+        used = self.processes[: len(calls)]
+        with ThreadPoolExecutor(len(self.processes)) as threads:
+            try:
+                futures.extend(threads.submit(work, grader) for grader in used)
+                for future in futures:
+                    while not wait([future], TICK).done:
+                        if self.stopped.is_set():
+                            raise InterruptedError("grading was stopped")
+                    future.result()
+            except BaseException:  # such as Ctrl-C: the threads end with their processes
+                over.set()
+                self.close()
+                while wait(futures, TICK).not_done:  # a thread may have started a new process
+                    self.close()
+                raise
         return values
 
-    def _hand_out(self, function: str, todo: deque[int], calls, seconds: float) -> None:
-        """Send a chunk to each idle process. Chunks become smaller towards the end, so that all
-        processes finish together."""
-        for p in self.processes:
-            alive = p.process.poll() is None  # a process that died while idle is replaced
-            if todo and not p.given and alive:
-                n = min(CHUNK, max(1, len(todo) // (2 * self.size)))
-                numbers = [todo.popleft() for _ in range(min(n, len(todo)))]
-                p.give(function, numbers, [calls[i] for i in numbers], seconds)
-
-    def _listen(self, p: Grader, values: list, todo: deque[int]) -> None:
-        """Receive a message from a process."""
-        try:
-            number, (kind, message) = p.connection.recv()
-        except (EOFError, OSError):
-            self._bury(p, values, todo)
-            return
-        if p.ready:
-            if number != p.given.popleft():
-                raise RuntimeError(f"a grading process answered question {number} out of turn")
-            values[number] = Failure(message) if kind == "failed" else message
-        elif kind == "failed":
-            raise UserError(f"--reward={p.function}: cannot be loaded ({message}); fix the file")
-        p.ready = True
-
-    def _bury(self, p: Grader, values: list, todo: deque[int]) -> None:
-        """Remove a dead process. Its current answer is lost; its other answers are graded again."""
-        self.processes.remove(p)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            p.process.wait(1.0)  # get its exit code before `end` kills it
-        code = p.process.returncode
-        p.end()
-        if p.ready and p.given and code not in OUT_OF_TIME:
-            cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-            of_memory = "; out of memory?" if code == -signal.SIGKILL else ""
-            values[p.given[0]] = Failure(f"it ended its process ({cause}{of_memory})")
-        if p.given and not p.ready:
-            raise RuntimeError(
-                f"a grading process ended before it was ready (exit code {p.process.returncode}): python -c 'import "
-                "tasks.grading' may show the reason"
-            )
-        todo.extend(list(p.given)[1:])
-
     def close(self) -> None:
-        while self.processes:
-            self.processes.pop().end()
+        for grader in self.processes:
+            if grader.process is not None and grader.process.poll() is None:
+                grader.end()
 
 
 @functools.cache
 def graders() -> Graders:
     """The grading processes of this process: their number is the cores per rank of this host."""
     return Graders(max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1)))
-
-
-# a forked process cannot wait for its parent's grading processes
-os.register_at_fork(after_in_child=graders.cache_clear)

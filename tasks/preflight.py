@@ -1,16 +1,18 @@
-"""Warnings, before a model loads, if prompts, gold answers and rewards do not fit together."""
+"""Warnings, before a model loads, if prompts, gold answers and rewards do not fit together; and
+eval.py --grade_gold, which grades all gold answers of a file."""
 
 from __future__ import annotations
 
 import re
 
+from machinery.flags import need
 from tasks.builtin import TEMPLATE_OF
-from tasks.gold import wrapped
 from tasks.prompts import Answer, render
 
 TRIED = 32  # gold answers that are graded
 # form in which a response gives its answer, for each reward
-HONEST = {"math": wrapped, "gsm8k": "#### {}".format, "praxis": "#### {}".format, "letter": wrapped}
+IN_BOX, AT_END = "The answer is $\\boxed{{{}}}$.", "#### {}"
+HONEST = {"math": IN_BOX, "gsm8k": AT_END, "praxis": AT_END, "letter": IN_BOX}
 MARKS = {"boxed": "\\boxed", "letter": "\\boxed", "hashes": "####"}  # marks in the templates
 ASKED_BY = {name: (MARKS[template],) for name, template in TEMPLATE_OF.items()}
 ASKED_BY |= {"think": ("<think>", "<answer>")}
@@ -37,15 +39,9 @@ def unasked(task, prompts: list[str]) -> str:
             silent = [prompt for prompt in prompts if mark not in prompt]
             if not silent:
                 continue
-            others = [name for name, (other, *_) in ASKED_BY.items() if mark != other in silent[0]]
-            instead = (
-                f"; it asks for {ASKED_BY[others[0]][0]}, which --reward={others[0]} reads"
-                if others and len(silent) == len(prompts)
-                else ""
-            )
             return (
                 f"--reward={part.name} reads {mark} in a response, and {len(silent)} of {len(prompts)} prompts do not "
-                f"ask for it{instead}; print a prompt with eval.py --show_prompt, or ask for it with "
+                "ask for it; print a prompt with eval.py --show_prompt, or ask for it with "
                 "--prompt_template or --system_prompt"
             )
         if part.name == "think" and re.search(BEGUN, prompts[0]):
@@ -58,31 +54,69 @@ def unasked(task, prompts: list[str]) -> str:
 
 def misgraded(task, problems: list) -> str:
     """A warning if responses with the gold answers are graded wrong, else ""."""
-    part = task.reward.parts[0]
-    if part.name not in HONEST:
+    name = task.reward.parts[0].name
+    if name not in HONEST:
         return ""
-    answers = [Answer(p, HONEST[part.name](p.answer), True) for p in problems]
-    values = task.reward.values(part, answers)
-    wrong = [p.answer for p, value in zip(problems, values, strict=True) if value != 1]
+    golds = [p.answer for p in problems]
+    wrong = [gold for gold, r in zip(golds, right(task, problems, golds), strict=True) if not r]
     if not wrong:
         return ""
     return (
-        f"{len(wrong)} of {len(problems)} gold answers are graded wrong by --reward={part.name} when a "
-        f"response gives them, such as {wrong[0]!r:.60}; eval.py --grade_gold lists such answers for --reward=math"
+        f"{len(wrong)} of {len(problems)} gold answers are graded wrong by --reward={name} when a "
+        f"response gives them, such as {wrong[0]!r:.60}; eval.py --grade_gold=FILE lists them"
     )
+
+
+def right(task, problems: list, answers: list[str]) -> list[bool]:
+    """Whether the reward's first part grades responses with these answers right."""
+    part = task.reward.parts[0]
+    texts = [HONEST[part.name].format(answer) for answer in answers]
+    asked = [Answer(p, text, True) for p, text in zip(problems, texts, strict=True)]
+    return [value == 1 for value in task.reward.values(part, asked)]
 
 
 def control_tokens(task, tokenizer) -> str:
     """A warning if problems contain texts that the tokenizer reads as control tokens, else ""."""
-    specials = [x for x in tokenizer.get_added_vocab() if x.startswith("<") or x.startswith("[")]
-    n = 0
-    for row in task.rows if isinstance(task.rows, list) else []:
-        prompt = row["prompt"]
-        texts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
-        n += any(x in text for x in specials for text in texts)
+    specials = [x for x in tokenizer.get_added_vocab() if x.startswith(("<", "["))]
+    n = sum(any(x in str(row["prompt"]) for x in specials) for row in task.rows)
     if not n:
         return ""
     return (
         f"{n} problem(s) hold control tokens of the tokenizer, such as the end of a turn, and the model reads them "
         "as control tokens; remove them unless they are intended"
     )
+
+
+def perturbed(answer: str) -> str:
+    """A wrong answer close to a right answer: a different first non-zero digit, a different letter,
+    or a term added."""
+    for i, digit in enumerate(answer):
+        if digit in "123456789":
+            other = "8" if digit == "9" else str(int(digit) + 1)
+            return answer[:i] + other + answer[i + 1 :]
+    if len(answer) == 1 and answer.isalpha():
+        return "B" if answer in "Aa" else "A"
+    return answer + " + 1"
+
+
+def grade_gold(task) -> dict:
+    """Grade all gold answers of a task and changed answers; print the errors and the shares that
+    are graded right. Raises UserError."""
+    name = task.reward.parts[0].name if task.size else "arith"
+    need(
+        name in HONEST,
+        f"--grade_gold: {name} is not graded by one of {', '.join(HONEST)}; name a file, and one of them with --reward",
+    )
+    problems = [task.problem("test", i) for i in range(task.size)]
+    result = {"file": task.name, "problems": task.size}
+    for kind, change, wanted in (("gold", str, True), ("changed", perturbed, False)):
+        answers = [change(p.answer) for p in problems]
+        verdicts = right(task, problems, answers)
+        for p, answer, verdict in zip(problems, answers, verdicts, strict=True):
+            if verdict != wanted:
+                print(
+                    f"{kind} answer graded {'right' if verdict else 'wrong'}: {answer} for {p.answer}"
+                )
+        result[kind] = sum(verdicts) / task.size
+        print(f"{task.name}: {sum(verdicts)} of {task.size} {kind} answers graded right by {name}")
+    return result

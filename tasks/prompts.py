@@ -182,18 +182,10 @@ def encode(tokenizer, problem: Problem) -> list[int]:
 
 
 def encode_all(tokenizer, problems: list[Problem]) -> list[list[int]]:
-    """`encode` for several problems at once, which lets fast tokenizers use all cores."""
-    texts = [render(tokenizer, problem) for problem in problems]
-    ids: list[list[int]] = [[]] * len(problems)
-    for templated in (True, False):  # a template writes the special tokens itself
-        rows = [i for i, (_, t) in enumerate(texts) if t == templated]
-        if rows:
-            token_ids = tokenizer([texts[i][0] for i in rows], add_special_tokens=not templated)[
-                "input_ids"
-            ]
-            for i, row in zip(rows, token_ids, strict=True):
-                ids[i] = row
-    return ids
+    """`encode` for problems with the same `chat`, which lets fast tokenizers use all cores."""
+    texts, templated = zip(*[render(tokenizer, problem) for problem in problems], strict=True)
+    # a template writes the special tokens itself
+    return tokenizer(list(texts), add_special_tokens=not templated[0])["input_ids"]
 
 
 def render(tokenizer, problem: Problem) -> tuple[str, bool]:

@@ -12,14 +12,12 @@ response as right if the first part gives more than 0.5."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -58,14 +56,6 @@ class Reward:
     overlong: int = 0  # DAPO's length penalty begins this many tokens below max_tokens (--overlong)
     opened: bool = False  # the prompt ends with <think>, so the response lacks the tag
 
-    def can_grade(self, answer: str) -> bool:
-        """Whether the first part can grade a response as right for this gold answer: `gsm8k` and
-        `praxis` need a number, `letter` needs a letter."""
-        form = {"gsm8k": NUMBER, "praxis": NUMBER, "letter": "[A-Za-z]"}.get(
-            self.parts[0].name, ".*"
-        )
-        return re.fullmatch(form, answer.strip(), re.DOTALL) is not None
-
     @property
     def needs_answer(self) -> bool:
         """Whether a row needs a final answer. Functions in a user's file may grade by different
@@ -78,8 +68,8 @@ class Reward:
         The counts: `answers`; `timeouts`, answers that exceeded the limit and earn 0; `failures`,
         answers that earn 0 because the function raised; if `math` is a part, `unboxed`, answers
         without a box; if `math` is the first part, `plain`, answers with a number as gold answer,
-        `exact`, plain answers that end with this number, and `right_inexact`, right plain answers
-        that do not; and `reward/NAME`, the unweighted sum of each part."""
+        and `inexact`, right plain answers that end with a different number; and `reward/NAME`, the
+        unweighted sum of each part."""
         total = [0.0] * len(answers)
         counts = Counter(answers=len(answers))
         first_values = []
@@ -101,47 +91,37 @@ class Reward:
         if any(part.name == "math" for part in self.parts):
             counts["unboxed"] = sum(last_box(a.text) is None for a in answers)
         if self.parts[0].name == "math":
-            plain = [i for i, a in enumerate(answers) if is_plain(a.problem.answer)]
-            exact = {
-                i for i in plain if ends_with_number(answers[i].text, answers[i].problem.answer)
-            }
-            right = {i for i in plain if first_values[i] == 1}
-            counts["plain"] = len(plain)
-            counts["exact"] = len(exact)
-            counts["right_inexact"] = len(right - exact)
+            for value, answer in zip(first_values, answers, strict=True):
+                if is_plain(answer.problem.answer):
+                    exact = ends_with_number(answer.text, answer.problem.answer)
+                    counts["plain"] += 1
+                    counts["inexact"] += value == 1 and not exact
         return total, counts
 
     def values(self, part: Part, answers: list[Answer], known: dict | None = None) -> list:
         """The pool's result for each answer. Equal answers are graded once; an answer without a box
-        gets 0 from `math`. known: (part, key) -> result of earlier calls; it gets the new results."""
+        gets 0 from `math`. known: (part, call) -> result of earlier calls; it gets the new results."""
         known = {} if known is None else known
-        calls = {}
-        keys = [self.call(part, answer, calls) for answer in answers]
-        new = [key for key in calls if (part.name, key) not in known]
-        results = graders().grade(part.name, [calls[key] for key in new], self.seconds)
-        known |= {(part.name, key): x for key, x in zip(new, results, strict=True)}
-        return [0.0 if key is None else known[part.name, key] for key in keys]
+        calls = [self.call(part, answer) for answer in answers]
+        keys = [(part.name, repr(call)) for call in calls]
+        new = {k: call for k, call in zip(keys, calls, strict=True) if call and k not in known}
+        results = graders().grade(part.name, list(new.values()), self.seconds)
+        known |= dict(zip(new, results, strict=True))
+        return [known[k] if call else 0.0 for k, call in zip(keys, calls, strict=True)]
 
-    def call(self, part: Part, answer: Answer, calls: dict) -> tuple | None:
-        """The key of this answer's call, which is added to `calls`; None: the answer is wrong, and
-        no call is needed."""
-        problem, text = answer.problem, answer.text
+    def call(self, part: Part, answer: Answer) -> tuple | None:
+        """The arguments of the part's function; None: the answer is wrong without a call."""
+        row, text = {"answer": answer.problem.answer}, answer.text
         finish_reason = "stop" if answer.finished else "length"
-        row = {"answer": problem.answer}
-        key = (problem.answer, text, finish_reason)
-        if part.name == "math":
-            text = last_box(text)
+        if part.name == "math":  # reads only the last box
+            text, finish_reason = last_box(text), "stop"
             if text is None:
                 return None
-            key = (problem.answer, text)
         elif part.name == "think" and self.opened:
             text = f"<think>{text}"
-            key = (problem.answer, text, finish_reason)
         elif part.name not in BUILT_IN:
-            row = problem.row
-            key = (problem.id, text, finish_reason)
-        calls.setdefault(key, (row, text, finish_reason))
-        return key
+            row = answer.problem.row
+        return row, text, finish_reason
 
     def named(self, part: Part, value, answer: Answer) -> list[tuple[str, float]]:
         """(name, value) pairs of a part's result; [] if the answer could not be graded."""
@@ -199,15 +179,8 @@ def parts_of(text: str) -> tuple[Part, ...]:
         name, star, weight = word.strip().partition("*")
         value = number(weight) if star else 1.0
         need(math.isfinite(value), f"--reward={text}: {weight} is not a weight; write NAME*0.5")
-        path, colon, attribute = name.rpartition(":")
-        if not colon:
+        if ":" not in name:
             choice("reward", name, [*BUILT_IN, "FILE.py:FUNCTION"])
-        else:
-            need(
-                Path(path).is_file(),
-                f"--reward={name}: {path}: no such file; write FILE.py:FUNCTION",
-            )
-            need(attribute, f"--reward={name}: no function is named; write {path}:FUNCTION")
         parts.append(Part(name.strip(), value))
     twice = len({part.label for part in parts}) < len(parts)  # labels are names in metrics
     need(
@@ -215,16 +188,6 @@ def parts_of(text: str) -> tuple[Part, ...]:
         f"--reward={text}: the same part is named twice; leave one part out, or rename its function",
     )
     return tuple(parts)
-
-
-def check_libraries(reward: Reward, name: str) -> None:
-    """Raise UserError if a part's library is not installed. name: the task, for the message."""
-    if any(part.name == "math" for part in reward.parts):
-        installed = importlib.util.find_spec("math_verify") is not None
-        need(
-            installed,
-            f"--reward=math, for {name}: math-verify is not installed; pip install math-verify",
-        )
 
 
 def try_out(reward: Reward, answer: Answer) -> None:

@@ -93,11 +93,10 @@ FILES = {
     "no_answer.jsonl": GOOD + '{"problem": "1 + 1"}\n',
     "fine.parquet": "PAR1, it says",
     "own.py": "x = 1\n",
-    "surrogate.jsonl": '{"problem": "\\ud800", "answer": "1"}\n',
     "brackets.jsonl": "[" * 100_000,
-    "latin1.jsonl": GOOD.encode() + b'{"problem": "caf\xe9", "answer": "1"}\n',
     "fine.parquet.gz": b"\x1f\x8b",
     "packed.jsonl.gz": b"\x1f\x8b\x08\x00\x00",
+    "latin1.jsonl": GOOD.encode() + b'{"problem": "caf\xe9", "answer": "1"}\n',
     # configurations
     "cut.toml": "steps = ",
     "unreadable.toml": unreadable,

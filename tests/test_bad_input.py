@@ -87,7 +87,6 @@ ROWS = [
 --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 --arith=seed=5 | --arith=seed=5: settings of
 --resume --overwrite --out=run | --resume with --overwrite: --resume continues the run, --overwrite deletes it; leave
 WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... install it (make demo does), or
-WITHOUT=math_verify --model=POLICY --task=fine.jsonl --max_tokens=8 --lr=1 --dtype=float32 | --reward=math, for ... pip
 --model=/no/such | --model=/no/such: no Hugging Face ... give a folder as save_pretrained writes it, or base:policy
 --model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: these ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06
 HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --max_tokens=8 | --model=Qwen ... no such
@@ -103,17 +102,18 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --task=empty.jsonl | empty.jsonl: no problems in the file; a row needs `problem` ... and `answer`
 --task=cut.jsonl | cut.jsonl, line 2: not valid JSON (Unterminated ... fix or remove that line, one object a line
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
---task=surrogate.jsonl | surrogate.jsonl, line 1: a lone surrogate, ... fix or remove that line
 --task=brackets.jsonl | brackets.jsonl, line 1: not valid JSON ... fix or remove that line, one object a line
 --task=latin1.jsonl | latin1.jsonl: not a text file in UTF-8 (byte 54); convert it
---task=fine.parquet.gz | --task=fine.parquet.gz: .parquet.gz is not read, only .jsonl.gz and .json.gz; unpack the file
+--task=fine.parquet.gz | --task=fine.parquet.gz: only .jsonl.gz and .json.gz are read; unpack the file
 --task=packed.jsonl.gz | packed.jsonl.gz: not a complete gzip file of text ... copy it again
 --eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL, JSON or Parquet file
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
 --task=fine.parquet | fine.parquet: not a complete Parquet file ... copy it again
 --task=cut.json | cut.json, line 5: not valid JSON (Expecting ',' delimiter); fix this place in the array
---task=nosuch.py:Task | --task=nosuch.py:Task: nosuch.py: no such file; write FILE.py:CLASS
+--task=nosuch.py:Task | --task=nosuch.py:Task: cannot be loaded (FileNotFoundError: ... nosuch.py'); fix the file
 --task=fine.jsonl --reward=math*x | --reward=math*x: x is not a weight; write NAME*0.5
+--task=fine.jsonl --reward=mth | --reward=mth: not one of math, gsm8k, ... did you mean math?
+--task=fine.jsonl --reward=own.py:f,b/own.py:f | --reward=own.py:f,b/own.py:f: the same part is named twice; leave one
 --task=fine.jsonl --reward=own.py:nosuch | --reward=own.py:nosuch: cannot be loaded (AttributeError ... fix the file
 --task=fine.jsonl --columns=prompt=nosuch | fine.jsonl, line 1: no `nosuch` text; add one
 --task=fine.jsonl --prompt_template=Q | --prompt_template=Q: must contain {problem} exactly once, or be one of
@@ -150,8 +150,10 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 | --model is empty: name a run folder, a checkpoint or a Hugging Face folder
 --model=/no/such | --model=/no/such: no model there; give a run folder, a checkpoint or a Hugging Face folder
 --model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name a different folder
+--grade_gold=fine.jsonl --task=fine.jsonl | --grade_gold names the file and needs no model; leave out --task and
+--grade_gold=fine.jsonl --reward=boxed | --grade_gold: boxed is not graded by one of math, gsm8k, praxis, letter; name
+--grade_gold=arith | --grade_gold: arith is not graded by one of math, gsm8k, praxis, letter; name a file, and one
 --model=POLICY --rollout=hf | --model=POLICY: these flags have no default for a custom model; ... --max_tokens=4096
---grade_gold=fine.jsonl --reward=gsm8k | --reward=gsm8k: --grade_gold checks only the grader of math; leave it out
         """,
     ),
     *rows(

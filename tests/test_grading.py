@@ -22,7 +22,7 @@ from config import SampleFlags
 from tasks import builtin, grading, grading_metrics, make_task, rewards
 from tasks.builtin import last_box
 from tasks.data import Table
-from tasks.grading import Graders, graders
+from tasks.grading import Graders
 from tasks.prompts import Answer, Problem, Style
 from tasks.rewards import Reward, parts_of
 
@@ -37,7 +37,7 @@ def graded(pool, pairs, seconds: float) -> list:
 
 
 def test_a_table_of_graded_responses():
-    """246 pairs of a gold answer and a response, labelled by hand."""
+    """256 pairs of a gold answer and a response, labelled by hand."""
     pairs = [json.loads(line) for line in (ROOT / "tests" / "graded.jsonl").read_text(encoding="utf-8").splitlines()]
     wrong = []
     for name in ("math", "gsm8k", "letter"):
@@ -45,7 +45,7 @@ def test_a_table_of_graded_responses():
         asked = [Answer(Problem(str(i), "p", row["gold"]), row["response"], True) for i, row in enumerate(rows)]
         values = Reward(parts=parts_of(name)).values(rewards.Part(name, 1.0), asked)
         wrong += [row for row, value in zip(rows, values, strict=True) if bool(value) != row["right"]]
-    assert len(pairs) == 246 and not wrong
+    assert len(pairs) == 256 and not wrong
 
 
 def test_only_the_last_box_counts():
@@ -92,7 +92,7 @@ def test_an_endless_answer_fails_alone():
     rewards, counts = task.rewards([Answer(task.problem("test", 0), text, True) for text in texts])
     assert time.monotonic() - start < 60
     assert rewards == [1, 0, 1, 0, 0, 0, *(float(i == 5) for i in range(40))]
-    assert counts == Counter({"answers": 46, "timeouts": 2, "unboxed": 1, "reward/math": 3, "plain": 46, "exact": 4})
+    assert counts == Counter({"answers": 46, "timeouts": 2, "unboxed": 1, "reward/math": 3, "plain": 46})
 
 
 def test_equal_answers_are_graded_once(monkeypatch, pool):
@@ -104,7 +104,7 @@ def test_equal_answers_are_graded_once(monkeypatch, pool):
     answers = [Answer(task.problem("test", i), text, True) for i in (0, 1) for text in texts]
     earned, counts = task.rewards(answers)
     assert earned == [1, 1, 0, 0, 0, 0, 0, 1]
-    assert counts == Counter({"answers": 8, "unboxed": 2, "reward/math": 3, "plain": 8, "exact": 3})
+    assert counts == Counter({"answers": 8, "unboxed": 2, "reward/math": 3, "plain": 8})
     pairs = [(f"\\boxed{{{text}}}", gold) for gold in "56" for text in "56"]
     assert calls_made == [("math", calls(*pairs), 3.0)]
 
@@ -122,7 +122,7 @@ def test_verdicts_do_not_depend_on_earlier_answers(pool):
 
 
 def test_grading_processes_are_kept_light_and_replaced(pool):
-    pool.size = 2
+    pool.processes = Graders(2).processes
     pairs = [(f"\\boxed{{{i}}}", "7") for i in range(30)]
     pids = []
     for _ in range(3):
@@ -152,12 +152,19 @@ def test_memory_is_bounded(pool):
     assert first != 1.0 and second
 
 
-def test_processes_that_cannot_start_are_an_error(pool, tmp_path, monkeypatch):
+def test_two_threads_share_the_processes(pool):
+    pairs = [(f"\\boxed{{{i}}}", "7") for i in range(30)]
+    results = {}
+    threads = [threading.Thread(target=lambda i=i: results.update({i: graded(pool, pairs, 5.0)})) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] == results[1] == [i == 7 for i in range(30)]
+
+
+def test_a_function_that_cannot_be_loaded_is_an_error(pool, tmp_path):
     path = tmp_path / "own.py"
-    path.write_text("import os\nos._exit(3)\n")
-    with pytest.raises(RuntimeError, match="a grading process ended before it was ready .exit code 3."):
-        pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0)
-    assert pool.processes == []
     path.write_text("raise SystemExit('no')\n")
     with pytest.raises(ValueError, match="own.py:score: cannot be loaded .SystemExit: no .own.py, line 1..; fix the"):
         pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0)
@@ -216,52 +223,20 @@ def test_signals_are_handled_while_an_answer_hangs():
     assert until(lambda: not any(map(alive, pids)), within=60)
 
 
-def test_a_forked_process_starts_new_grading_processes():
-    """The parent's grading processes are not the fork's children, and they read from the parent."""
-    right, wrong = ("\\boxed{1}", "1"), ("\\boxed{2}", "1")
-    assert graded(graders(), [right, wrong], 5) == [1.0, 0.0]
-    started = [p.process.pid for p in graders().processes]
-    if (pid := os.fork()) == 0:
-        status = 1
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(30)
-            status = int(graded(graders(), [right, wrong, right], 5) != [1.0, 0.0, 1.0])
-            graders().close()
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert graded(graders(), [wrong, right], 5) == [0.0, 1.0]
-    assert [p.process.pid for p in graders().processes] == started
+FORMATS = [
+    (builtin.boxed, "so \\boxed{1}", True),
+    (builtin.boxed, "\\boxed{1} \\boxed{1}", False),
+    (builtin.boxed, "\\boxed{1", False),
+    (builtin.think, "<think>a\nb</think> <answer>1</answer>\n", True),
+    (builtin.think, "<think><think>a</think><answer>1</answer>", False),
+    (builtin.think, "<answer>1</answer><think>a</think>", False),
+]
 
 
-CASES = {
-    "letter": [
-        ("B", "\\boxed{\\text{(B)}}", 1),
-        ("B", "The answer is Because", 0),
-        ("B", "The answer is B. To get this answer I used a table", 1),
-        ("B", "Final ANSWER: $B$", 1),
-        ("B", "The answer is \\textbf{(B)}", 1),
-        ("B", "The answer is option B", 1),
-        ("A", "The answer is not A", 0),
-        ("B", "\\boxed{\\text{Option B}}", 1),
-        ("B", "The answer is (B) or (C)", 0),
-        ("A", "The answer is A because of x", 1),
-    ],
-    "boxed": [("9", "so \\boxed{1}", 1), ("9", "\\boxed{1} \\boxed{1}", 0), ("9", "\\boxed{1", 0)],
-    "think": [
-        ("9", "<think>a\nb</think> <answer>1</answer>\n", 1),
-        ("9", "<think><think>a</think><answer>1</answer>", 0),
-        ("9", "<answer>1</answer><think>a</think>", 0),
-    ],
-}
-
-
-@pytest.mark.parametrize("name, answer, text, value", [(name, *case) for name in CASES for case in CASES[name]])
-def test_built_in_parts(name, answer, text, value):
-    assert rewards.BUILT_IN[name]({"answer": answer}, text, "stop") == value
-    if name == "boxed":
-        assert not builtin.boxed({"answer": answer}, text, "length")
+@pytest.mark.parametrize("part, text, value", FORMATS)
+def test_formats(part, text, value):
+    assert part({"answer": "9"}, text, "stop") == value
+    assert not builtin.boxed({"answer": "9"}, text, "length")
 
 
 def problem(answer: str, **row) -> Problem:
@@ -285,9 +260,9 @@ def test_a_sum_with_weights_and_a_penalty_of_length():
     earned, counts = reward.of(answers)
     assert earned == [1.5, 1.25, 0.5, 0.0]
     parts = {"reward/math": 3, "reward/boxed": 3, "reward/overlong": -1.25}
-    assert counts == Counter({"answers": 4, "plain": 4, "exact": 3, **parts})
+    assert counts == Counter({"answers": 4, "plain": 4, **parts})
     logged = {"reward/math": 0, "reward/boxed": 0, "reward/overlong": 0}
-    names = ("timeouts", "failures", "unboxed", "exact", "inexact")
+    names = ("timeouts", "failures", "unboxed", "inexact")
     assert grading_metrics(reward.of(answers[3:])[1]) == {f"grade/{name}": 0 for name in names} | logged
 
 
@@ -350,7 +325,7 @@ def test_a_custom_function_gets_its_row(custom):
 @pytest.mark.parametrize(
     "name, why",
     [("leaves", "SystemExit: 3 (own.py, line"), ("ends", "it ended its process (exit code 4)")]
-    + [("killed", "it ended its process (SIGKILL; out of memory?)")],
+    + [("killed", "it ended its process (SIGKILL)")],
 )
 def test_a_function_that_ends_its_process_fails_only_its_answer(custom, capsys, monkeypatch, pool, name, why):
     """The answer counts as a failure, not as a timeout, and the warning names the cause."""
@@ -411,19 +386,3 @@ def test_a_function_is_called_before_a_model_loads(tmp_path):
     cfg = SampleFlags(task=str(tmp_path / "x.jsonl"), reward=f"{tmp_path / 'own.py'}:score", max_tokens=16)
     with pytest.raises(ValueError, match="own.py:score: on the first problem with the answer as response: ZeroDiv"):
         make_task(cfg)
-
-
-@pytest.mark.parametrize(
-    "text, sentence",
-    [
-        ("mth", "--reward=mth: not one of math, gsm8k, .*; did you mean math?"),
-        ("math*inf", "inf is not a weight"),
-        ("conftest.py:f,oracle.py:f", "the same part is named twice; leave one part out, or rename its function"),
-        ("conftest.py:", "--reward=conftest.py:: no function is named; write conftest.py:FUNCTION"),
-    ],
-)
-def test_bad_rewards(text, sentence, monkeypatch):
-    """test_bad_input.py has more."""
-    monkeypatch.chdir(ROOT / "tests")
-    with pytest.raises(ValueError, match=sentence):
-        parts_of(text)

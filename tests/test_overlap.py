@@ -187,7 +187,7 @@ def test_a_signal_ends_decoding_and_grading(decoding, folders, task, tmp_path):
         waiter.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert graders().processes == []
+    assert not any(grader.process and grader.process.poll() is None for grader in graders().processes)
     engine.between = lambda: None
     assert len(source_of(engine, task("seventh")).next(4, 0)) == 4
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from conftest import make_cfg, write_rows
 
+from eval import main
 from machinery.flags import UserError
 from tasks import grading_metrics, make_task
 from tasks.arith import arithmetic_tokenizer
 from tasks.data import digest_of
-from tasks.preflight import warnings_of
+from tasks.preflight import perturbed, warnings_of
 from tasks.prompts import Answer, Chat, render
 
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
@@ -24,16 +25,15 @@ def table(tmp_path, rows, name="rows.jsonl", **flags):
     return task
 
 
-HASHES, BOX = "2 + 3? End with ####.", "2 + 3 in \\boxed{}"
+BOX = "2 + 3 in \\boxed{}"
 
 
 @pytest.mark.parametrize(
     "problem, template, reward, sentence",
     [
         ("2 + 3", "", "math", ""),
-        (HASHES, "plain", "math", "asks for ####, which --reward=gsm8k"),
         ("2 + 3", "plain", "math", "--reward=math reads \\boxed in a response"),
-        (BOX, "plain", "gsm8k", "asks for \\boxed, which --reward=math"),
+        (BOX, "plain", "gsm8k", "--reward=gsm8k reads #### in a response"),
         ("2 + 3", "", "math,think", "--reward=think reads <think>"),
         ("<think> 2", "plain", "think", "--reward=think reads <answer> in a response, and 2 of 2 prompts"),
         ("<answer> 2 <think>\n", "plain", "think", ""),
@@ -49,24 +49,18 @@ def test_prompt_and_reward_that_contradict(tmp_path, problem, template, reward, 
     assert all(sentence in w and w.startswith(str(tmp_path / "rows.jsonl")) for w in warnings)
 
 
-def test_gold_answers_and_control_tokens(tmp_path):
-    """Gold answers that no response can give, and problems with control tokens, are counted."""
-    task = table(tmp_path, [("p <eos> 5", "5"), ("q", "1 = 2"), ("<eos>", "7")], reward="math")
-    gold, control = warnings_of(task, arithmetic_tokenizer())
-    assert "1 of 3 gold answers are graded wrong by --reward=math" in gold and "1 = 2" in gold
-    assert "2 problem(s) hold control tokens" in control
+@pytest.mark.parametrize("reward, answer", [("math", "1 = 2"), ("gsm8k", "\\frac{14}{3}"), ("letter", "7")])
+def test_gold_answers_that_no_response_can_give_are_counted(tmp_path, reward, answer):
+    fine = "B" if reward == "letter" else "5"
+    task = table(tmp_path, [("p", fine), ("q", answer), ("r", fine)], reward=reward)
+    (sentence,) = warnings_of(task, arithmetic_tokenizer())
+    assert f"1 of 3 gold answers are graded wrong by --reward={reward}" in sentence and repr(answer) in sentence
 
 
-@pytest.mark.parametrize("template, opened", [(THINKS, True), (THINKS.replace("<think>", "go"), False)])
-def test_think_continues_the_prompt(tmp_path, template, opened):
-    """A chat template can write the opening tag: then the response contains only the closing tag."""
-    task = table(tmp_path, [("2 + 3", "5")], reward="think")
-    task.style = replace(task.style, chat=Chat(template=template))
-    task.fit(arithmetic_tokenizer())
-    problem = task.problem("test", 0)
-    closed = Answer(problem, "2 and 3.\n</think>\n<answer>5</answer>", True)
-    whole = Answer(problem, "<think>2 and 3.</think><answer>5</answer>", True)
-    assert task.rewards([closed, whole])[0] == [float(opened), float(not opened)]
+def test_control_tokens_in_problems_are_counted(tmp_path):
+    task = table(tmp_path, [("p <eos> 5", "5"), ("q", "1"), ("<eos>", "7")], reward="math")
+    (sentence,) = warnings_of(task, arithmetic_tokenizer())
+    assert "2 problem(s) hold control tokens" in sentence
 
 
 @pytest.mark.parametrize(
@@ -90,6 +84,36 @@ def test_damaged_answers_are_refused(tmp_path, answer, why):
     assert task.problem("test", 0).answer == answer.strip()
     with pytest.raises(UserError, match="line 1: the problem holds a control character"):
         table(tmp_path, [("p \frac12", "5")])
+
+
+@pytest.mark.parametrize(
+    "reward, rows, shares, wrong",
+    [
+        ("math", ["\\frac{1}{2}", "x+1", "1 = 2", "0"], (3 / 4, 1 / 4), "changed answer graded right: 2 = 2"),
+        ("gsm8k", ["1,200", "0"], (1.0, 0.0), ""),
+        ("letter", ["A", "b", "7"], (2 / 3, 0.0), "gold answer graded wrong: 7"),
+    ],
+)
+def test_grade_gold(tmp_path, capsys, reward, rows, shares, wrong):
+    """Right: 1/2 and x+1 in a box, 1,200 after ####. The grader reads the right side of an equation: 2 = 2 equals 1 = 2."""
+    path = write_rows(tmp_path / "gold.jsonl", [{"problem": "p", "answer": answer} for answer in rows])
+    result = main([f"--grade_gold={path}", f"--reward={reward}"])
+    assert result == {"file": path, "problems": len(rows), "gold": shares[0], "changed": shares[1]}
+    printed = capsys.readouterr().out
+    assert wrong in printed and f" of {len(rows)} changed answers graded right by {reward}" in printed
+    assert [perturbed(x) for x in ("19", "0.09", "x", "A", "xy")] == ["29", "0.08", "A", "B", "xy + 1"]
+
+
+@pytest.mark.parametrize("template, opened", [(THINKS, True), (THINKS.replace("<think>", "go"), False)])
+def test_think_continues_the_prompt(tmp_path, template, opened):
+    """A chat template can write the opening tag: then the response contains only the closing tag."""
+    task = table(tmp_path, [("2 + 3", "5")], reward="think")
+    task.style = replace(task.style, chat=Chat(template=template))
+    task.fit(arithmetic_tokenizer())
+    problem = task.problem("test", 0)
+    closed = Answer(problem, "2 and 3.\n</think>\n<answer>5</answer>", True)
+    whole = Answer(problem, "<think>2 and 3.</think><answer>5</answer>", True)
+    assert task.rewards([closed, whole])[0] == [float(opened), float(not opened)]
 
 
 def test_a_mix_of_files_and_packed_ones(tmp_path):
@@ -125,8 +149,5 @@ def test_inexact_right_answers_are_counted(tmp_path):
     texts = ["\\boxed{12}", "so \\boxed{12}", "\\boxed{10 + 2}", "7", "\\boxed{12} or 5"]
     answers = [Answer(plain, text, True) for text in texts] + [Answer(formula, "\\boxed{x+1}", True)]
     earned, counts = task.rewards(answers)
-    assert (counts["plain"], counts["exact"]) == (5, 3)
-    exact = [True, True, False, False, True]
-    assert counts["right_inexact"] == sum(r == 1 and not e for r, e in zip(earned[:5], exact, strict=True)) > 0
-    values = grading_metrics(counts)
-    assert values["grade/exact"] == 3 / 5 and values["grade/inexact"] == counts["right_inexact"] / 5
+    assert (counts["plain"], counts["inexact"]) == (5, earned[2]) and earned[2] == 1
+    assert grading_metrics(counts)["grade/inexact"] == 1 / 5

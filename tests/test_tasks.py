@@ -20,7 +20,6 @@ from source import LocalSource
 from tasks import grade_all, make_task
 from tasks.arith import Arithmetic, arithmetic_tokenizer
 from tasks.data import Table
-from tasks.gold import grade_gold, perturbed
 from tasks.prompts import Problem, Style, stop_ids
 from tasks.rewards import Reward
 
@@ -110,13 +109,6 @@ def test_demonstrations_with_explanations():
     assert 4 < sum(behind) / 300 < 6 and max(behind) == 16
     short = [Arithmetic(explain=7).solution(task.problem("train", i)).split(" # ")[1].count(";") for i in range(50)]
     assert max(short) == 1
-
-
-def test_grade_gold(tmp_path):
-    path = tmp_path / "math.jsonl"
-    path.write_text('{"problem": "p", "answer": "\\\\frac{1}{2}"}\n\n{"problem": "p", "answer": "x+1"}\n')
-    assert grade_gold(str(path), make_cfg()) == {"file": str(path), "problems": 2, "gold": 1.0, "changed": 0.0}
-    assert [perturbed(x) for x in ("19", "0.09", "x")] == ["29", "0.08", "x + 1"]
 
 
 def with_stop_tokens(folder, to, ends):

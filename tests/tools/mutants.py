@@ -96,7 +96,7 @@ TESTS = {
     ),
     "tasks/arith.py": "test_tasks.py -k verifiable",
     "tasks/data.py": (
-        "test_data.py test_preflight.py -k 'named_columns or gpqa or one_shuffle or long_prompts or digests or damaged'"
+        "test_data.py test_preflight.py -k 'named_columns or gpqa or one_shuffle or long_prompts or digests'"
     ),
     "tasks/prompts.py": (
         "test_data.py test_preflight.py test_tasks.py -k "
@@ -382,7 +382,6 @@ MUTANTS = {
         ("            if version != self.version:\n", "            if self.version < 0:\n"),
     ],
     "tasks/__init__.py": [
-        ("        not wrong,", "        True,"),
         ("sorted(names - given)", "sorted(names)"),
         ("not of_the_run.issuperset(names_of(cfg.task))", "False"),
         ('response.finish_reason == "stop"', "True"),
@@ -393,7 +392,6 @@ MUTANTS = {
     ],
     "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
     "tasks/data.py": [
-        ("min(depths) == depths[-1] == brackets == 0", "depths[-1] == brackets == 0"),
         ('if flag == "eval_task" and raw', "if False and raw"),
         ("        random.Random(prompt).shuffle(listed)", "        pass"),
         ('random.Random(f"0/{epoch}").shuffle(self.order)', "random.Random(0).shuffle(self.order)"),
@@ -404,17 +402,17 @@ MUTANTS = {
         ("if chat.date:", "if False:"),
         ("if mark in self.template]", "]"),
         ("            ids += listed_ends(path)", "            pass"),
-        ("add_special_tokens=not templated", "add_special_tokens=True"),
+        ("add_special_tokens=not templated[0]", "add_special_tokens=True"),
     ],
     "tasks/rewards.py": [
-        ('counts["right_inexact"] = len(right - exact)', 'counts["right_inexact"] = len(right)'),
+        ("+= value == 1 and not exact", "+= value == 1"),
         ('part.name == "think" and self.opened', 'part.name == "think"'),
         ("total[i] += part.weight * x", "total[i] += x"),
-        ("key = (problem.id, text, finish_reason)", "key = (text, finish_reason)"),
-        ("(part.name, key) not in known]", "True]"),
+        ("            row = answer.problem.row", "            pass"),
+        ("if call and k not in known}", "if call}"),
     ],
     "tasks/grading.py": [
-        ("code not in OUT_OF_TIME", "True"),
+        ("if code in (-signal.SIGPROF, -signal.SIGALRM):", "if False:"),
         ("signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)", "pass"),
         ("os.killpg(self.process.pid, signal.SIGKILL)", "pass"),
     ],
