@@ -128,7 +128,7 @@ def names_of(value: str) -> list[str]:
     return [name for name, _ in map(parts_of, value.split(",")) if name]
 
 
-def digests(cfg: TaskFlags, task=None) -> dict[str, str]:
+def digests(cfg: Config, task=None) -> dict[str, str]:
     """SHA-256 of each text and file named by the flags of task, reward and prompts, and of the
     problems of a `task` that a class makes."""
     names = [cfg.task, *names_of(cfg.eval_task)]
