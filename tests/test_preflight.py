@@ -95,7 +95,7 @@ def test_damaged_answers_are_refused(tmp_path, answer, why):
     ],
 )
 def test_grade_gold(tmp_path, capsys, reward, rows, shares, wrong):
-    """Right: 1/2 and x+1 in a box, 1,200 after ####. Of an equation the grader reads the right side."""
+    """Gold answers in the form of a response are right, changed answers wrong. Of an equation only one side is read."""
     path = write_rows(tmp_path / "gold.jsonl", [{"problem": "p", "answer": answer} for answer in rows])
     result = main([f"--grade_gold={path}", f"--reward={reward}"])
     assert result == {"file": path, "problems": len(rows), "gold": shares[0], "changed": shares[1]}
