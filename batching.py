@@ -230,6 +230,8 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
         routed=routed,
         allowed=allowed,
     )
+    if cfg.mask_cut:
+        batch.mask &= ~batch.cut[:, None]
     for name in groups[0].ref:
         columns = [column for group in groups for column in group.ref[name]]
         fill = -np.inf if name == "support_logp" else 0
@@ -251,7 +253,7 @@ def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
         groups.append(
             Rollout(("", 0, 0), "", row[:1], Sampling(), "", "", 0, "", 0.0, 0.0, [response])
         )
-    return collate(groups, replace(cfg, router_replay=False))
+    return collate(groups, replace(cfg, router_replay=False, mask_cut=False))
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:

@@ -108,6 +108,9 @@ class ObjectiveFlags:
     """Upper bound of the statistic of --reject and of rejecting corrections."""
     log_ratio_clamp: float = 20.0
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
+    mask_cut: bool = False
+    """Exclude responses truncated at --max_tokens from the loss and its denominator, not from the
+    advantages (DAPO's overlong filtering)."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Denominator of the loss: proposed counts rejected tokens, kept does not."""
     positive_only: bool = False

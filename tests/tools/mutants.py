@@ -228,6 +228,7 @@ MUTANTS = {
     ],
     "batching.py": [
         ('[response.finish_reason == "length"', '[response.finish_reason == "stop"'),
+        ("batch.mask &= ~batch.cut[:, None]", "pass"),
         ("(reward.std() + 1e-6)", "(reward.std(correction=0) + 1e-6)"),
         ("index for index, group in enumerate(groups)", "0 for group in groups"),
         ("return [sampling.temperature, sampling", "return [1.0, sampling"),
