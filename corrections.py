@@ -590,6 +590,32 @@ def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
     return {name: value for name, value in axes.items() if name not in gone}
 
 
+OF_RESPONSES = (
+    "seq_is",
+    "seq_tis",
+    "seq_mis",
+    "geo_rs_seq_tis",
+    "vespo",
+    "prefix_tis",
+    "retrace_seq",
+)
+
+
+def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
+    """A warning if response weights have an effective sample size below 1/16, or most of them are at
+    the clamp; else "". logged: metrics of an update."""
+    # clamped weights are equal, so their ESS is near 1 and means nothing
+    clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5
+    share = 0.0 if clamped else logged["rollout_corr/seq_eff_sample_size"]
+    if cfg.correction not in OF_RESPONSES or share >= 1 / 16:
+        return ""
+    return (
+        f"--correction={cfg.correction}: the response weights have a relative effective sample size of {share:.2g} (KL "
+        f"{logged['rollout_corr/kl']:.2g} a token over {logged['response_length']:.0f} tokens): few responses "
+        "determine the update; use token weights (--objective=tis) or OBRS (--objective=jackpot)"
+    )
+
+
 def check(cfg: Config) -> None:
     """Raise UserError, one sentence, if flags of corrections contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))

@@ -197,6 +197,7 @@ MUTANTS = {
             "log_group_mean, torch.log1p(-mixing) + mean_logp_new",
         ),
         ("d = logp_inf - logp_new", "d = logp_new - logp_inf"),
+        ("share = 0.0 if clamped else logged", "share = logged"),
         ("return token_ratio(seq_sum(log_r, mask), clamp)", "return seq_sum(token_ratio(log_r, clamp), mask)"),
         ("log_r, clamp).clamp(is_floor, is_cap)", "log_r, clamp).clamp_max(is_cap)"),
         ("return log_r.clamp(-clamp, clamp) ** 2 / 2", "return log_r.clamp(-clamp, clamp) ** 2"),
