@@ -28,6 +28,16 @@ def low_probability(v):
     return v.ref < math.log(1e-3)
 
 
+def moved(v):
+    """Mask of tokens with p_new / p_ref outside [1/2, 2]."""
+    return (v.new.logp - v.ref).abs() > math.log(2)
+
+
+def between(low, high):
+    """Tokens with low < p_ref <= high."""
+    return lambda v: v.tokens & (v.ref.exp() > low) & (v.ref.exp() <= high)
+
+
 MISMATCH = [
     Mean(
         "rollout_corr/ratio_mean",
@@ -192,6 +202,15 @@ UPDATE = [
         low_probability,
         "the same share of tokens with A < 0",
         over=lambda v: v.tokens & (v.adv < 0),
+    ),
+    *(
+        Mean(
+            f"error/ratio_out/{high:g}",
+            moved,
+            f"share of tokens with p_new / p_ref outside [1/2, 2], among {low:g} < p_ref <= {high:g} (QaRL Fig. 5b)",
+            over=between(low, high if high < 1 else math.inf),
+        )
+        for low, high in ((0, 1e-3), (1e-3, 0.1), (0.1, 1))
     ),
 ]
 

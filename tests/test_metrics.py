@@ -256,7 +256,11 @@ def update(pairs) -> dict:
 
 
 def errors(pairs) -> dict:
-    return {
+    out = {}
+    for low, high in ((0.0, 1e-3), (1e-3, 1e-1), (1e-1, 1.0)):
+        inside = [t for t, _ in pairs if low < math.exp(t.logp_ref) <= high]
+        out[f"error/ratio_out/{high:g}"] = mean(abs(t.logp - t.logp_ref) > LN(2) for t in inside)
+    return out | {
         "error/low_prob_pos": mean(t.logp_ref < LN(1e-3) for t, r in pairs if r.adv > 0),
         "error/low_prob_neg": mean(t.logp_ref < LN(1e-3) for t, r in pairs if r.adv < 0),
     }
