@@ -225,6 +225,11 @@ OBRS = [
         "the sum over the union of both top-K (--obrs_z=approx)",
     ),
     Derived(
+        "obrs/lambda",
+        lambda m: m.get("_lam"),
+        "lambda as used (--obrs_accept_rate)",
+    ),
+    Derived(
         "obrs/kappa",
         lambda m: m["_kappa"] if {"obrs/z_low", "obrs/z_approx"} & m.keys() else None,
         "scale of Z_low or Z_approx",
@@ -316,6 +321,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg: Config) -> None:
             add = sums.top if isinstance(row, Max) else sums.add
             add(row.name, x, row.over(view) if row.over else by_shape)
     sums.constant("_kappa", stats.kappa)
+    if cfg.obrs_accept_rate and "z" in logs:
+        sums.constant("_lam", stats.lam)
     sums.constant("_distill", stats.distill_lambda)
 
 

@@ -9,7 +9,7 @@ training.
 
 worth.py also takes train.py's flags. --rows names objectives (default: 22). These
 settings cannot be measured and raise an error: --delay, --samplers, --learner_quant,
---router_replay, --obrs_target=new and --obrs_z=approx.
+--router_replay, --advantage=otb, --obrs_target=new and --obrs_z=approx.
 
     g      expected on-policy gradient of the policy
     g_c    gradient of one batch of B sampler responses under row c

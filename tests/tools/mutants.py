@@ -171,6 +171,7 @@ MUTANTS = {
     ],
     "objectives.py": [
         ('{"tbpo_neg_high": math.inf}', "{}"),
+        ("stats.lam = obrs.solve_lambda(comm.cat(ratios), cfg", "stats.lam = obrs.solve_lambda(ratios, cfg"),
         ("    return x * x / 2", "    return x.abs() / 2"),
         ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
         ("cut = s.clamp(1 - low, 1 + high) * adv", "cut = s.clamp(1 - high, 1 + low) * adv"),
@@ -216,7 +217,7 @@ MUTANTS = {
         (' and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"', ' and cfg.surrogate != "reinforce"'),
         ('late = cfg.samplers != "local" or', "late ="),
         ("    on = support_logp.isfinite()", "    on = torch.ones_like(support_logp, dtype=torch.bool)"),
-        ('late = of_new or (cfg.correction in USES_Z and cfg.obrs_target == "new")', "late = of_new"),
+        ('late = of_new or (uses_z and cfg.obrs_target == "new")', "late = of_new"),
     ],
     "obrs.py": [
         ("clamp) - math", "clamp) + math"),
@@ -225,11 +226,16 @@ MUTANTS = {
         (" / lam).sum(-1)", ").sum(-1) / lam"),
         (" kappa * low", " low"),
         ("return acceptance / mean_z", "return mean_z / acceptance"),
+        ("torch.arange(1, len(r) + 1", "torch.arange(len(r)"),
         (".logp_ref,", ".logp_inf,"),
     ],
     "batching.py": [
         ('[response.finish_reason == "length"', '[response.finish_reason == "stop"'),
         ("batch.mask &= ~batch.cut[:, None]", "pass"),
+        ("squared_norm = (1 - 2 * logp.exp() + sum_p2)", "squared_norm = (1 + 2 * logp.exp() + sum_p2)"),
+        ("torch.where(mask, weight.square() * squared_norm, 0)", "torch.where(mask, weight * squared_norm, 0)"),
+        (".cumsum(1) * mask\n", " * mask\n"),
+        ("(reward - lowest[group])", "reward"),
         ("(reward.std() + 1e-6)", "(reward.std(correction=0) + 1e-6)"),
         ("index for index, group in enumerate(groups)", "0 for group in groups"),
         ("return [sampling.temperature, sampling", "return [1.0, sampling"),
