@@ -56,7 +56,7 @@ class Batch:
     group: torch.Tensor  # (B,) int64       index of the group inside this rank's batch
     reward: torch.Tensor  # (B,) float32
     cut: torch.Tensor  # (B,) bool       truncated at --max_tokens
-    adv: torch.Tensor  # (B, 1) float32   advantage of all tokens of a response
+    adv: torch.Tensor  # (B, 1) float32   advantage of all tokens of a response; otb: (B, T)
     sampling: torch.Tensor  # (B, 4) float32   the learner's temperature, top_p, top_k, min_p
     staleness: torch.Tensor  # (B,) float32   age of the sampling weights, in updates
     tokens: torch.Tensor  # (B, T) int64     response tokens
@@ -81,6 +81,7 @@ class Batch:
     tail_ref: torch.Tensor | None = None
     actor_logp_ref: torch.Tensor | None = None  # (B, T)
     z_ref: torch.Tensor | None = None  # (B, T)    exact Z over the vocabulary (two models)
+    sum_p2_ref: torch.Tensor | None = None  # (B, T)    sum over the vocabulary of p_ref^2
     # (B, T)    KL(p_ref || distribution of the accepted tokens)
     kl_after_ref: torch.Tensor | None = None
     # (B, T)    log-probability under the frozen model that the run started from
@@ -132,7 +133,7 @@ class Batch:
         }
 
 
-PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "adv", "sampling", "staleness"}
+PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "sampling", "staleness"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,6 +168,28 @@ def maxrl(reward):
 
 
 ADVANTAGES = {"grpo": grpo, "grpo_no_std": grpo_no_std, "rloo": rloo, "maxrl": maxrl}
+ADVANTAGES |= {"otb": grpo_no_std}  # until `objectives.prepare` has the probabilities
+
+
+def optimal_token_baseline(reward, group, logp, sum_p2, mask, weight):
+    """reward - B_t, (B, T), with the baseline B_t of a token that minimises the gradient's
+    variance. OTB, arXiv 2602.07078; verl.
+
+        B_t = sum_i R_i W_it / sum_i W_it   over the responses i of the group that have a token t
+        W_it = sum_{j<=t} w_ij^2 (1 - 2 p_ij + sum_v p_ij(v)^2)
+
+    The bracket is the squared norm of d log p_ij / d logits. reward, group: (B,); logp, sum_p2,
+    mask and weight (the importance weight w): (B, T). Equal rewards of a group give exactly 0. The
+    only response with a token t has advantage 0 there; verl sets its baseline to 0 instead."""
+    lowest = reward.new_zeros(int(group.max()) + 1)
+    lowest = lowest.scatter_reduce(0, group, reward, "amin", include_self=False)
+    reward = (reward - lowest[group])[:, None]  # a common shift of all rewards changes no advantage
+    squared_norm = (1 - 2 * logp.exp() + sum_p2).clamp_min(0)
+    energy = torch.where(mask, weight.square() * squared_norm, 0).cumsum(1) * mask
+    totals = energy.new_zeros(2, len(lowest), energy.shape[1])
+    totals.index_add_(1, group, torch.stack([energy * reward, energy]))
+    weighted, total = totals[:, group]
+    return torch.where(mask, reward - weighted / total.clamp_min(1e-30), 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,6 +253,8 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
         routed=routed,
         allowed=allowed,
     )
+    if cfg.mask_cut:
+        batch.mask &= ~batch.cut[:, None]
     for name in groups[0].ref:
         columns = [column for group in groups for column in group.ref[name]]
         fill = -np.inf if name == "support_logp" else 0
@@ -251,7 +276,7 @@ def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
         groups.append(
             Rollout(("", 0, 0), "", row[:1], Sampling(), "", "", 0, "", 0.0, 0.0, [response])
         )
-    return collate(groups, replace(cfg, router_replay=False))
+    return collate(groups, replace(cfg, router_replay=False, mask_cut=False))
 
 
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:

@@ -76,8 +76,8 @@ class ObjectiveFlags:
     """Function of ratio and advantage that is maximised (objectives.SURROGATES)."""
     ratio_base: Literal["ref", "inf", "new", "group"] | None = None
     """Denominator of the surrogate's ratio; group: GEPO's expectation over the group."""
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl"] | None = None
-    """Advantage within a group (default grpo; batching.py)."""
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "otb"] | None = None
+    """Advantage within a group (default grpo; batching.py); otb: optimal token baseline."""
     reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
     """Reduction of (B, T) to a scalar; one denominator over all ranks and micro-batches."""
     clip: bool = True
@@ -108,6 +108,9 @@ class ObjectiveFlags:
     """Upper bound of the statistic of --reject and of rejecting corrections."""
     log_ratio_clamp: float = 20.0
     """Log-ratios are clamped to +- this before exp; sequence sums after summing."""
+    mask_cut: bool = False
+    """Exclude responses truncated at --max_tokens from the loss and its denominator, not from the
+    advantages (DAPO's overlong filtering)."""
     loss_denominator: Literal["proposed", "kept"] = "proposed"
     """Denominator of the loss: proposed counts rejected tokens, kept does not."""
     positive_only: bool = False
@@ -133,6 +136,8 @@ class ObrsFlags:
 
     obrs_lambda: float = 1.0
     """lambda: acceptance is min(1, p_tgt / (lambda p_inf))."""
+    obrs_accept_rate: float | None = None
+    """Budget: choose lambda at each update so that this share is accepted."""
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None
@@ -473,6 +478,7 @@ RANGES = {
     "weight_decay": (0, 1),
     "log_ratio_clamp": (0.1, 80),
     "obrs_lambda": (0.01, 100),
+    "obrs_accept_rate": (0.01, 1),
     "lora_rank": (0, 10**6),
     "rollout_memory": (0, 10**6),
 }

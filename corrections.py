@@ -345,7 +345,7 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
     """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept with probability a (obrs.py).
     Jackpot."""
     logp_tgt, *sums = obrs.target_of(new, batch, cfg.obrs_target)
-    logs = obrs.token_z(batch.support_logp, *sums, cfg.obrs_lambda, stats.kappa, cfg.obrs_z)
+    logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
     # p_ref / p_tgt is needed only if the surrogate has the ratio p_new / p_ref
     moves = cfg.obrs_target == "new" and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"
     weight, keep, accept = obrs.correction(
@@ -354,7 +354,7 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
         batch.logp_ref if moves else None,
         logs["z"],
         batch.mask_uniforms,
-        lam=cfg.obrs_lambda,
+        lam=stats.lam,
         c1=cfg.obrs_c1,
         c2=cfg.obrs_c2,
         expected=cfg.obrs_mask == "expected",
@@ -367,9 +367,9 @@ def obrs_correction(new, batch, stats, cfg: LossFlags):
 def z_tis_correction(new, batch, stats, cfg: LossFlags):
     """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for OBRS's mask."""
     _, *sums = obrs.target_of(new, batch, "ref")
-    logs = obrs.token_z(batch.support_logp, *sums, cfg.obrs_lambda, stats.kappa, cfg.obrs_z)
+    logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
     weight, keep = z_tis(batch.log_r, logs["z"], cfg.obrs_c1, cfg.log_ratio_clamp)
-    accept = obrs.acceptance(batch.logp_ref, batch.logp_inf, cfg.obrs_lambda, cfg.log_ratio_clamp)
+    accept = obrs.acceptance(batch.logp_ref, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
     return weight, keep, {"accept": accept, **logs}
 
 
@@ -567,9 +567,10 @@ def actor_is_sampler(cfg: Config) -> bool:
 
 
 def exact_z_known(cfg: Config) -> bool:
-    """Whether the learner can compute Z exactly: two models, target ref, and an actor that is the
-    sampler."""
-    return cfg.actor != "none" and cfg.obrs_target == "ref" and actor_is_sampler(cfg)
+    """Whether the learner can compute Z exactly: two models, target ref, no budget, and an actor
+    that is the sampler."""
+    of_ref = cfg.obrs_target == "ref" and not cfg.obrs_accept_rate
+    return cfg.actor != "none" and of_ref and actor_is_sampler(cfg)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -590,6 +591,32 @@ def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
     return {name: value for name, value in axes.items() if name not in gone}
 
 
+OF_RESPONSES = (
+    "seq_is",
+    "seq_tis",
+    "seq_mis",
+    "geo_rs_seq_tis",
+    "vespo",
+    "prefix_tis",
+    "retrace_seq",
+)
+
+
+def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
+    """A warning if response weights have an effective sample size below 1/16, or most of them are at
+    the clamp; else "". logged: metrics of an update."""
+    # clamped weights are equal, so their ESS is near 1 and means nothing
+    clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5
+    share = 0.0 if clamped else logged["rollout_corr/seq_eff_sample_size"]
+    if cfg.correction not in OF_RESPONSES or share >= 1 / 16:
+        return ""
+    return (
+        f"--correction={cfg.correction}: the response weights have a relative effective sample size of {share:.2g} (KL "
+        f"{logged['rollout_corr/kl']:.2g} a token over {logged['response_length']:.0f} tokens): few responses "
+        "determine the update; use token weights (--objective=tis) or OBRS (--objective=jackpot)"
+    )
+
+
 def check(cfg: Config) -> None:
     """Raise UserError, one sentence, if flags of corrections contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))
@@ -601,7 +628,8 @@ def check(cfg: Config) -> None:
 
 
 def check_target(cfg: LossFlags) -> None:
-    """Check --correction_target, and that the keep-mask is known when the update starts if needed."""
+    """Check --correction_target, and that weights and masks are known when the update starts if
+    needed."""
     of_new = cfg.correction_target == "new"
     need(
         not of_new or cfg.correction not in USES_Z,
@@ -613,12 +641,19 @@ def check_target(cfg: LossFlags) -> None:
         "--correction_target=new: weights p_new / p_inf replace the ratio; use --surrogate=reinforce or "
         f"--ratio_base=new, not {cfg.ratio_base}",
     )
-    late = of_new or (cfg.correction in USES_Z and cfg.obrs_target == "new")
-    need(
-        not late or cfg.loss_denominator != "kept" or not can_drop(cfg),
-        "--loss_denominator=kept: needs the keep-mask before the update starts, but --correction_target=new and "
-        "--obrs_target=new compute the mask during it; use proposed",
-    )
+    uses_z = cfg.correction in USES_Z
+    late = of_new or (uses_z and cfg.obrs_target == "new")
+    early = {
+        "loss_denominator=kept": cfg.loss_denominator == "kept" and can_drop(cfg),
+        "advantage=otb": cfg.advantage == "otb",
+        f"obrs_accept_rate={cfg.obrs_accept_rate}": uses_z and cfg.obrs_accept_rate is not None,
+    }
+    for flag, chosen in early.items():
+        need(
+            not (late and chosen),
+            f"--{flag}: needs weights and masks before the update starts, but --correction_target=new and "
+            "--obrs_target=new compute them during it; leave this flag out",
+        )
 
 
 def check_caps(cfg: ObjectiveFlags) -> None:
@@ -674,9 +709,14 @@ def check_obrs(cfg: Config) -> None:
     """Check the flags of OBRS."""
     need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
     need(
+        cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
+        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave "
+        "out one of the two flags",
+    )
+    need(
         cfg.obrs_z != "exact" or exact_z_known(cfg),
-        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, "
-        "and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
+        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, no "
+        "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
         "quantization, --keep_sampling_mask=replay, --kv_cache_dtype=auto); use bracket",
     )
     need(

@@ -28,6 +28,16 @@ def low_probability(v):
     return v.ref < math.log(1e-3)
 
 
+def moved(v):
+    """Mask of tokens with p_new / p_ref outside [1/2, 2]."""
+    return (v.new.logp - v.ref).abs() > math.log(2)
+
+
+def between(low, high):
+    """Tokens with low < p_ref <= high."""
+    return lambda v: v.tokens & (v.ref.exp() > low) & (v.ref.exp() <= high)
+
+
 MISMATCH = [
     Mean(
         "rollout_corr/ratio_mean",
@@ -193,6 +203,15 @@ UPDATE = [
         "the same share of tokens with A < 0",
         over=lambda v: v.tokens & (v.adv < 0),
     ),
+    *(
+        Mean(
+            f"error/ratio_out/{high:g}",
+            moved,
+            f"share of tokens with p_new / p_ref outside [1/2, 2], among {low:g} < p_ref <= {high:g} (QaRL Fig. 5b)",
+            over=between(low, high if high < 1 else math.inf),
+        )
+        for low, high in ((0, 1e-3), (1e-3, 0.1), (0.1, 1))
+    ),
 ]
 
 OBRS = [
@@ -204,6 +223,11 @@ OBRS = [
         "obrs/z_approx",
         lambda v: v.logs.get("z_approx"),
         "the sum over the union of both top-K (--obrs_z=approx)",
+    ),
+    Derived(
+        "obrs/lambda",
+        lambda m: m.get("_lam"),
+        "lambda as used (--obrs_accept_rate)",
     ),
     Derived(
         "obrs/kappa",
@@ -296,6 +320,8 @@ def observe(sums: Sums, new, batch, stats, logs, cfg: Config) -> None:
             add = sums.top if isinstance(row, Max) else sums.add
             add(row.name, x, row.over(view) if row.over else by_shape)
     sums.constant("_kappa", stats.kappa)
+    if cfg.obrs_accept_rate and "z" in logs:
+        sums.constant("_lam", stats.lam)
     sums.constant("_distill", stats.distill_lambda)
 
 

@@ -32,6 +32,7 @@ import torch
 
 import corrections
 import obrs
+from batching import optimal_token_baseline
 from config import Config, LossFlags, ObjectiveFlags
 from corrections import (
     CLAMP,
@@ -240,6 +241,7 @@ class StepStats:
 
     tokens: float  # tokens that may carry a gradient
     sequences: float  # responses with at least one such token
+    lam: float  # OBRS's lambda: --obrs_lambda, or solved for --obrs_accept_rate
     kappa: float  # scale of Z_low or Z_approx
     distill_lambda: float  # weight of the distillation loss
     kept_factor: torch.Tensor | None = None  # (B, 1) proposed denominator / kept denominator
@@ -259,9 +261,12 @@ def needs_ref_pass(cfg: Config, controllers: dict, updates: int) -> bool:
 
     With one update per batch, `ref` is the policy of this update, so the update's forward pass
     replaces the ref pass, unless a statistic over all ranks is needed before the first backward
-    pass: kappa, the kept denominator, a bound over the batch."""
+    pass: kappa, a budget's lambda, the kept denominator, a bound over the batch, a baseline over
+    the group."""
     kept = cfg.loss_denominator == "kept" and can_drop(cfg)
-    if updates > 1 or kept or corrections.batch_rejection(cfg) is not None:
+    otb = cfg.advantage == "otb"
+    budget = cfg.correction in USES_Z and cfg.obrs_accept_rate
+    if updates > 1 or kept or otb or budget or corrections.batch_rejection(cfg) is not None:
         return True
     if cfg.correction not in USES_Z or cfg.obrs_z == "exact":
         return False
@@ -271,7 +276,8 @@ def needs_ref_pass(cfg: Config, controllers: dict, updates: int) -> bool:
 
 
 def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
-    """The statistics of one optimizer step over all ranks.
+    """The statistics of one optimizer step over all ranks. With --advantage=otb it also replaces
+    the batch's advantages.
 
     batch: this rank's share of the step; comm.sum and comm.cat reduce over ranks; controllers:
     state of earlier steps (`update_controllers`)."""
@@ -280,6 +286,7 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
     stats = StepStats(
         tokens=max(tokens, 1.0),
         sequences=max(sequences, 1.0),
+        lam=cfg.obrs_lambda,
         kappa=1.0,
         distill_lambda=controllers.get("distill", cfg.distill_lambda),
     )
@@ -291,6 +298,11 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
         row, bound = of_batch
         values = row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)[batch.mask]
         stats.largest_kept = corrections.largest_kept(comm.cat(values), bound)
+    if cfg.advantage == "otb":
+        weight, *_ = corrections.weight_and_mask(None, batch, stats, cfg)
+        of_rewards = (batch.reward, batch.group, batch.logp_ref, batch.sum_p2_ref, batch.mask)
+        adv = optimal_token_baseline(*of_rewards, weight.expand_as(batch.logp_ref))
+        batch.adv = adv.to(batch.reward)
     if cfg.loss_denominator == "kept" and can_drop(cfg):
         prepare_kept(stats, batch, comm, cfg)
     return stats
@@ -306,17 +318,18 @@ def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
 
 
 def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict) -> None:
-    """Compute kappa, or take the previous update's kappa."""
+    """Compute lambda for a budget; compute kappa, or take the previous update's kappa."""
+    if cfg.obrs_accept_rate:
+        ratios = token_ratio(batch.log_r, cfg.log_ratio_clamp)[batch.mask]
+        stats.lam = obrs.solve_lambda(comm.cat(ratios), cfg.obrs_accept_rate)
     if cfg.obrs_z == "exact":
         return
     stats.kappa = controllers.get("kappa")
     if stats.kappa is None or cfg.obrs_target == "ref":
-        accepted = obrs.acceptance(
-            batch.logp_ref, batch.logp_inf, cfg.obrs_lambda, cfg.log_ratio_clamp
-        )
+        accepted = obrs.acceptance(batch.logp_ref, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
         if cfg.obrs_mask == "bernoulli":
             accepted = (batch.mask_uniforms < accepted).to(accepted.dtype)
-        summed, _ = obrs.z_bracket(batch.support_logp, batch.support_logp_ref, cfg.obrs_lambda)
+        summed, _ = obrs.z_bracket(batch.support_logp, batch.support_logp_ref, stats.lam)
         sums = comm.sum([x[batch.mask].sum() for x in (accepted, summed)])
         stats.kappa = obrs.kappa_from(*(x / stats.tokens for x in sums))
 
@@ -356,7 +369,8 @@ def columns_of(new) -> dict:
 
 # statistic of a forward pass -> column of a batch
 REF = {
-    name: f"{name}_ref" for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl_after")
+    name: f"{name}_ref"
+    for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl_after", "sum_p2")
 }
 REF |= {"logp_start": "logp_start"}
 

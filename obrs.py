@@ -139,3 +139,14 @@ def target_of(new, batch, which: str) -> tuple:
     if which == "ref":
         return batch.logp_ref, batch.support_logp_ref, batch.tail_ref, batch.z_ref
     return new.logp.detach(), new.support_logp, new.tail, new.z
+
+
+def solve_lambda(ratio, rate: float) -> float:
+    """The lambda with mean_i min(1, r_i / lambda) = rate, exactly; if rate = 1, the largest.
+
+    ratio: p_tgt / p_inf > 0 of the sampled tokens, 1-D; rate in (0, 1]. With S_k the sum of the k
+    smallest r of n, the sum of min(1, r_i / lambda) is min_k (S_k / lambda + n - k). So lambda is
+    the smallest S_k / (n rate - n + k) with a positive denominator."""
+    r = ratio.double().sort().values
+    room = len(r) * (rate - 1) + torch.arange(1, len(r) + 1, device=r.device)
+    return float((r.cumsum(0) / room)[room > 0].min()) if len(r) else 1.0

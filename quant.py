@@ -156,15 +156,20 @@ def dequantize(
 
 
 def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(s_x q_x) (s_w q_w)^T, computed with low-bit products.
+    """(s_x q_x) (s_w q_w)^T: qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) of `dtype`.
 
-    qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) of `dtype`."""
+    16 bits on a GPU, K and N multiples of 16: vLLM's kernel. int8 otherwise: exact int32 sums. fp8
+    otherwise: exact products, summed in float32."""
     in_multiples = qx.shape[1] % 16 == len(qw) % 16 == 0  # else vLLM has a slower kernel
     kernels = vllm_kernels(qx.device.type)
     if kernels is not None and in_multiples and dtype.itemsize == 2:
         return kernels.cutlass_scaled_mm(qx, qw.t(), sx, sw, dtype)
-    in_integers = qx.dtype == torch.int8 and not qx.is_cuda
-    y = torch._int_mm(qx, qw.t()).float() if in_integers else qx.float() @ qw.float().t()
+    M, N, odd = len(qx), len(qw), -qx.shape[1] % 8
+    if qx.dtype == torch.int8 and qx.is_cuda and (M < 17 or N % 8 or odd):
+        pad = nn.functional.pad  # the kernel needs M > 16, and multiples of 8 for K and N
+        qx, qw = pad(qx, (0, odd, 0, max(0, 17 - M))), pad(qw, (0, odd, 0, -N % 8))
+    integers = qx.dtype == torch.int8
+    y = torch._int_mm(qx, qw.t())[:M, :N].float() if integers else qx.float() @ qw.float().t()
     return y.mul_(sx).mul_(sw.t()).to(dtype)
 
 

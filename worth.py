@@ -9,7 +9,7 @@ training.
 
 worth.py also takes train.py's flags. --rows names objectives (default: 22). These
 settings cannot be measured and raise an error: --delay, --samplers, --learner_quant,
---router_replay, --obrs_target=new and --obrs_z=approx.
+--router_replay, --advantage=otb, --obrs_target=new and --obrs_z=approx.
 
     g      expected on-policy gradient of the policy
     g_c    gradient of one batch of B sampler responses under row c
@@ -192,13 +192,14 @@ def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, bat
     lambda)."""
     collated, scored, batches = {}, {}, {}
     for row, cfg in rows.items():
-        if cfg.advantage not in collated:
-            collated[cfg.advantage] = batching.collate(groups, cfg)
-        batch = collated[cfg.advantage]
+        of_batch = (cfg.advantage, cfg.mask_cut)
+        if of_batch not in collated:
+            collated[of_batch] = batching.collate(groups, cfg)
+        batch = collated[of_batch]
         needs = needs_of_ref_pass(unregularised(cfg), learner.has_actor)
-        if needs not in scored:
-            scored[needs] = learner.score(batch, needs)
-        batches[row] = replace(batch, **columns_of(scored[needs]))
+        if (needs, cfg.mask_cut) not in scored:
+            scored[needs, cfg.mask_cut] = learner.score(batch, needs)
+        batches[row] = replace(batch, **columns_of(scored[needs, cfg.mask_cut]))
     return batches
 
 

@@ -247,6 +247,8 @@ ELSEWHERE = {
     "clip_ratio": "--clip_low and --clip_high",
     "epsilon": "--clip_low",
     "epsilon_high": "--clip_high",
+    "mask_truncated_completions": "--mask_cut",
+    "overlong_filtering": "--mask_cut",
     "use_vllm": "--rollout=vllm",
     "gradient_accumulation_steps": "--micro_tokens",
     "per_device_train_batch_size": "--train_batch, over all ranks",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from tqdm import tqdm
 
 import batching
+import corrections
 import quant
 from config import Config
 from eval import held_out
@@ -139,6 +140,8 @@ class Session:
             seconds, self.clock = self.clock, {}
             values = values | self.speed.read(seconds) | seconds | {"time_s": time.time()}
             self.log.write(self.step - 1, values)
+            if self.step == 1 and (dead := corrections.dead_weights(self.cfg, values)):
+                tqdm.write(f"warning: {dead}", file=sys.stderr)
 
     @contextmanager
     def rolling_out(self):

@@ -54,6 +54,7 @@ class TokenStats:
     kl: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
     # (B, T)    KL(policy || distribution of the accepted tokens)
     kl_after: torch.Tensor | None = None
+    sum_p2: torch.Tensor | None = None  # (B, T)    sum over the vocabulary of p_new^2
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's top-K tokens
     top_logp: torch.Tensor | None = None  # (B, T, K)
     top_actor_logp: torch.Tensor | None = None  # (B, T, K) log p_actor on top_ids
@@ -367,11 +368,12 @@ def needs_of_ref_pass(cfg: Config, has_actor: bool) -> Needs:
     wider = cfg.obrs_z == "approx" or (sampler_known and cfg.obrs_target == "new")
     return Needs(
         support=sums or corrections.rejects_by_support(cfg),
-        tail=sums and cfg.obrs_z == "bracket",
-        exact_z=sampler_known and uses_z and cfg.obrs_target == "ref",
+        tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
+        exact_z=sampler_known and uses_z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
         lam=cfg.obrs_lambda,
         topk=cfg.obrs_topk if sums and wider else 0,
         start=cfg.kl_coef > 0,
+        sum_p2=cfg.advantage == "otb",
     )
 
 
@@ -389,7 +391,7 @@ def needs_of_update(cfg: Config, has_actor: bool, has_ref: bool) -> Needs:
         or (
             corrections.rejects_by_support(cfg) and (cfg.correction_target == "new" or not has_ref)
         ),
-        tail=sums and cfg.obrs_z == "bracket",
+        tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
         lam=cfg.obrs_lambda,
         distill=has_actor,
@@ -469,7 +471,8 @@ def support_of(batch: Batch, at, needs: Needs):
 
 
 class OneModelRows:
-    """Statistics of one model: logp, and on request entropy, support_logp, tail and its top-K.
+    """Statistics of one model: logp, and on request entropy, support_logp, tail, sum_p2 and
+    its top-K.
 
     `tail` is the second term of the certified bound on Z: the sum over tokens outside S of
     min(p_K, p / lambda). With p = softmax(z / temperature) and g the gradient of the loss in logp,
@@ -481,7 +484,7 @@ class OneModelRows:
         self.support_on = support_on
         self.p_kth = p_kth
         asked = {"entropy": needs.entropy, "support_logp": needs.support, "tail": needs.tail}
-        asked |= {"top_ids": needs.topk, "top_logp": needs.topk}
+        asked |= {"sum_p2": needs.sum_p2, "top_ids": needs.topk, "top_logp": needs.topk}
         self.outputs = ("logp", *(name for name, wanted in asked.items() if wanted))
         self.differentiable = 1 + needs.entropy_gradient
 
@@ -528,9 +531,11 @@ class OneModelRows:
         """The outputs, computed from log-probabilities (n, V)."""
         out = {"logp": logp.gather(1, self.scored.target[at, None])[:, 0]}
         needs = self.needs
-        p = logp.exp() if needs.entropy or needs.tail else None
+        p = logp.exp() if needs.entropy or needs.tail or needs.sum_p2 else None
         if needs.entropy:
             out["entropy"] = -torch.linalg.vecdot(p, logp)
+        if needs.sum_p2:
+            out["sum_p2"] = torch.linalg.vecdot(p, p)
         if needs.support:
             out["support_logp"] = logp.gather(1, self.support_ids[at])
         if needs.topk:
@@ -553,7 +558,7 @@ class OneModelRows:
 class TwoModelRows:
     """Statistics of policy (p) and actor (q) together. Always: logp, actor_logp, KL(policy ||
     actor). On request: distill_loss (gradient only to the actor); entropy, support_logp, tail,
-    and top-K of the policy; the actor's entropy, and its log-probabilities on the policy's
+    sum_p2 and top-K of the policy; the actor's entropy, and its log-probabilities on the policy's
     top-K; the exact Z and KL(policy || accepted distribution).
 
     distill_loss is KL(sg p || q), Jackpot Eq. 7: dz = g (q - p)."""

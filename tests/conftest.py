@@ -235,7 +235,7 @@ class TinyBatch:
 
 # r = 2, 1/2, 1 in the first response (product 1), 4, 4, 4 in the second (product 64, geometric mean 4)
 LOG_R = [[LN(2), -LN(2), 0.0], [LN(4), LN(4), LN(4)]]
-STATS = StepStats(tokens=6.0, sequences=2.0, kappa=1.0, distill_lambda=0.0)
+STATS = StepStats(tokens=6.0, sequences=2.0, lam=1.0, kappa=1.0, distill_lambda=0.0)
 
 
 def tiny(log_r, mask=None, adv=(1.0, -1.0), new=None, ref=None) -> tuple[TokenStats, TinyBatch]:

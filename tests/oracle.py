@@ -82,7 +82,8 @@ def mean(xs: list[float]) -> float:
 def step(responses: list[Response], cfg, kappa: float | None, distill_lambda: float) -> Result:
     """kappa: from the last update; distill_lambda: from the controller."""
     adv = advantages(responses, cfg)
-    lam, kappa = cfg.obrs_lambda, kappa_of(responses, cfg, kappa)
+    lam = lambda_of(responses, cfg)
+    kappa = kappa_of(responses, cfg, lam, kappa)
     weighed = [weights_of(r, a, cfg, lam, kappa) for r, a in zip(responses, adv, strict=True)]
     most = largest_kept(responses, cfg)
     for i, (r, a) in enumerate(zip(responses, adv, strict=True)):
@@ -345,19 +346,35 @@ def z_of(token: Token, cfg, lam: float, kappa: float) -> float:
     p = support(token, cfg)
     low = z_low_of(token, target(cfg), lam, cfg)
     room = max(0.0, 1 - sum(p.values()))
-    p_kth = token.inf[largest(token.inf, cfg.obrs_topk)[-1]]
-    room = min(room, sum(min(p_kth, distribution[x] / lam) for x in V if x not in p))
+    if not cfg.obrs_accept_rate:  # a budget's lambda is known only after the pass that would sum the tail
+        p_kth = token.inf[largest(token.inf, cfg.obrs_topk)[-1]]
+        room = min(room, sum(min(p_kth, distribution[x] / lam) for x in V if x not in p))
     return min(max(kappa * low, low), low + room)
 
 
-def kappa_of(responses: list[Response], cfg, kappa: float | None) -> float:
+def lambda_of(responses: list[Response], cfg) -> float:
+    """One lambda an update: with a budget that of mean min(1, r / lambda) = rate, by bisection; rate 1: the smallest
+    r."""
+    if not cfg.obrs_accept_rate or cfg.correction not in WITH_Z:
+        return cfg.obrs_lambda
+    ratios = [math.exp(clamp(log_ratio(x, "ref", "inf"), cfg.log_ratio_clamp)) for r in responses for x in r.on]
+    if cfg.obrs_accept_rate == 1:
+        return min(ratios)
+    low, high = math.log(min(ratios)), math.log(sum(ratios) / cfg.obrs_accept_rate)
+    for _ in range(200):
+        middle = (low + high) / 2
+        accepted = mean([min(1.0, r / math.exp(middle)) for r in ratios])
+        low, high = (middle, high) if accepted > cfg.obrs_accept_rate else (low, middle)
+    return math.exp(middle)
+
+
+def kappa_of(responses: list[Response], cfg, lam: float, kappa: float | None) -> float:
     """One kappa an update, over all tokens that are on."""
     if cfg.correction not in WITH_Z or cfg.obrs_z == "exact":
         return 1.0
     if kappa is not None and cfg.obrs_target == "new":
         return kappa
     tokens = [token for r in responses for token in r.on]
-    lam = cfg.obrs_lambda
     a = [acceptance(token, "ref", lam, cfg.log_ratio_clamp) for token in tokens]
     if cfg.obrs_mask == "bernoulli":
         a = [float(token.u < x) for token, x in zip(tokens, a, strict=True)]

@@ -27,7 +27,7 @@ KEPT = {"loss_denominator": "kept", "reduction": "seq-mean-token-mean"}
 # (flags, precision, how the ranks' shares are uneven)
 EVEN = [
     ({"objective": "jackpot", "actor": "base:actor"}, f64, ""),
-    ({"objective": "jackpot", "loss_denominator": "kept"}, f64, ""),
+    ({"objective": "jackpot", "obrs_accept_rate": 0.8, "loss_denominator": "kept"}, f64, ""),
     ({"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5}, f64, ""),
     ({"objective": "tbpo", "optimizer": "muon", **LOW_BITS}, torch.float32, ""),
     ({"objective": "tis", "kl_coef": 0.3, "entropy_coef": 0.1}, f64, ""),
@@ -36,7 +36,7 @@ EVEN = [
 if importlib.util.find_spec("peft"):  # an optional package
     EVEN.append(({"objective": "tis", "lora_rank": 3, "kl_coef": 0.3}, f64, ""))
 UNEVEN = [
-    ({"objective": "jackpot", **KEPT}, f64, "empty"),
+    ({"objective": "jackpot", "obrs_accept_rate": 0.7, **KEPT}, f64, "empty"),
     ({"objective": "jackpot", "obrs_target": "new"}, f64, "masked"),
     ({"objective": "jackpot", "obrs_target": "new", "actor": "base:actor", "distill_kl_target": 0.05}, f64, "masked"),
     ({"objective": "seq_mis", "rs_high": 0.01, "reject": "seq_min:1e-8:inf", **KEPT}, f64, "poor"),

@@ -62,6 +62,8 @@ ROWS = [
 --objective=tbpo --is_cap=1 | --is_cap=1.0: tbpo_mismatch clamps to [1/C, C], so C must be above 1
 --dual_clip=3 --clip=False | --dual_clip=3.0: needs a value above 1 (3 is ... ue and --surrogate=ppo or gspo
 --objective=reinforce --ratio_base=inf | --ratio_base=inf: --surrogate=reinforce has no ratio; use --surrogate=ppo
+--obrs_lambda=1.4 --obrs_accept_rate=0.9 | --obrs_lambda=1.4: --obrs_accept_rate=0.9 ... leave out one of the two flags
+--objective=jackpot --obrs_target=new --obrs_accept_rate=0.9 | --obrs_accept_rate=0.9: needs weights and masks before
 --objective=z_tis --obrs_target=new | --correction=z_tis is a control for target ref; leave --obrs_target=ref
 --distill_kl_target=0.1 --actor=none | --distill_kl_target: there is no actor to distil; name one with --actor
 --train_batch=100 | --train_batch=100: not divisible by --group_size=8 times 1 rank(s)
@@ -75,8 +77,8 @@ ROWS = [
 --objective=tis --is_floor=2 | --is_floor=2.0: must be 0, or below --is_cap=2.0
 --objective=grpo --reject=token --reject_of=positive | --reject_of=positive: ... all, negative
 --obrs_z=exact --actor=none | --obrs_z=exact: p_inf over the whole vocabulary is known only with an ... use bracket
---loss_denominator=kept --obrs_target=new | --loss_denominator=kept: ... compute the mask during it; use proposed
---objective=tis_adjusted --loss_denominator=kept --reject=seq_min | --loss_denominator=kept: needs the keep-mask before
+--loss_denominator=kept --obrs_target=new | --loss_denominator=kept: ... compute them during it; leave this flag out
+--objective=tis_adjusted --loss_denominator=kept --reject=seq_min | --loss_denominator=kept: needs weights and masks
 --delay=lognormal --delay_min=50 --delay_max=20 | --delay_min=50.0 ... ve 0 and not above the longest
 --delay=weibull --delay_min=20 --delay_max=20 | --delay=weibull: two quantiles need ... use --delay=constant
 --delay=constant --max_staleness=2 --sync_every=8 | --max_staleness=2: with --sync_every=8 ... broadcast more often
@@ -160,6 +162,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
         "worth.py --rollout=hf --model=POLICY --actor=none --task=arith --max_tokens=8 --rollout_dtype=float32",
         r"""
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: the rows have different --obrs_topk; measure ... separate runs
+--advantage=otb | --advantage=otb: g is computed without a ref pass
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: shifted weights cannot ... use none
         """,
     ),
@@ -281,7 +284,7 @@ OUT_OF_BOUNDS = """
 --dynamic_sampling=-1 --eval_every=-2 --distill_kl_target=-1 --temperature=1e-3 --temperature=1e9 --top_p=0 --top_p=1.1
 --top_k=-2 --min_p=1 --min_p=-0.1 --quant_group=0 --clip_low=-0.1 --dual_clip=1 --tbpo_neg_high=0 --cppo_beta=-1
 --gepo_defence=-1 --distill_lambda=-1 --kl_coef=-1 --entropy_coef=-1 --log_ratio_clamp=0 --is_cap=0.001 --is_floor=-1
---obrs_c1=1e-9 --obrs_c2=0.9 --obrs_lambda=1e9 --obrs_topk=0 --delay_min=-1
+--obrs_c1=1e-9 --obrs_c2=0.9 --obrs_lambda=1e9 --obrs_accept_rate=0 --obrs_accept_rate=1.1 --obrs_topk=0 --delay_min=-1
 --delay_samplers=0 --step_seconds=0 --max_staleness=-1 --window_seconds=0 --sync_every=0 --give_up=0
 --rollout_memory=-1 --rollout_tp=0 --lora_rank=-1 --overlong=32 --max_prompt_tokens=-1 --seed=-1
 """

@@ -153,3 +153,15 @@ def test_k3_near_zero_is_accurate_in_float32():
     want = exact**2 / 2 + exact**3 / 6 + exact**4 / 24
     assert got.dtype == torch.float32 and float(got.min()) >= 0
     assert torch.allclose(got.double(), want, rtol=1e-6, atol=0)
+
+
+DEAD = [("seq_tis", 0.06, 0.0), ("seq_tis", 1.0, 0.9), ("retrace_seq", 0.06, 0.0)]  # 0.9: at the clamp
+ALIVE = [("seq_tis", 0.3, 0.0), ("tis", 0.06, 0.0), ("jackpot", 0.06, 0.0)]
+
+
+@pytest.mark.parametrize("name, ess, clamped", DEAD + ALIVE)
+def test_the_warning_of_dead_weights_names_an_alternative(name, ess, clamped):
+    logged = {"rollout_corr/seq_eff_sample_size": ess, "rollout_corr/seq_clamped_fraction": clamped}
+    logged |= {"rollout_corr/kl": 0.25, "response_length": 160.0}
+    sentence = corrections.dead_weights(make_cfg(objective=name), logged)
+    assert ("--objective=tis" in sentence) == ((name, ess, clamped) in DEAD)

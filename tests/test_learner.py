@@ -65,6 +65,7 @@ CASES = [
     {"objective": "mis_gspo", "reduction": "seq-mean-token-mean"},
     {"objective": "gepo", "gepo_defence": 4.0, "cppo_beta": 0.5},
     {"objective": "jackpot", "obrs_mask": "expected", "loss_denominator": "kept", "reduction": "seq-mean-token-mean"},
+    {"objective": "jackpot", "obrs_accept_rate": 0.8},
     {"objective": "geo_rs", "loss_denominator": "kept", "rs_low": 0.001, "rs_high": 0.15},
     {"objective": "seq_tis", "reduction": "seq-mean-token-sum-norm"},
     {"objective": "jackpot", "actor": "base:actor", "obrs_target": "new"},

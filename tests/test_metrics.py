@@ -256,7 +256,11 @@ def update(pairs) -> dict:
 
 
 def errors(pairs) -> dict:
-    return {
+    out = {}
+    for low, high in ((0.0, 1e-3), (1e-3, 1e-1), (1e-1, 1.0)):
+        inside = [t for t, _ in pairs if low < math.exp(t.logp_ref) <= high]
+        out[f"error/ratio_out/{high:g}"] = mean(abs(t.logp - t.logp_ref) > LN(2) for t in inside)
+    return out | {
         "error/low_prob_pos": mean(t.logp_ref < LN(1e-3) for t, r in pairs if r.adv > 0),
         "error/low_prob_neg": mean(t.logp_ref < LN(1e-3) for t, r in pairs if r.adv < 0),
     }
@@ -264,7 +268,7 @@ def errors(pairs) -> dict:
 
 def acceptance(tokens, cfg, stats) -> dict:
     names = {"obrs/accept_rate": "accept", "obrs/z": "z"}
-    out = {}
+    out = {"obrs/lambda": stats.lam} if cfg.obrs_accept_rate else {}
     if cfg.obrs_z != "exact":
         names |= {f"obrs/{key}": key for key in ("z_low", "z_high", "z_approx") if hasattr(tokens[0], key)}
         out["obrs/kappa"] = stats.kappa
@@ -295,6 +299,7 @@ CASES = {
     "seq_mis with seq_min": {"objective": "seq_mis", "rs_low": 0.01, "rs_high": 8.0, "reject": "seq_min:0.15:inf"},
     "obrs": {"objective": "jackpot", "obrs_lambda": 1.3, "obrs_c1": 1.1},
     "obrs, expected mask": {"objective": "jackpot", "obrs_mask": "expected"},
+    "obrs, budget": {"objective": "jackpot", "obrs_accept_rate": 0.8},
     "obrs, target new": {"objective": "jackpot", "obrs_target": "new", "obrs_lambda": 0.7},
     "obrs, the text's Z": {"objective": "jackpot", "obrs_z": "approx", "obrs_lambda": 1.3},
     "obrs, two models": {"objective": "jackpot", "actor": "base:actor"},
@@ -314,7 +319,7 @@ PARTS = {
 def case(name):
     """(responses, flags, statistics of the step, whether there is an actor)."""
     cfg = make_cfg(log_ratio_clamp=CLAMP, **CASES[name])
-    stats = StepStats(tokens=36.0, sequences=5.0, kappa=1.15, distill_lambda=0.6)
+    stats = StepStats(tokens=36.0, sequences=5.0, lam=cfg.obrs_lambda, kappa=1.15, distill_lambda=0.6)
     return responses(), cfg, stats, cfg.actor != "none"
 
 

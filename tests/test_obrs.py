@@ -47,6 +47,17 @@ def test_weight_is_target_over_accepted_distribution_and_mean_is_z_times_tis(lam
             assert torch.allclose(a * w.clamp_max(c1), want)
 
 
+def test_budget_over_tokens_is_exact():
+    # r = 1/2, 1, 2, 4, rate 3/4: two below lambda gives (1.5 / lam + 2) / 4 = 3/4 -> lam = 1.5, in (1, 2]
+    assert obrs.solve_lambda(torch.tensor([4.0, 0.5, 2.0, 1.0]), 0.75) == pytest.approx(1.5)
+    r = torch.exp(torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=f64))
+    for rate in (0.05, 0.5, 0.9, 0.95, 0.999):
+        lam = obrs.solve_lambda(r, rate)
+        assert float((r / lam).clamp_max(1).mean()) == pytest.approx(rate, abs=1e-12)
+    assert obrs.solve_lambda(r, 1.0) == pytest.approx(float(r.min()))
+    assert obrs.solve_lambda(torch.ones(10), 0.5) == pytest.approx(2.0)  # all equal: r / lambda = rate
+
+
 @pytest.mark.parametrize("lam", [0.8, 1.2])
 def test_both_masks_are_unbiased_for_z_times_target_and_expected_has_less_variance(lam):
     z = accepted(P, Q, lam)[1]

@@ -101,6 +101,28 @@ def test_an_engine_without_valid_values_ends_the_run(solvers, tmp_path, train_he
         train_here(flags(solvers, tmp_path / "run", objective="tis", actor="none", eval_every=-1))
 
 
+# -- Cut responses -----------------------------------------------------------------------------------------------------
+
+
+def test_cut_responses_are_excluded_from_loss_and_denominator():
+    """--mask_cut: statistics equal those of a batch without the tokens of cut responses; advantages are unchanged."""
+    groups = make_groups(3, 4)
+    responses = [r for group in groups for r in group.responses]
+    for i, r in enumerate(responses):
+        r.finish_reason = "length" if i % 3 == 0 else "stop"
+    plain, masking = make_cfg(objective="grpo"), make_cfg(objective="grpo", mask_cut=True)
+    whole, part = batching.collate(groups, plain), batching.collate(groups, masking)
+    kept = [r for r in responses if r.finish_reason == "stop"]
+    assert torch.equal(part.mask, whole.mask & ~whole.cut[:, None])
+    assert torch.equal(part.adv, whole.adv) and torch.equal(part.reward, whole.reward)
+    stats = objectives.prepare(part, Comm(), masking, {})
+    assert (stats.tokens, stats.sequences) == (sum(int(r.loss_mask.sum()) for r in kept), len(kept))
+    of_sums = stats.tokens / masking.max_tokens / len(kept)
+    for reduction, want in (("token-mean", 1), ("seq-mean-token-mean", 1), ("seq-mean-token-sum-norm", of_sums)):
+        loss = objectives.reduce(part.mask.double(), part.mask, stats, replace(masking, reduction=reduction))
+        assert float(loss) == pytest.approx(want)
+
+
 # -- Greedy evaluation -------------------------------------------------------------------------------------------------
 
 

@@ -514,7 +514,7 @@ def test_an_engine_records_the_columns_the_learner_needs(folders, tmp_path, monk
 
 ON_VLLM = [
     {"objective": "jackpot", "obrs_target": "new"},
-    {"objective": "jackpot", "obrs_mask": "expected"},
+    {"objective": "jackpot", "obrs_accept_rate": 0.9, "obrs_mask": "expected"},
     {"objective": "tis", "distill_lambda": 0.0, "top_p": 0.9, "top_k": 8, "temperature": 0.8},
     {"objective": "jackpot", "actor": "none", "top_k": 8, "min_p": 0.02},
     {"objective": "tbpo", "actor": "none", "rollout_quant": "int8", "learner_quant": "aligned"},

@@ -32,7 +32,7 @@ PLAIN |= dict(reject="none", reject_of="all", loss_denominator="proposed")
 PLAIN |= dict(reduction="token-mean", surrogate="ppo", ratio_base="ref", clip=True, clip_low=0.2, clip_high=0.28)
 PLAIN |= dict(tbpo_neg_high=7e-4, dual_clip=0.0, gepo_defence=0.0, cppo_beta=0.0)
 PLAIN |= dict(cppo_kl="official", obrs_target="ref", obrs_mask="bernoulli", obrs_mode="both", obrs_z="bracket")
-PLAIN |= dict(obrs_topk=4, obrs_lambda=1.0, obrs_c1=3.0, obrs_c2=1.3)
+PLAIN |= dict(obrs_topk=4, obrs_lambda=1.0, obrs_accept_rate=None, obrs_c1=3.0, obrs_c2=1.3)
 PLAIN |= dict(log_ratio_clamp=20.0, max_tokens=9)
 PLAIN |= dict(advantage="given", actor="none", positive_only=False, kl_coef=0.0, entropy_coef=0.0)
 
