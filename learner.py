@@ -192,14 +192,10 @@ class Learner:
     # --------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch. Returns the step's metrics over all
+        """`backward` and `step` on this rank's share of a batch. Returns the metrics over all
         ranks."""
         logged = self.backward(batch, stats)
-        # rejection does not mask the entropy bonus and CPPO's KL
-        alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
-        all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
-        ess = logged["rollout_corr/seq_eff_sample_size"] if self.cfg.lr_from_ess else 1.0
-        return logged | self._step(logged["loss"], all_rejected, math.sqrt(ess))
+        return logged | self.step(logged)
 
     def backward(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
         """Write the gradient of a batch's loss over all ranks to .grad; return the metrics."""
@@ -257,23 +253,26 @@ class Learner:
             return self.wrapped.no_sync()
         return contextlib.nullcontext()
 
-    def _step(
-        self, loss: float, all_rejected: bool = False, policy_factor: float = 1.0
-    ) -> dict[str, float]:
-        """Clip, check, step. A non-finite loss or gradient skips the step on every rank; MAX_SKIPS
-        consecutive skips stop the run (`error`). A float16 overflow at a loss scale of 1 or more
-        does not count towards MAX_SKIPS.
+    def step(self, logged: dict[str, float]) -> dict[str, float]:
+        """Clip the gradients of `backward`, check them, step. Returns the step's metrics. logged:
+        metrics of `backward`.
 
-        all_rejected: if every token was rejected, skip the policy's optimizer step, because
-        momentum would change the weights; the update is counted. policy_factor: factor of the
-        policy's learning rate."""
+        A non-finite loss or gradient skips the step on every rank; MAX_SKIPS consecutive skips stop
+        the run (`error`). A float16 overflow at a loss scale of 1 or more does not count towards
+        MAX_SKIPS. If every token was rejected, the policy's optimizer does not step, because
+        momentum would change the weights; the update is counted."""
+        loss = logged["loss"]
+        # rejection does not mask the entropy bonus and CPPO's KL
+        alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
+        all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
+        ess = logged["rollout_corr/seq_eff_sample_size"] if self.cfg.lr_from_ess else 1.0
         norms = {name: self._clip(name) for name in self.names}
         finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
         factor, out = schedule(self.version, self.cfg), {}
         self.version += 1
         for name in self.names:
             prefix = "" if name == "policy" else "actor/"
-            lr = self.lr[name] * factor * (policy_factor if name == "policy" else 1.0)
+            lr = self.lr[name] * factor * (math.sqrt(ess) if name == "policy" else 1.0)
             self._optimize(name, lr, step=finite and not (all_rejected and name == "policy"))
             out |= {f"{prefix}grad_norm": norms[name], f"{prefix}lr": lr}
         overflow = self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() >= 1

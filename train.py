@@ -101,8 +101,9 @@ class Training(Session):
                 self.write_samples(groups[:4])
             if self.to_check and not self.comm.any(batch.staleness.max() > 0):
                 self.check_agreement(batch)
-            # 6. forward, objectives.joint_loss, backward for each micro-batch; clip; step
-            logged = learner.update(batch, stats)
+            # 6. forward, objectives.joint_loss, backward for each micro-batch; clip; optimizer step
+            logged = learner.backward(batch, stats)
+            logged |= learner.step(logged)
             self.speed.count_trained(batch)
             objectives.update_controllers(self.controllers, logged, learner.cfg)
         if cfg.exact:

@@ -28,6 +28,7 @@ from model import Needs, PolicyAndActor, kernels
 from model.agreement import Agreement, agreement, check_agreement
 
 f64 = torch.float64
+NO_LOSS = {"loss": 0.0, "rollout_corr/rollout_rs_masked_fraction": 0.0}
 
 
 def gradients(cfg, groups, dtype=f64, ref=True):
@@ -305,7 +306,7 @@ def test_one_non_finite_weight_is_found(bad):
         learner.models.actor.base_model.layers[0].mlp.up_proj.weight[3, 5] = bad
     assert not learner.is_finite()
     with pytest.raises(UserError, match="update 1 made weights infinite or NaN: lower --lr"):
-        learner._step(0.0)
+        learner.step(NO_LOSS)
 
 
 def test_engine_and_learner_must_agree_up_to_a_measured_floor():
@@ -429,7 +430,7 @@ def test_the_fused_adamw_equals_the_plain_one(monkeypatch):
             before = layer.quantized()
             for i, p in enumerate(learner.models.parameters()):
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
-            learner._step(1.0)
+            learner.step(NO_LOSS | {"loss": 1.0})
             assert layer.quantized() is not before
             assert torch.equal(layer.quantized()[0], layer.format.quantize(layer.weight.detach())[0])
         weights[bool(kinds)] = torch.cat([p.detach().flatten() for p in learner.models.parameters()])
@@ -495,7 +496,7 @@ def test_an_overflow_lowers_the_loss_scale_and_the_run_continues(monkeypatch):
     for p in learner.models.parameters():
         p.grad = torch.full_like(p, torch.nan)
     learner.scaler.update(0.5)
-    assert not learner._step(0.0)["stepped"]
+    assert not learner.step(NO_LOSS)["stepped"]
     assert "1 updates in a row" in learner.error
 
 

@@ -188,12 +188,12 @@ def test_an_engine_sleeps_after_every_rollout(delay, folders, tmp_path, monkeypa
 
     for name in ("sleep", "load", "generate", "logprobs"):
         record(HFEngine, name)
-    record(Learner, "update")
+    record(Learner, "step")
     flags = {"actor": "none", "model": str(folders / "policy"), "delay": delay, "steps": 2, "max_tokens": 4}
     flags |= {"max_staleness": 1} if delay != "none" else {}
     train.train(make_cfg(objective="tis", out=str(tmp_path / "run"), eval_problems=1, check_sync=False, **flags))
     assert log[0] == "sleep"  # before a second engine starts, or a resumed run trains
-    rounds = " ".join(log[1:]).split("update")
+    rounds = " ".join(log[1:]).split("step")
     assert len(rounds) == 3
     for one, evaluations in zip(rounds, (1, 0, 1), strict=True):  # before the first update, and after the last
         calls = one.split()

@@ -258,15 +258,16 @@ def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatc
     """Stopped after update 5 and resumed: every count equals the count of the uninterrupted run, and no count is 0.
 
     Updates 1, 4, 5 and 6 are skipped for a NaN loss; update 2 counts as completely rejected."""
-    original, counts = session.Learner._step, []
+    original, counts = session.Learner.step, []
 
-    def step(self, loss, all_rejected, policy_factor):
-        bad = self.version in (0, 3, 4, 5)
-        out = original(self, math.nan if bad else loss, all_rejected or self.version == 1, policy_factor)
+    def step(self, logged):
+        changed = {"loss": math.nan} if self.version in (0, 3, 4, 5) else {}
+        changed |= {"rollout_corr/rollout_rs_masked_fraction": 1.0} if self.version == 1 else {}
+        out = original(self, logged | changed)
         counts.append((self.version, self.skipped, self.skipped_in_a_row, self.rejected))
         return out
 
-    monkeypatch.setattr(session.Learner, "_step", step)
+    monkeypatch.setattr(session.Learner, "step", step)
     whole, out = tmp_path / "whole", tmp_path / "run"
     train_here(flags(solvers, whole, **COUNTING, steps=8))
     whole_counts = list(counts)
