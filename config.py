@@ -217,7 +217,7 @@ class EngineFlags:
     rollout: Literal["vllm", "hf"] = "vllm"
     """Rollout engine: vLLM in process, or a sampler in plain torch."""
     rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Engine's precision; default: the learner's --dtype; in eval.py the checkpoint's dtype."""
+    """Engine's precision; default: --dtype."""
     rollout_memory: float = 0.0
     """Engine's memory. CPU: GiB of KV cache, 0: enough for a rollout batch; CUDA: share of the
     GPU's memory, 0: 0.25."""

@@ -201,6 +201,9 @@ class ModelFlags(SampleFlags):
     or base:policy."""
     role: Literal["policy", "actor"] = "policy"
     """Model to evaluate if --model names a run or a checkpoint."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Default of --rollout_dtype; python -m probe: also the learner's compute dtype; default: the
+    checkpoint's."""
     problems: int | None = None
     """Maximum number of problems; default 512 (python -m probe: 64)."""
     samples: int = 4
@@ -325,7 +328,6 @@ def evaluate(cfg: EvalFlags) -> dict:
             f"--{name}={value}: an evaluation has no learner; use python -m probe",
         )
     setup = open_setup(cfg, PROBLEMS)
-    cfg = fill(cfg, {"rollout_dtype": models.own_dtype(setup.folder)})
     ks = {eval_set.label: ks_of(cfg.k, eval_set.samples) for eval_set in setup.sets}
     if cfg.out:
         path = Path(cfg.out).with_suffix(".responses.jsonl")
@@ -417,12 +419,15 @@ def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
         for flag in required
         if is_custom and getattr(cfg, flag) is None
     ]
-    flags_of_ours = {"max_tokens", *required} | (set() if is_custom else {"rollout_dtype"})
+    flags_of_ours = {"max_tokens", *required} | (set() if is_custom else {"dtype"})
     cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in flags_of_ours})
     if missing:
         find_model(cfg, "model", cfg.role)  # raises for a wrong name
     check_named(cfg.model, missing)
-    return cfg
+    if cfg.dtype is None:
+        model = cfg.model if is_hub_id(cfg.model) else find_model(cfg, "model", cfg.role)
+        cfg = replace(cfg, dtype=models.own_dtype(model))
+    return fill(cfg, {"rollout_dtype": cfg.dtype})
 
 
 def main(argv: list[str] | None = None) -> dict:

@@ -284,19 +284,17 @@ class Learner:
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "
                 f"gradient norm {norms['policy']}); lower --lr, or check --is_cap and --grad_clip"
             )
-        if not self.is_finite():
+        name = optim.not_finite(self.models)
+        if self.comm.any(name):
+            name = name or "of another rank"
             raise UserError(
-                f"update {self.version} made weights infinite or NaN: lower --lr (now {self.cfg.lr}) or --actor_lr; "
-                f"the newest checkpoint in {self.cfg.out} is intact: start from its policy with --model"
+                f"update {self.version} made the weight {name} infinite or NaN: lower --lr (now {self.cfg.lr}) or "
+                f"--actor_lr; the newest checkpoint in {self.cfg.out} is intact: start from its policy with --model"
             )
         counts = {"skipped_steps": self.skipped, "rejected_steps": self.rejected, "stepped": finite}
         if self.scaler.is_enabled():
             counts["loss_scale"] = self.scaler.get_scale()
         return out | {name: float(n) for name, n in counts.items()}
-
-    def is_finite(self) -> bool:
-        """Whether all weights are finite, on every rank. Collective."""
-        return not self.comm.any(optim.not_finite(self.models))
 
     def _clip(self, name: str) -> float:
         """Clip one model's gradient; return its norm before clipping."""

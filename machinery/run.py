@@ -398,11 +398,8 @@ def model_folder(flag: str, cfg: Config, comm) -> str | None:
 
 def check_models(cfg: Config, policy: str, actor: str | None) -> None:
     """Check the models against the flags, from config.json alone. Raises UserError."""
-    for flag, folder in (("model", policy), ("actor", actor)):
-        if folder is None:
-            continue
+    for folder in filter(None, (policy, actor)):
         models.check_family(folder)
-        check_head(flag, models.read_config(folder))
     if {cfg.rollout_quant, cfg.learner_quant} != {"none"}:
         quant.check_model(cfg, actor or policy)
     exact.check_model(cfg, policy, actor)
@@ -449,10 +446,11 @@ def check_folders(
         cfg.top_k <= vocabulary,
         f"--top_k={cfg.top_k}: larger than the vocabulary of {vocabulary} tokens; 0 keeps all",
     )
-    for folder in folders:
+    for flag, folder in zip(("model", "actor"), folders, strict=False):
         in_vllm = cfg.rollout == "vllm" and folder == folders[-1]
         if learns or not in_vllm:
             models.check_angles(folder, context)
+            check_head(flag, models.read_config(folder))
         models.check_rows(folder, vocabulary)
         models.check_weights(folder)
 
@@ -496,8 +494,7 @@ WARNINGS = {
         "nothing: raise --max_tokens, or read samples.jsonl"
     ),
     "rejected_steps": (
-        "no token of an update reached the loss, so the policy did not change: with --mask_cut every response was cut "
-        "(raise --max_tokens), or every token was rejected (widen --rs_low and --rs_high)"
+        "every token of an update was rejected, so the policy did not change: widen --rs_low and --rs_high"
     ),
 }
 

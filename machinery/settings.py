@@ -118,7 +118,7 @@ def resolve_open(cfg: Config) -> Config:
     """The configuration with open flags filled from the objective and the default bounds. Checks
     nothing."""
     if cfg.model.startswith("base:"):
-        cfg = fill(cfg, EMBEDDED)
+        cfg = fill(fill(cfg, {"rollout_dtype": cfg.dtype}), EMBEDDED)
     elif cfg.dtype is None and flags.names_model(cfg.model):
         cfg = replace(cfg, dtype=own_dtype(cfg.model))
     cfg = fill(cfg, {"rollout_dtype": cfg.dtype, "grad_clip": 1.0})

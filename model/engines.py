@@ -131,6 +131,7 @@ class VLLMEngine:
             # with chunked prefill vLLM rewinds the random generator, which a CPU generator cannot
             enable_chunked_prefill=None if cuda else False,
             disable_log_stats=True,
+            use_tqdm_on_load=False,  # the run has its own progress bar
         )
         if cuda:
             memory = {"gpu_memory_utilization": share_of_gpu(memory_gib or 0.25)}

@@ -65,9 +65,7 @@ class Passes:
 
 def passes_of(worth_flags: WorthFlags, rows: dict[str, Config], has_actor: bool) -> Passes:
     """The passes of all on-policy batches, sampler's batches and noise batches."""
-    ref_passes = {
-        needs_of_ref_pass(unregularised(cfg), has_actor, cfg.obrs_lambda) for cfg in rows.values()
-    }
+    ref_passes = {needs_of_ref_pass(unregularised(cfg), has_actor) for cfg in rows.values()}
     slopes = worth_flags.batches * (1 + FOLDS)
     noise = worth_flags.noise_batches * (1 + worth_flags.directions)
     of_ref = worth_flags.batches * len(ref_passes)
@@ -106,7 +104,7 @@ def memory_of(
         stages["forward and backward"].append("on-policy sampler: copy and KV cache")
     used = {name for stage in stages.values() for name in stage}
     categories = {name: size for name, size in categories.items() if name in used}
-    return replace(run, categories=categories, stages=stages, checkpoint=0, host=0)
+    return replace(run, categories=categories, stages=stages, checkpoint=0)
 
 
 def work_of(passes: Passes, cfg: Config, configs: dict, prompt: int) -> float:

@@ -27,7 +27,6 @@ import machinery.startup  # isort: skip  # noqa: F401
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -65,8 +64,6 @@ class ProbeFlags(ModelFlags):
     actor: str = ""
     """A different model that samples: a run folder, a checkpoint, a Hugging Face folder or
     base:actor."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The learner's compute type; default: the checkpoint's."""
     explain: bool = False
     """Also divide the mismatch by source, and name a likely fault of the engine."""
     synced_from: str = ""

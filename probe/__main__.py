@@ -13,9 +13,8 @@ import quant
 import tasks
 from eval import check, filled, find_model, open_setup, write_result
 from machinery import flags
-from machinery.checkpoint.models import check_weights, own_dtype
+from machinery.checkpoint.models import check_weights
 from machinery.flags import check_result, need, parse_flags, run_command
-from machinery.settings import fill
 from probe import PROBLEMS, ProbeFlags, doctor, ladder, probe
 
 
@@ -29,12 +28,7 @@ def main(argv: list[str] | None = None) -> dict:
         "python -m probe --model=FOLDER --key=value ...  (--rollouts=FILE --help: of a dump)",
     )
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(ProbeFlags, argv)})
-    if cfg.model.strip() and not cfg.model.startswith("base:"):
-        if cfg.dtype is None:
-            model = cfg.model if flags.is_hub_id(cfg.model) else find_model(cfg, "model", cfg.role)
-            cfg = fill(cfg, {"dtype": own_dtype(model)})
-        cfg = fill(cfg, {"rollout_dtype": cfg.dtype})
-    cfg = filled(cfg, ("max_tokens", "dtype"))
+    cfg = filled(cfg, ("max_tokens",))
     if cfg.out:
         check_result("out", cfg.out)
     check_flags(cfg)

@@ -49,7 +49,7 @@ def judge(name: str, log_r, length, kl: float, clamp: float) -> tuple[bool, str]
             why += f" but misleading: {100 * clamped:.0f} % of them are at the clamp"
         if row.drops:
             why += f"; {100 * keep.mean():.0f} % are kept"
-        if row.level == "sequence":
+        if name.startswith("seq_"):
             longest = int(np.quantile(length, 0.95))
             viable = viable and longest * kl < clamp
             product = f"{longest} x {kl:.2g} = {longest * kl:.2g}"

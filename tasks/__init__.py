@@ -222,15 +222,15 @@ def check(cfg: Config) -> None:
 
 
 def as_trained(cfg: Config, given: set[str]):
-    """eval.py's flags, with prompts, length, stop tokens and grading taken from the run that
-    --model names, unless they are in `given`. Raises UserError."""
+    """eval.py's flags, with prompts, length, precision, stop tokens and grading taken from the run
+    that --model names, unless they are in `given`. Raises UserError."""
     saved = config_of_run(Path(cfg.model)) if cfg.model else None
     if saved is None:
         return cfg
     names = {"max_tokens", "stop", "reward", *(f.name for f in fields(PromptFlags))} - {
         "max_prompt_tokens"
     }
-    names |= {"dtype", "rollout_dtype"} if hasattr(cfg, "dtype") else set()  # learner flags
+    names |= set() if "dtype" in given else {"dtype", "rollout_dtype"}
     if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
         names.add("arith")
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}

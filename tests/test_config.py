@@ -57,7 +57,7 @@ def test_a_custom_model_needs_more_flags(solvers):
     assert parse(common).rollout_dtype == "bfloat16"
     assert parse([*common, "--rollout_dtype=float32"]).rollout_dtype == "float32"
     embedded = parse(["--rollout=hf", "--dtype=bfloat16"])
-    assert (embedded.task, embedded.rollout_dtype, embedded.actor) == ("arith", "float32", "base:actor")
+    assert (embedded.task, embedded.rollout_dtype, embedded.actor) == ("arith", "bfloat16", "base:actor")
 
 
 @pytest.mark.parametrize(

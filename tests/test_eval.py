@@ -277,8 +277,9 @@ def test_an_evaluation_samples_in_the_checkpoints_dtype(evaluated, folders, tmp_
     load_model(str(model)).to(getattr(torch, dtype)).save_pretrained(model)
     used, make_engine = [], evaluation.make_engine
     monkeypatch.setattr(evaluation, "make_engine", lambda cfg, *more: used.append(cfg) or make_engine(cfg, *more))
-    evaluated("--max_tokens=2", "--problems=1", model=model)
-    assert [cfg.rollout_dtype for cfg in used] == [dtype]
+    for more in ([], ["--dtype=bfloat16"], ["--dtype=bfloat16", "--rollout_dtype=float32"]):
+        evaluated("--max_tokens=2", "--problems=1", *more, model=model)
+    assert [cfg.rollout_dtype for cfg in used] == [dtype, "bfloat16", "float32"]
 
 
 SPARE = TOKENIZER.convert_tokens_to_ids("<spare0>")
