@@ -51,8 +51,8 @@ def test_a_large_rollout_of_the_plain_engine_on_a_gpu_is_refused(monkeypatch):
     large = ["--rollout_batch=512", "--max_tokens=1024"]
     with pytest.raises(UserError, match="--rollout=hf: 512 responses of up to 1024 tokens take .* use --rollout=vllm"):
         parse(["--rollout=hf", *large])
-    assert parse(["--rollout=hf", "--max_tokens=1024"]).rollout_batch == 256
-    settings.check_plain_engine(replace(make_cfg(rollout_batch=512, max_tokens=1024), rollout="vllm"))
+    small = parse(["--rollout=hf", "--max_tokens=1024"])
+    settings.check_plain_engine(replace(small, rollout="vllm", rollout_batch=512))
 
 
 def test_a_custom_model_needs_more_flags(solvers):
