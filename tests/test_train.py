@@ -399,7 +399,7 @@ def raise_at(monkeypatch, owner, name: str, call: int, error) -> None:
 FAULTS = {  # place of the fault: (owner, name, call, newest checkpoint afterwards, error)
     "before an update": (train.objectives, "prepare", 5, 4, ZeroDivisionError("ours")),
     "between two models' steps": (session.Learner, "_optimize", 10, 3, ZeroDivisionError("ours")),
-    "while sampling": (HFEngine, "_decode", 7, 4, UserError("bound it")),
+    "while sampling": (LocalSource, "next", 3, 4, UserError("bound it")),
 }
 
 

@@ -148,7 +148,7 @@ def dealt(pending: list[list[list]], rank: int, n_ranks: int) -> list[list[Rollo
 
 
 # What rank*.pt may contain. A checkpoint of someone else can hold any pickle, but runs no code
-CLASSES = [Rollout, Response, Sampling, np.ndarray, np.dtype, codecs.encode]
+CLASSES = [Rollout, Response, Sampling, np.ndarray, np.dtype, bytes, codecs.encode]
 CLASSES += [np._core.multiarray._reconstruct, *{type(np.dtype(x)) for x in np.sctypeDict.values()}]
 
 
