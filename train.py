@@ -41,7 +41,11 @@ def train(cfg: Config) -> int:
     comm = Comm.start(patience=groups * cfg.give_up + 1800)
     with locked(cfg, comm):
         training = Training(cfg, comm)
-        loop(training)
+        try:
+            loop(training)
+        except Exception:
+            training.rescue()
+            raise
     comm.end()
     return training.exit_code
 

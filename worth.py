@@ -68,6 +68,7 @@ ROWS = (
     "jackpot obrs_mask=expected"
 )
 OF_ROWS = {f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)}
+PRECISE = 0.25  # relative error of worth above which more batches are proposed
 STEP = 0.005  # root mean square change of log-probabilities by a shift of the weights, nats
 
 
@@ -505,6 +506,20 @@ def weigh(
     return results
 
 
+def more_batches(x: dict, about: dict) -> list[str]:
+    """A sentence with the number of batches for a relative error of PRECISE, if the error is
+    larger. The error decreases with the square root of the number of batches."""
+    error = x["worth_se"] / max(abs(x["worth"]), 1e-9)
+    if not error > PRECISE:
+        return []
+    factor = (error / PRECISE) ** 2
+    batches, reference = (math.ceil(factor * about[name]) for name in ("batches", "reference"))
+    return [
+        f"the best row's error is {error:.0%} of its worth; an error of {PRECISE:.0%} takes about "
+        f"--batches={batches:,} --reference={reference:,}, {factor:.1f} times as long"
+    ]
+
+
 def table(results: dict) -> str:
     """The table of all numbers, best row first. The two cosines with g: expected value for a
     batch, and value of the mean gradient."""
@@ -525,6 +540,7 @@ def table(results: dict) -> str:
         numbers = " ".join(f"{x[k]:7.3f}" for k in ("batch_cosine", "cosine", "scale"))
         worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
         lines.append(f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}")
+    lines += more_batches(results["rows"][ordered[0]], about)
     if "price" in about:
         lines.append(
             f"a response takes {about['sampler/seconds']:.3g} s with the sampler and "

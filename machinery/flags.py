@@ -119,7 +119,11 @@ def check_output(flag: str, path: str) -> None:
     there = next(place for place in (file, *file.parents) if place.exists())
     right = there.is_file() if there == file else there.is_dir()
     writable = path.strip() and right and os.access(there, os.W_OK)
-    need(writable, f"--{flag}={path}: no file can be written there; name a different path")
+    is_utf8 = path.encode(errors="replace") == path.encode(errors="surrogatepass")
+    need(
+        writable and is_utf8,
+        f"--{flag}={path}: no file can be written there; name a different path",
+    )
 
 
 def check_result(flag: str, path: str) -> None:
@@ -135,8 +139,13 @@ def check_result(flag: str, path: str) -> None:
 
 
 def from_environment(name: str, usual: int) -> int:
-    """An integer environment variable of torchrun, by default `usual`."""
-    return int(os.environ.get(name, usual))
+    """An integer environment variable of torchrun, at least `usual`, which is also the default.
+
+    A wrong value ends the process at once, because modules read it on import."""
+    value = os.environ.get(name, str(usual))
+    if not (value.isascii() and value.isdecimal()) or int(value) < usual:
+        sys.exit(f"error: {name}={value} in the environment: must be at least {usual}; unset it")
+    return int(value)
 
 
 def is_first_rank() -> bool:
@@ -150,6 +159,8 @@ def run_command(command: Callable[[], object]) -> None:
 
     If stdout is closed (`| head`), exit silently with code 1. After Ctrl-C, exit with 130, as
     shells do."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # machinery/startup.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         result = command()
         sys.stdout.flush()
@@ -317,9 +328,9 @@ def convert(cls, key: str, text: str):
 
 
 def number(text: str, kind: type = float):
-    """The number that a text writes, as an int or a float; NaN if it is none."""
+    """The number that a text writes in ASCII digits, as an int or a float; NaN if it is none."""
     try:
-        return kind(text)
+        return kind(text) if text.isascii() else math.nan
     except ValueError:
         return math.nan
 

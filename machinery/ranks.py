@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from datetime import timedelta
 
@@ -34,6 +35,12 @@ class Comm:
         """Set this rank's device, and under torchrun start its process group. patience: timeout of
         collective calls, seconds."""
         patience = timedelta(seconds=min(patience, FOREVER))
+        missing = [x for x in ("RANK", "MASTER_ADDR", "MASTER_PORT") if x not in os.environ]
+        need(
+            WORLD_SIZE == 1 or not missing and from_environment("RANK", 0) < WORLD_SIZE,
+            f"WORLD_SIZE={WORLD_SIZE} in the environment without {', '.join(missing) or 'a RANK below it'}: start "
+            "several ranks with torchrun --nproc_per_node, or unset WORLD_SIZE",
+        )
         if not torch.cuda.is_available():
             if WORLD_SIZE > 1:
                 dist.init_process_group("gloo", timeout=patience)

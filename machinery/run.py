@@ -34,7 +34,7 @@ from corrections import USES_Z, rejects_by_support
 from delay import DelaySource
 from machinery import checkpoint, settings, warmstart
 from machinery.checkpoint import models
-from machinery.flags import UserError, is_first_rank, is_hub_id, need
+from machinery.flags import UserError, check_output, is_first_rank, is_hub_id, need, read_json
 from model import exact, lora
 from model.engines import make_engine, sleep_level
 from model.head import check_head, memory_of
@@ -154,8 +154,8 @@ def open_run(cfg: config.Config, comm) -> Run:
         cfg = dataclasses.replace(
             cfg, micro_tokens=largest_micro(cfg, configs, context - cfg.max_tokens, comm)
         )
-    if comm.rank == 0:
-        print(settings.unlike_paper(cfg), end="")
+    if cfg.resume:
+        check_none_lost(cfg)
     chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
     return Run(
         cfg,
@@ -295,6 +295,8 @@ def check_folder(cfg: RunFlags) -> None:
         folder.is_dir() or not folder.exists(),
         f"--out={cfg.out}: a file, not a folder; name a folder",
     )
+    for name in ("metrics.jsonl", "checkpoints/new"):
+        check_output("out", f"{cfg.out}/{name}")
     ours = holds_run(folder)
     foreign = (folder / "config.json").exists() and not ours
     need(
@@ -329,6 +331,21 @@ def holds_run(folder: Path) -> bool:
         return False
 
 
+def check_none_lost(cfg: RunFlags) -> None:
+    """Raise UserError if the run has no checkpoint, although it has logged an update that saves
+    one."""
+    folder = Path(cfg.out)
+    before = read_json(folder / "config.json", "copy it from a backup")["config"]
+    done = max((row["step"] + 1 for row in rows(folder / "metrics.jsonl")), default=0)
+    due = done >= min(before["save_every"] or math.inf, before["steps"])
+    killed_in_a_save = any(folder.glob("checkpoints/step_*.writing"))
+    need(
+        checkpoint.folders(folder) or killed_in_a_save or not due,
+        f"--resume: {folder} has no checkpoint, though the run saved one; restore {folder}/checkpoints, start again "
+        "with --overwrite, or start a new run in a different --out",
+    )
+
+
 def prepare_folder(run: Run) -> None:
     """Delete the previous run if --overwrite is set, and write config.json. Called after all
     checks."""
@@ -344,7 +361,8 @@ def prepare_folder(run: Run) -> None:
         first = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         again = {key: made[key] for key in ("command", "git")}
         resumed = [*first.get("resumed", []), again]
-        made = {**first, "config": made["config"], "resumed": resumed}
+        now = {key: made[key] for key in ("config", "config_digest")}
+        made = {**first, **now, "resumed": resumed}
     scratch = folder / "config.tmp"
     scratch.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     os.replace(scratch, folder / "config.json")
@@ -361,6 +379,7 @@ def provenance(cfg: Config, task=None) -> dict:
     return {
         "id": secrets.token_hex(4),  # distinguishes runs with the same name
         "config": dataclasses.asdict(cfg),
+        "config_digest": settings.digest_of_flags(dataclasses.asdict(cfg)),
         "command": " ".join(sys.argv),
         "git": revision or None,
         "versions": {

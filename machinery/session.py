@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from tqdm import tqdm
@@ -17,8 +17,8 @@ import quant
 from config import Config
 from eval import held_out
 from learner import Learner
-from machinery import checkpoint, plot
-from machinery.flags import need
+from machinery import checkpoint, plot, settings
+from machinery.flags import UserError, need
 from machinery.ranks import Comm
 from machinery.run import (
     Log,
@@ -46,6 +46,8 @@ class Session:
         self.comm = comm
         self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
         self.cfg = cfg = self.run.cfg  # with --epochs converted to --steps
+        if comm.rank == 0:
+            print(settings.unlike_paper(cfg), end="")
         self.source = open_source(cfg, self.run, self.comm)
         self.learner = Learner(
             *self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start()
@@ -204,6 +206,16 @@ class Session:
                 self.run, self.step, self.learner, self.source, self.pending, self.controllers
             )
             self.source.saved()
+
+    def rescue(self) -> None:
+        """Save finished updates after an error between two updates. Several ranks keep their last
+        checkpoint, because the other ranks cannot take part."""
+        unsaved = self.learner.version == self.step > self.saved_at
+        if unsaved and self.comm.size == 1 and self.learner.is_finite():
+            with suppress(UserError):  # the original error is the one to report
+                self.save()
+                done = f"an error after update {self.step}, saved: continue with --resume"
+                print(f"{done} --out={self.cfg.out}", file=sys.stderr)
 
 
 def due(every: int, step: int) -> bool:

@@ -6,7 +6,9 @@ UserError with one sentence that names the flag and the fix."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,13 +100,24 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     return Config(**{**saved, **now, "resume": True, "overwrite": False})
 
 
+def digest_of_flags(config: dict) -> str:
+    """A digest of the flags that detects an edited config.json."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def saved_flags(path: Path) -> dict:
-    """The flags in a run's config.json. Raises UserError if it is damaged or foreign."""
+    """The flags in a run's config.json. Raises UserError if it is damaged, edited or foreign."""
     fix = "copy it from a backup, or start a new run with --overwrite or in a different --out"
-    saved = flags.read_json(path, fix).get("config")
+    made = flags.read_json(path, fix)
+    saved = made.get("config")
     need(
         isinstance(saved, dict) and "lr_schedule" in saved,
         f"--resume: {path} holds no flags of a run; {fix}",
+    )
+    need(
+        made.get("config_digest") == digest_of_flags(saved),
+        f"--resume: the flags in {path} were edited after the run wrote them; give changes on the command line, or "
+        f"{fix}",
     )
     return {k: v for k, v in saved.items() if k in FIELDS}
 
@@ -206,6 +219,7 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
         check_tensor_parallel(cfg, n_ranks)
     elif cfg.samplers == "local":
         check_engine(cfg, n_ranks)
+        check_plain_engine(cfg)
         quant.check_routing(cfg)
     need(
         cfg.eval_engine != "second" or cfg.actor != "none",
@@ -266,6 +280,19 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
     need(
         cfg.rollout != "vllm" or importlib.util.find_spec("vllm") is not None,
         "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
+    )
+
+
+PLAIN_TOKENS = 1 << 18  # maximum tokens of a rollout of the plain engine on a GPU
+
+
+def check_plain_engine(cfg: Config) -> None:
+    """Raise UserError if a rollout of the plain engine would take minutes on this GPU."""
+    plain = cfg.rollout == "hf" and torch.cuda.is_available()
+    need(
+        not plain or cfg.rollout_batch * cfg.max_tokens <= PLAIN_TOKENS,
+        f"--rollout=hf: {cfg.rollout_batch} responses of up to {cfg.max_tokens} tokens take minutes in the plain "
+        "engine on a GPU; use --rollout=vllm",
     )
 
 

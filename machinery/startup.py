@@ -1,14 +1,19 @@
 """Process settings that must precede the import of torch. Each command imports this file first.
 
 - Idle threads of OpenMP sleep after 0.1 ms instead of keeping a core busy (LOG.md).
+- Ctrl-C while modules are imported ends the process without a traceback; `run_command` restores
+  Python's KeyboardInterrupt.
+- Closed standard streams are opened on the null device, so that no file gets their numbers.
 - Warnings and logs of torch, vLLM and transformers are off without --verbose."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
+from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
@@ -25,6 +30,22 @@ def silence() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
+def open_closed_streams() -> None:
+    """Open those of file descriptors 0 to 2, and of Python's two output streams, that are closed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  open until the process ends
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+open_closed_streams()
+# a command of this repository, not a program that imports its modules
+is_command = Path(__file__).resolve().parents[1] in [*Path(sys.argv[0]).resolve().parents][:2]
+if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 if "--verbose" in sys.argv:
     sys.argv.remove("--verbose")
 else:

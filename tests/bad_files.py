@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from config import EMBEDDED, Config
+from machinery.settings import digest_of_flags
 from remote.keys import make_keys
 
 GOOD = '{"problem": "1 + 1 :", "answer": "2"}\n'
@@ -79,7 +80,8 @@ FLAGS = {**asdict(Config(model="base:policy", rollout="hf")), **EMBEDDED}
 
 def run_of(**changes) -> str:
     """The config.json of a run with these flags."""
-    return json.dumps({"config": {**FLAGS, **changes}, "command": "train.py"})
+    changed = {**FLAGS, **changes}
+    return json.dumps({"config": changed, "command": "train.py", "config_digest": digest_of_flags(changed)})
 
 
 RUN = run_of()

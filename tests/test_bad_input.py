@@ -8,8 +8,10 @@ import hashlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,9 @@ ROWS = [
         "train.py --rollout=hf",
         r"""
 --objectve=jackpot | --objectve: no such flag; did you mean --objective?
+--actor_rollout_ref.rollout.n=8 | --actor_rollout_ref.rollout.n: no such flag; here it is --group_size
+--steps=99999999999999999999 | --steps=99999999999999999999: must be between 1 and 1e+09
+--arith=seed=５ | --arith=seed=５: seed=５: must be a whole number, 0 or more
 --steps=0 | --steps=0: must be between 1 and 1e+09
 --arith=seed=x | --arith=seed=x: seed=x: must be a whole number, 0 or more
 --objective=is --reject=token:1e-300:1e-290 | --reject=token:1e-300:1e-290: the bounds of token:1e-300:1e-290 are
@@ -136,7 +141,7 @@ HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --m
 --model=no_weights | no_weights: no weights there (model.safetensors is ... copy the folder again, or delete it
 --model=weights_cut | weights_cut/model.safetensors: its weights cannot be ... copy the folder again, or delete it
 LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a complete checkpoint of that shape
---out=read_only/run | read_only/run: Permission denied; name a different path
+--out=read_only/run | --out=read_only/run/metrics.jsonl: no file can be written there; name a different path
 --out=run | --out=run already holds a run: add ... --overwrite to delete it, or name a different folder
 --out=run_of_a_model --overwrite | --out=run_of_a_model: its config.json is not from a run; name a different folder
 --out=notes --overwrite | --overwrite: --out=notes holds files but no run; name a different folder
@@ -309,6 +314,53 @@ def test_a_separate_process_gives_the_same_answer(prepared, command):
     real = subprocess.run([sys.executable, *argv], **options)
     assert (real.returncode, real.stderr) == (done.status, job.said())
     assert tree(real_job.here) == real_job.before
+
+
+HERE = [sys.executable, str(ROOT / "train.py"), "--rollout=hf", "--out=file"]
+TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment without RANK, MASTER_ADDR, MASTER_PORT: start"),
+        ({**TWO, "RANK": "7"}, "WORLD_SIZE=2 in the environment without a RANK below it: start several"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment: must be at least 1; unset it"),
+        ({"LOCAL_RANK": "3", "RANK": "3"}, "--out=file: a file, not a folder"),
+    ],
+)
+def test_an_environment_of_torchrun(tmp_path, variables, words):
+    """Schedulers leave WORLD_SIZE in the environment of a shell."""
+    environment = {name: x for name, x in os.environ.items() if name not in TWO} | variables
+    (tmp_path / "file").touch()
+    before = tree(tmp_path)
+    options = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(HERE, **options)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"error: {words}") and tree(tmp_path) == before
+
+
+def test_closed_streams(tmp_path):
+    """A service without standard streams: output is dropped, no file gets a stream's number, the status is kept."""
+    code = "import sys; sys.argv = ['eval.py']; import machinery.startup; file = open(sys.orig_argv[-1], 'w'); "
+    code += "sys.stdout.write('lost'); file.write(str(file.fileno())); sys.exit('status')"
+    argv = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", code, str(tmp_path / "file")]
+    done = subprocess.run(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "status\n")
+    assert int((tmp_path / "file").read_text()) > 2
+
+
+def test_ctrl_c_while_modules_load():
+    """No traceback; the shell sees a process ended by SIGINT."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores SIGINT
+    process = subprocess.Popen([*HERE, "--help"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, inherited)
+    maps = Path(f"/proc/{process.pid}/maps")
+    while "libtorch" not in maps.read_text():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (-signal.SIGINT, "")
 
 
 def test_libraries_warn_only_with_verbose():

@@ -1,5 +1,6 @@
 """Checkpoints: saved state is restored, completely or not at all."""
 
+import os
 import resource
 from types import SimpleNamespace
 
@@ -181,3 +182,20 @@ def test_biases_of_routers_are_exported_in_float32(tmp_path):
     assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")[name], weights[name])
     loaded = models.load_model(tmp_path / "ours", "auto").state_dict()
     assert torch.equal(loaded[name], weights[name]) and loaded["model.norm.weight"].dtype == torch.bfloat16
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, (str(self.made),)
+
+
+def test_a_checkpoint_of_someone_else_runs_no_code(run, tmp_path):
+    """Nor does a damaged one give a traceback."""
+    learner, harmful = make_learner(), Harmful()
+    folder = checkpoint.save(run, 1, learner, Source(), [make_groups()], {})
+    harmful.made = tmp_path / "made"
+    for name in ("rank0.pt", "learner.pt"):
+        torch.save({"pending": harmful}, folder / name)
+        with pytest.raises(UserError, match=f"step_000001 is damaged .{name}: .*; delete it and resume"):
+            checkpoint.load(folder, learner, Source())
+    assert not harmful.made.exists()

@@ -187,6 +187,7 @@ def test_values(line, wanted, monkeypatch):
     "argv, sentence",
     [
         (["--steps", "--lr=1"], "--steps: a value is missing; write --steps=VALUE"),
+        (["--steps=\uff11\uff12"], "--steps=\uff11\uff12: must be a whole number"),
         (["--steps=1.5"], "--steps=1.5: must be a whole number"),
         (["--cap=none"], "--cap=none: must be a number"),
         (["--clip=fals"], "--clip=fals: not one of True, true, False, false; did you mean false?"),

@@ -8,6 +8,7 @@ from conftest import make_cfg, write_rows
 
 from eval import main
 from machinery.flags import UserError
+from machinery.settings import unlike_paper
 from tasks import grading_metrics, make_task
 from tasks.arith import arithmetic_tokenizer
 from tasks.data import digest_of
@@ -128,6 +129,17 @@ def test_a_mix_of_files_and_packed_ones(tmp_path):
     assert before != digest_of(str(a)) and digest_of(f"{b},{a}") != before
     b.write_bytes(gzip.compress(b'{"problem": "p2", "answer": "3"}\n'))
     assert digest_of(f"{a},{b}") != before
+
+
+def test_differences_from_a_papers_settings_are_named():
+    for changes, words in (
+        ({"objective": "gepo", "delay": "lognormal"}, ["--cppo_beta=0.0 (0.005)", "--max_staleness=None (64)"]),
+        ({"objective": "gspo", "delay": "constant"}, ["--ratio_base=ref (inf)", "--window_seconds=inf (1800.0)"]),
+        ({"objective": "tis_adjusted"}, ["configs/papers/jackpot_stale.toml", "--clip=True (False)"]),
+        ({"objective": "grpo"}, []),
+    ):
+        line = unlike_paper(make_cfg(actor="none", **changes))
+        assert all(word in line for word in words) and bool(line) == bool(words) == line.count("\n")
 
 
 def test_a_date_in_a_chat_template_is_fixed_for_a_run(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import sys
 from contextlib import nullcontext
@@ -309,6 +310,28 @@ def test_warnings_are_printed_once(tmp_path, capsys):
     warnings = capsys.readouterr().err
     assert warnings.count("every token was rejected") == 1
     assert "update 2" in warnings and "clamp" not in warnings
+
+
+def test_an_edited_configuration_is_refused(tmp_path):
+    """Flags edited in config.json would otherwise apply without notice."""
+    config = run.provenance(make_cfg(out=str(tmp_path), lr=1e-3))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert settings.parse(["--resume", f"--out={tmp_path}"]).lr == 1e-3
+    edited = {**config, "config": {**config["config"], "lr": 5e-3}}
+    for written in (edited, {**edited, "config_digest": None}):
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        with pytest.raises(UserError, match="config.json were edited after the run wrote them"):
+            settings.parse(["--resume", f"--out={tmp_path}"])
+
+
+def test_paths_where_a_run_cannot_write_are_refused(tmp_path):
+    """A file in place of a folder, a folder in place of a file, a name outside UTF-8."""
+    for name in ("a", "c/metrics.jsonl"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "a" / "checkpoints").write_text("{}")
+    for name in (b"a", b"c", b"\xff"):
+        with pytest.raises(UserError, match="--out=.*: no file can be written there; name a different path"):
+            run.check_folder(make_cfg(out=str(tmp_path / os.fsdecode(name))))
 
 
 @pytest.mark.parametrize(

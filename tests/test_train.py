@@ -27,7 +27,7 @@ from corrections import USES_Z
 from machinery import checkpoint, plot, session, settings
 from machinery.flags import UserError
 from machinery.ranks import Comm
-from machinery.run import open_run, read_metrics
+from machinery.run import check_none_lost, open_run, read_metrics
 from machinery.run import rows as run_rows
 from model.engines import HFEngine
 from sampling import Sampling
@@ -384,6 +384,44 @@ def test_three_signals_are_collected_and_a_second_ctrl_c_interrupts():
             signal.signal(number, handler)
 
 
+def raise_at(monkeypatch, owner, name: str, call: int, error) -> None:
+    """Let the call-th call of a function fail with `error`."""
+    original, calls = getattr(owner, name), []
+
+    def function(*args, **more):
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return original(*args, **more)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+FAULTS = {  # place of the fault: (owner, name, call, newest checkpoint afterwards, error)
+    "before an update": (train.objectives, "prepare", 5, 4, ZeroDivisionError("ours")),
+    "between two models' steps": (session.Learner, "_optimize", 10, 3, ZeroDivisionError("ours")),
+    "while sampling": (LocalSource, "next", 3, 4, UserError("bound it")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_saves_a_checkpoint_and_keeps_its_traceback(
+    fault, whole, solvers, tmp_path, train_here, monkeypatch, capsys
+):
+    """The run resumes from the boundary of the last update and equals the uninterrupted run bit for bit."""
+    owner, name, call, newest, error = FAULTS[fault]
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        raise_at(patch, owner, name, call, error)
+        with pytest.raises(type(error), match=str(error)):
+            train_here(flags(solvers, out))
+    printed = capsys.readouterr().err
+    assert checkpoint.newest(out).name == f"step_{newest:06d}"
+    assert ("saved: continue with --resume" in printed) == (newest != 3)
+    train_here(["--resume", f"--out={out}"])
+    assert timeless(out) == timeless(whole[0])
+
+
 def test_too_many_skipped_updates_save_and_end_the_run(solvers, tmp_path, train_here, monkeypatch):
     loss = train.objectives.reduce
     monkeypatch.setattr(train.objectives, "reduce", lambda *args: loss(*args) * math.nan)
@@ -391,6 +429,18 @@ def test_too_many_skipped_updates_save_and_end_the_run(solvers, tmp_path, train_
     with pytest.raises(UserError, match="2 updates in a row had a non-finite loss or gradient"):
         train_here(flags(solvers, tmp_path / "run"))
     assert checkpoint.newest(tmp_path / "run").name == "step_000002"
+
+
+def test_resume_with_deleted_checkpoints_is_refused(whole, tmp_path, train_here):
+    """A run killed before or during its first save starts again."""
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out, ignore=shutil.ignore_patterns("checkpoints"))
+    logged = (out / "metrics.jsonl").read_text()
+    with pytest.raises(UserError, match="has no checkpoint, though the run saved one; restore"):
+        train_here(["--resume", f"--out={out}"])
+    assert (out / "metrics.jsonl").read_text() == logged
+    (out / "checkpoints" / "step_000003.writing").mkdir(parents=True)
+    check_none_lost(settings.parse(["--resume", f"--out={out}"]))
 
 
 @SEVERAL_PROCESSES

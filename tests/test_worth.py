@@ -221,6 +221,7 @@ def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys):
     assert about["kl"] < 1e-9 and all(abs(half - 1) < 0.5 for half in about["halves"])
     assert 0 < 3 * 96 * (about["sampler/seconds"] + about["on_policy/seconds"]) < about["seconds"]
     assert f"above worth {about['price']:.2f}" in printed
+    assert "the paper's values" not in printed  # a line of train.py
     assert json.loads((tmp_path / "w.json").read_text())["rows"] == results["rows"]
 
 

@@ -12,18 +12,21 @@ A checkpoint is written under a temporary name that is renamed at the end: it is
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from config import Config
 from machinery.checkpoint.models import save_model
 from machinery.checkpoint.shards import read_shards, whole, write_shards
-from machinery.flags import UserError, need
-from rollout import Rollout
+from machinery.flags import UserError, need, shortened
+from rollout import Response, Rollout
+from sampling import Sampling
 
 FORMAT = 5  # a checkpoint of a different format is rejected
 
@@ -120,10 +123,9 @@ def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]
     learner.load_state_dict(shared["learner"])
     read_shards(learner, folder / "shards")
     if shared["n_ranks"] == n_ranks:
-        rank_state = torch.load(folder / f"rank{rank}.pt", weights_only=False)  # has classes
+        rank_state = read(folder, f"rank{rank}.pt")
     else:
-        paths = [folder / f"rank{i}.pt" for i in range(shared["n_ranks"])]
-        states = [torch.load(path, weights_only=False) for path in paths]
+        states = [read(folder, f"rank{i}.pt") for i in range(shared["n_ranks"])]
         rank_state = {
             "source": source.dealt([state["source"] for state in states]),
             "pending": dealt([state["pending"] for state in states], rank, n_ranks),
@@ -145,17 +147,27 @@ def dealt(pending: list[list[list]], rank: int, n_ranks: int) -> list[list[Rollo
     return minibatches
 
 
+# What rank*.pt may contain. A checkpoint of someone else can hold any pickle, but runs no code
+CLASSES = [Rollout, Response, Sampling, np.ndarray, np.dtype, bytes, codecs.encode]
+CLASSES += [np._core.multiarray._reconstruct, *{type(np.dtype(x)) for x in np.sctypeDict.values()}]
+
+
+def read(folder: Path, name: str) -> dict:
+    """The contents of a file of a checkpoint. Raises UserError if it cannot be read."""
+    try:
+        with torch.serialization.safe_globals(CLASSES):
+            return torch.load(folder / name, weights_only=True)
+    except Exception as e:  # of many types
+        raise UserError(
+            f"--resume: {folder} is damaged ({name}: {shortened(e)}); delete it and resume from an earlier "
+            "checkpoint, or start a new run with --overwrite"
+        ) from None
+
+
 def shared_by_ranks(folder: Path) -> dict:
     """The contents of learner.pt. Raises UserError if it cannot be read, or if the checkpoint has a
     different FORMAT."""
-    try:
-        shared = torch.load(folder / "learner.pt", weights_only=True)
-    except Exception as e:  # of many types
-        why = " ".join(str(e).split())[:200]
-        raise UserError(
-            f"--resume: {folder} is damaged ({why}); delete it and resume from an earlier checkpoint, or start a new "
-            "run with --overwrite"
-        ) from None
+    shared = read(folder, "learner.pt")
     need(
         shared.get("format") == FORMAT,
         f"--resume: {folder} has checkpoint format {shared.get('format', 1)}, and this revision reads {FORMAT}; "

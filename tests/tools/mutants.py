@@ -123,11 +123,14 @@ TESTS = {
     "tasks/turns.py": "test_turns.py -k 'not vllm and (conversation or draws or replies or allowed)'",
     "machinery/checkpoint/tensors.py": "test_weights.py",
     "machinery/checkpoint/models.py": "test_checkpoint.py test_models.py -k 'not vllm'",
-    "machinery/run.py": "test_run.py",
+    "machinery/run.py": "test_run.py test_train.py::test_resume_with_deleted_checkpoints_is_refused",
     "worth.py": "test_worth.py -k 'not worth_1 and not different_models'",
     "train.py": "test_train.py -k 'logs_every or counters or in_order'",
-    "machinery/session.py": "test_train.py -k 'too_many or signals_save'",
-    "machinery/settings.py": ("test_config.py test_run.py::test_steps_and_epochs_on_the_command_line_take_precedence"),
+    "machinery/session.py": "test_train.py -k 'too_many or signals_save or fault'",
+    "machinery/settings.py": (
+        "test_config.py test_run.py::test_an_edited_configuration_is_refused "
+        "test_run.py::test_steps_and_epochs_on_the_command_line_take_precedence"
+    ),
     "machinery/flags.py": "test_run.py::test_a_result_replaces_only_an_earlier_result test_flags.py",
     "remote/keys.py": "test_guard.py test_hub.py -k 'name_belongs or known_keys'",
     "remote/wire.py": "test_wire.py",
@@ -148,6 +151,7 @@ MUTANTS = {
     ],
     "machinery/settings.py": [
         ("sorted(given - free", "("),
+        ('made.get("config_digest") == digest_of_flags(saved)', "True"),
         ("obrs_c2=1.02 + cfg.clip_high if clipped else 3.0", "obrs_c2=1.02 + cfg.clip_high"),
     ],
     "tasks/builtin.py": [
@@ -446,6 +450,7 @@ MUTANTS = {
         ('        "controllers": controllers,\n', '        "controllers": {},\n'),
         ("group for turn in zip(*parts, strict=True) for group in turn", "g for part in parts for g in part"),
         ('    source.load_state_dict(rank_state["source"])\n', ""),
+        ("weights_only=True", "weights_only=False"),
         ("next(reversed(folders(out)), None)", "next(iter(folders(out)), None)"),
     ],
     "machinery/checkpoint/tensors.py": [
@@ -458,6 +463,7 @@ MUTANTS = {
     ],
     "machinery/run.py": [
         ("math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)", "math.ceil(cfg.epochs * task.size)"),
+        ("need(\n        checkpoint.folders(folder) or", "need(\n        True or"),
         ("        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "        pass"),
         ("[path for pattern in WRITTEN for path in folder.glob(pattern)]", 'folder.glob("*")'),
     ],
@@ -468,6 +474,7 @@ MUTANTS = {
     ],
     "machinery/session.py": [
         ("        if self.step != self.saved_at:\n            self.save()", "        pass"),
+        ("self.learner.version == self.step > self.saved_at", "self.step > self.saved_at"),
     ],
     "probe/gaps.py": [
         (
@@ -508,6 +515,7 @@ MUTANTS = {
         ("self.comm, sleeps=False)", "self.comm)"),
         ("    return -torch.autograd.grad(total, logp)[0]", "    return torch.autograd.grad(total, logp)[0]"),
         ("        self.shift(direction, 0.0)\n        return logp", "        return logp"),
+        ("    factor = (error / PRECISE) ** 2", "    factor = error / PRECISE"),
         ("size = STEP / self.spread(batch, unshifted, v)", "size = STEP"),
         ("(1 << 20) // learner.comm.size", "0", "both samplers may then have the same problems"),
         ("\n                0, batch.group, shares\n            ", "0, batch.group * 0, shares"),
@@ -515,6 +523,7 @@ MUTANTS = {
     "machinery/flags.py": [
         ('replaceable |= "command" in before and "config" not in before', 'replaceable |= "command" in before'),
         ("        sys.stdout.flush()\n", ""),
+        (" if text.isascii() else math.nan", ""),
     ],
     "remote/keys.py": [
         ('sampler.startswith(f"{owner}-")', "sampler.startswith(owner)"),
