@@ -102,11 +102,12 @@ class WorthFlags:
 
 
 def parse(
-    argv: list[str], own: type[WorthFlags] = WorthFlags
+    argv: list[str],
+    own: type[WorthFlags] = WorthFlags,
+    usage: str = "python worth.py --key=value ...",
 ) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
     """The flags, the configuration of each row, and the configuration of g (`on_policy_config`).
     UserError: one sentence."""
-    usage = "python worth.py --key=value ..."
     worth_flags, pairs = flags.parse_own(own, config.Config, argv, usage)
     given = {k for k, _ in pairs}
     for name in ("objective", "correction"):

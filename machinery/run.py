@@ -436,22 +436,22 @@ def longest_contexts(
     configs = [models.read_config(folder).get_text_config() for folder in folders]
     limit = min(c.max_position_embeddings for c in configs)
     lengths = []
-    for one in sets:
-        longest = one.task.fit(tokenizer, cfg.max_prompt_tokens)
-        lengths.append(longest + one.max_tokens)
+    for eval_set in sets:
+        longest = eval_set.task.fit(tokenizer, cfg.max_prompt_tokens)
+        lengths.append(longest + eval_set.max_tokens)
         need(
             lengths[-1] <= limit,
-            f"{one.label}: the longest prompt has {longest} tokens, and with {one.max_tokens} tokens of a response it "
-            f"exceeds the model's context of {limit}; lower --max_tokens, or drop long prompts with "
-            "--max_prompt_tokens",
+            f"{eval_set.label}: the longest prompt has {longest} tokens, and with a response of "
+            f"{eval_set.max_tokens} it exceeds the model's context of {limit}; lower --max_tokens, or drop long prompts "
+            "with --max_prompt_tokens",
         )
         if is_first_rank():
-            for sentence in warnings_of(one.task, tokenizer):
+            for sentence in warnings_of(eval_set.task, tokenizer):
                 print(f"warning: {sentence}", file=sys.stderr)
-            if getattr(one.task, "dropped", 0):
+            if getattr(eval_set.task, "dropped", 0):
                 print(
-                    f"{one.label}: {one.task.dropped} prompts of over {cfg.max_prompt_tokens} tokens dropped, "
-                    f"{one.task.size} left"
+                    f"{eval_set.label}: {eval_set.task.dropped} prompts of over {cfg.max_prompt_tokens} tokens "
+                    f"dropped, {eval_set.task.size} left"
                 )
     return lengths
 

@@ -210,8 +210,8 @@ class VLLMEngine:
         requested = self.llm.enqueue(requests, params, use_tqdm=False)
         first = sum(len(group) for _, theirs in before[:offset] for group in theirs)
         names = (name.partition("-")[0] for name in requested[first:])  # as the outputs have them
-        here = [i for i, group in enumerate(seeds) for _ in group]
-        prompt_of = dict(zip(names, here, strict=False))
+        prompts_of_names = [i for i, group in enumerate(seeds) for _ in group]
+        prompt_of = dict(zip(names, prompts_of_names, strict=False))
         responses, core = {}, self.llm.llm_engine
         try:
             while core.has_unfinished_requests():  # the same steps on all ranks

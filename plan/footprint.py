@@ -89,8 +89,8 @@ def measure(
         for name, config in configs.items():
             kept_by_two, layer, embedding = of_layers(cfg, name, config, 2, *batch)
             kept_by_four, *_ = of_layers(cfg, name, config, 4, *batch)
-            more = (kept_by_four - kept_by_two) * (config.num_hidden_layers - 2) // 2
-            kept[name] = kept_by_two + more
+            of_further_layers = (kept_by_four - kept_by_two) * (config.num_hidden_layers - 2) // 2
+            kept[name] = kept_by_two + of_further_layers
             moment = max(moment, layer, embedding - sum(kept.values()))
     return Activations(kept, moment, forward)
 

@@ -36,7 +36,7 @@ from worth import WorthFlags
 
 
 @dataclass(frozen=True)
-class PlanFlags(WorthFlags):
+class MeasurementFlags(WorthFlags):
     """The measurement (worth.py) and the machine"""
 
     ranks: int = 1
@@ -80,8 +80,8 @@ def memory_of(
     sharded = cfg.parallel == "fsdp" and ranks > 1
     cfg = replace(cfg, eval_every=-1, dtype=cfg.dtype if sharded else "float32")
     run = plan_of(cfg, configs, prompt, ranks, gpu_gib)
-    whole, width = weights_of(empty_model(configs["policy"])), prompt + cfg.max_tokens
-    entries = int(worth_flags.share * whole) // 4 // (ranks if sharded else 1)
+    policy_bytes, width = weights_of(empty_model(configs["policy"])), prompt + cfg.max_tokens
+    entries = int(worth_flags.share * policy_bytes) // 4 // (ranks if sharded else 1)
     categories = {
         name: size
         for name, size in run.categories.items()
@@ -89,7 +89,7 @@ def memory_of(
     }
     categories |= {
         "measured entries": entries * bytes_of_an_entry(worth_flags),
-        "on-policy sampler: copy and KV cache": (whole if sharded else 0)
+        "on-policy sampler: copy and KV cache": (policy_bytes if sharded else 0)
         + torch_cache(configs["policy"], 4, cfg.train_batch // ranks, width),
     }
     weights = [name for name in categories if name.startswith("weights")]
@@ -120,7 +120,9 @@ def work_of(passes: Passes, cfg: Config, configs: dict, prompt: int) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the plan of a measurement. UserError: a flag is wrong."""
-    asked, rows, _ = worth.parse(sys.argv[1:] if argv is None else argv, PlanFlags)
+    usage = "python -m plan.worth --key=value ..."
+    argv = sys.argv[1:] if argv is None else argv
+    asked, rows, _ = worth.parse(argv, MeasurementFlags, usage)
     cfg = max(rows.values(), key=topk_of)
     need(asked.ranks >= 1, f"--ranks={asked.ranks}: must be at least 1")
     need(

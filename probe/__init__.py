@@ -76,7 +76,7 @@ class ProbeFlags(ModelFlags):
 
 
 @dataclass
-class Scored:
+class ScoredTokens:
     """The sampled tokens under engine and learner, without an environment's replies; 0 after the end
     of a response."""
 
@@ -177,14 +177,14 @@ def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int) -> l
     return groups
 
 
-def score(learner, groups: list[Rollout], cfg: Config) -> Scored:
+def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
     """The learner's probabilities of the sampled tokens."""
     batch = collate(groups, cfg)
     batch.logp_ref = learner.score(batch, Needs()).logp
     turn = torch.from_numpy(turns.turns_of(batch.mask))
     columns = (batch.logp_inf.double(), batch.logp_ref.double(), turn)
     inf, ref, turn = (without_replies(x, batch.mask).numpy() for x in columns)
-    return Scored(inf, ref, batch.mask.sum(1).numpy(), turn, groups, batch)
+    return ScoredTokens(inf, ref, batch.mask.sum(1).numpy(), turn, groups, batch)
 
 
 def without_replies(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -210,7 +210,7 @@ def retokenized(tokenizer, groups: list[Rollout]) -> float:
     return float(np.mean(changed))
 
 
-def summarize(cfg: ProbeFlags, setup, scored: Scored, floor: list[dict]) -> dict:
+def summarize(cfg: ProbeFlags, setup, scored: ScoredTokens, floor: list[dict]) -> dict:
     """The report without the ladder."""
     length, reward = scored.length, scored.batch.reward.numpy()
     numbers = overview(scored.inf, scored.ref, length, cfg.log_ratio_clamp)

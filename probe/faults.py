@@ -276,9 +276,9 @@ def noise(case: Case) -> np.ndarray:
     # an engine that scores needs room for one more token
     most = case.scorer.sampling.max_tokens - 1
     tokens = [r.tokens[:most] for g in case.groups for r in g.responses]
-    one, two = (prefill(case.engine, prompts, tokens, case.setup.vocabulary) for _ in range(2))
+    first, second = (prefill(case.engine, prompts, tokens, case.setup.vocabulary) for _ in range(2))
     out = np.zeros_like(case.expected)
-    out[:, : one.shape[1]] = (one - two) ** 2 / 2 / case.scorer.recipe.temperature**2
+    out[:, : first.shape[1]] = (first - second) ** 2 / 2 / case.scorer.recipe.temperature**2
     return out
 
 
@@ -303,8 +303,8 @@ def suspects(case: Case) -> list[dict]:
     rows = [random]
     for name, fault in FAULTS.items():
         if fault is not stale_weights or case.old is not None:
-            found = [row(name, where, case.left(x), (x, *y)[-1]) for where, x, *y in fault(case)]
-            rows += sorted(found, key=lambda row: -row["explained"])[:1]
+            variants = [row(name, at, case.left(x), (x, *y)[-1]) for at, x, *y in fault(case)]
+            rows += sorted(variants, key=lambda row: -row["explained"])[:1]
     rows.sort(key=lambda row: -row["explained"])
     alike = [row for row in rows if row["explained"] > rows[0]["explained"] - ALIKE]
     rows = sorted(alike, key=lambda row: -row["sampled"]) + rows[len(alike) :]

@@ -12,7 +12,7 @@ BLUE, ORANGE = "#1f6fb4", "#e07b28"
 
 
 def draw_mismatch(report, scored, path: Path) -> Path:
-    """Draw two panels into `path`. report: of probe.summarize. scored: probe.Scored."""
+    """Draw two panels into `path`. report: of probe.summarize. scored: probe.ScoredTokens."""
     fig, axes = pyplot().subplots(1, 2, figsize=(11, 4.4))
     draw_gaps(axes[0], report, scored)
     draw_weights(axes[1], report)

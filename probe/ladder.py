@@ -256,7 +256,7 @@ def explain(
     """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and
     "suspects" if the remainder exceeds rounding.
 
-    cfg: ProbeFlags. setup: eval.Setup. scored: probe.Scored. actor: folder of the model that
+    cfg: ProbeFlags. setup: eval.Setup. scored: probe.ScoredTokens. actor: folder of the model that
     samples, if it differs from the learner's. floor: rows of probe.floor.floors. start: folder of
     the older weights that the engine started from."""
     device = torch.device(learner.device).type

@@ -235,9 +235,9 @@ class RemoteSource:
         if self.comm.size == 1:
             return groups
         parts = [groups[rank * n : (rank + 1) * n] for rank in range(self.comm.size)]
-        mine: list = [None]
-        dist.scatter_object_list(mine, parts if self.comm.rank == 0 else None)
-        return mine[0]
+        received: list = [None]
+        dist.scatter_object_list(received, parts if self.comm.rank == 0 else None)
+        return received[0]
 
     def _collect(self, n_groups: int, learner_version: int, stop) -> list[Ready]:
         """Up to n groups to train on: fewer if `stop` fills or `error` is set first."""

@@ -376,11 +376,11 @@ def read_row(
     checked = {"problem": re.search(CONTROL, text)}
     if needed and not listed:
         checked[f"`answer` {answer!r:.60}"] = re.search(IN_ANSWER, answer)
-    for what, found in checked.items():
+    for field, damage in checked.items():
         need(
-            not found,
-            f"{place}: the {what} holds a control character, as LaTeX with one backslash in JSON does; write \\\\frac, "
-            "or remove that line",
+            not damage,
+            f"{place}: the {field} holds a control character, as LaTeX with one backslash in JSON does; write "
+            "\\\\frac, or remove that line",
         )
     answer = answer.strip()
     if listed and (answer or needed):
@@ -435,7 +435,7 @@ def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
 def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
     """A row's final answer; "" if the column is empty, or if it is missing and not needed. Raises
     UserError if a needed column is missing."""
-    found = None
+    answer = None
     for name in [key] if key else ANSWERS:
         value = nested(row, name)
         missing = isinstance(value, float) and math.isnan(value)  # as pandas writes it
@@ -444,10 +444,10 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
         # a worked solution without a marked answer
         if not key and name == "solution" and "\\boxed" not in str(value):
             continue
-        found = final_answer(written(value))
-        if found:
-            return found
-    if found is not None or not (needed or key):
+        answer = final_answer(written(value))
+        if answer:
+            return answer
+    if answer is not None or not (needed or key):
         return ""
     named = f"`{key}`" if key else "`answer`"
     hint = "" if key else ", or name the column with --columns=answer=NAME"
@@ -516,16 +516,16 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
         at = row.get("answer_index", at)
     if type(at) is not int or not 0 <= at < len(listed):  # MMLU and MMLU-Pro count from 0
         if labels and answer in labels:  # ARC: A to E, or 1 to 5
-            found = {labels.index(answer)}
+            indices = {labels.index(answer)}
         else:
             letters = list(LETTERS[: len(listed)])
             pairs = ((listed, answer), (letters, answer.upper()))
-            found = {names.index(x) for names, x in pairs if x in names}
+            indices = {names.index(x) for names, x in pairs if x in names}
         need(
-            len(found) == 1,
+            len(indices) == 1,
             f"{place}: the `{key or 'answer'}` is {answer}, which does not name exactly one of the {len(listed)} "
             "choices; give its number from 0 as `answer_index`",
         )
-        (at,) = found
+        (at,) = indices
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, listed, strict=False)]
     return "\n".join([prompt, *lines]), LETTERS[at]

@@ -45,8 +45,8 @@ def sample(engine, task, tokenizer, problems, prompts, seeds, sampling, *options
 
     options: the engine's topk, stop_ids and max_allowed."""
     environment = getattr(task, "environment", "")
-    more = {"finished": finished} if finished is not None and not environment else {}
-    groups = engine.generate(prompts, seeds, sampling, *options, **more)
+    callback = {"finished": finished} if finished is not None and not environment else {}
+    groups = engine.generate(prompts, seeds, sampling, *options, **callback)
     if not environment:
         return groups
     talks = []
