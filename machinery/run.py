@@ -442,7 +442,7 @@ def longest_contexts(
         need(
             lengths[-1] <= limit,
             f"{eval_set.label}: the longest prompt has {longest} tokens, and with a response of "
-            f"{eval_set.max_tokens} it exceeds the model's context of {limit}; lower --max_tokens, or drop long prompts "
+            f"{eval_set.max_tokens} exceeds the model's context of {limit}; lower --max_tokens, or drop long prompts "
             "with --max_prompt_tokens",
         )
         if is_first_rank():
