@@ -513,7 +513,8 @@ WARNINGS = {
         "nothing: raise --max_tokens, or read samples.jsonl"
     ),
     "rejected_steps": (
-        "every token of an update was rejected, so the policy did not change: widen --rs_low and --rs_high"
+        "no token of an update reached the loss, so the policy did not change: with --mask_cut every response was cut "
+        "(raise --max_tokens), or every token was rejected (widen --rs_low and --rs_high)"
     ),
 }
 

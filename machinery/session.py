@@ -19,6 +19,7 @@ from eval import held_out
 from learner import Learner
 from machinery import checkpoint, plot, settings
 from machinery.flags import UserError, need
+from machinery.optim import not_finite
 from machinery.ranks import Comm
 from machinery.run import (
     Log,
@@ -211,7 +212,7 @@ class Session:
         """Save finished updates after an error between two updates. Several ranks keep their last
         checkpoint, because the other ranks cannot take part."""
         unsaved = self.learner.version == self.step > self.saved_at
-        if unsaved and self.comm.size == 1 and self.learner.is_finite():
+        if unsaved and self.comm.size == 1 and not not_finite(self.learner.models):
             with suppress(UserError):  # the original error is the one to report
                 self.save()
                 done = f"an error after update {self.step}, saved: continue with --resume"

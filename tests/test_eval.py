@@ -147,7 +147,10 @@ def test_a_run_is_evaluated_with_its_prompts(make_run, tmp_path, monkeypatch, ca
 
     for model in (run, run / "checkpoints" / "step_000001" / "policy"):
         printed = shown(model)
-        assert "--max_tokens=9 --prompt_template={problem} #\n" in printed and "1 + 0 : #" in printed
+        assert (
+            "--max_tokens=9 --prompt_template={problem} # --rollout_dtype=float32\n" in printed
+            and "1 + 0 : #" in printed
+        )
     assert "#" not in shown(run, "--prompt_template=plain", "--max_tokens=8")
 
 

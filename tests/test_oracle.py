@@ -564,14 +564,14 @@ LEARNT = [
 
 @pytest.mark.parametrize("case", LEARNT, ids=lambda case: "-".join(map(str, case.values())))
 def test_gradients_in_logits_of_the_learners_update(case):
-    """The whole Learner.update in several micro-batches: temperature and distillation too, for every logit."""
+    """Learner.backward in several micro-batches: temperature and distillation too, for every logit."""
     cfg = make_cfg(**{"actor": "base:actor", **case}, obrs_topk=K, seed=SEED, max_tokens=9, micro_tokens=30)
     two = cfg.actor != "none"
     groups, responses = groups_of(False, [0, 1, 2, 3]), FIXTURE[False]
     learner = scored_by(False, ("ref", "actor_ref"), cfg)
     batching.write_ref_columns(groups, learner.ref_columns(batching.collate(groups, cfg)))
     learner = scored_by(False, ("new", "actor"), cfg)
-    learner._step = lambda *args: {}
+    learner.step = lambda logged: {}
     batch = batching.collate(groups, cfg)
     learner.models.zero_grad()
     logged = learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {"kappa": 1.07, "distill": 2.5}))

@@ -36,7 +36,8 @@ def test_a_rank_uses_only_its_gpu(monkeypatch):
     calls, starts = [], {"LOCAL_RANK": 6, "WORLD_SIZE": 8}
     for name, value in starts.items():
         monkeypatch.setattr(ranks, name, value)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for name, value in {"LOCAL_WORLD_SIZE": "8", "RANK": "6", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)

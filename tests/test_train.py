@@ -224,7 +224,7 @@ COUNTING |= {"delay": "lognormal", "delay_min": 1.0, "delay_max": 6.0, "delay_sa
 def saved_at(out, step) -> dict:
     """Every value in a checkpoint except the model folders, by path: learner.pt, rank0.pt and the shards."""
     folder = out / "checkpoints" / f"step_{step:06d}"
-    parts = {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in ("learner", "rank0")}
+    parts = {name: checkpoint.read(folder, f"{name}.pt") for name in ("learner", "rank0")}
     return leaves({**parts, "shards": shards_of(folder)})
 
 
@@ -450,7 +450,7 @@ def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, train_here)
     out, one = tmp_path / "run", tmp_path / "one"
     run_to_the_end(flags(solvers, out, parallel="fsdp", steps=5), ranks=2)
     whole = without_eval(out)
-    assert len(whole) == 6 and all(row["tokens"] > 16 for row in whole[1:])
+    assert len(whole) == 6 and all(row["response_length"] > 1 for row in whole[1:])
     shutil.rmtree(out / "checkpoints" / "step_000005")
     shutil.copytree(out, one)
     torchrun.torchrun("../train.py", "--resume", f"--out={out}")
