@@ -400,7 +400,8 @@ class ReportFlags:
     """Sampler of evaluations. own: the rollout engine for the model that samples, plain torch for
     the other; second: a second engine for a policy with an actor; torch: plain torch for both."""
     eval_problems: int = 512
-    """Held-out problems, each with one response at temperature 1 (--eval_task can set both)."""
+    """Held-out problems, each with one response at temperature 1; --eval_task can set the number of
+        responses and the temperature."""
     eval_task: str = ""
     """Held-out sets in the format of --task, separated by commas; each can have settings:
     a.jsonl,b.jsonl:samples=32:temperature=0.6:max_tokens=8192. arith has a separate test split."""

@@ -51,8 +51,8 @@ def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
 
 
 def step(optimizer) -> None:
-    """Take a step, and advance the version of each weight, by which quant.LowBit finds new weights:
-    the fused kernel does not."""
+    """Take a step, and advance the version of each weight, because the fused kernel does not.
+    quant.LowBit recognizes new weights by their version."""
     optimizer.step()
     for group in optimizer.param_groups:
         torch.autograd.graph.increment_version(group["params"])

@@ -1,4 +1,4 @@
-"""Plot the metrics of runs in one picture, and write the closing table of a run.
+"""Plot the metrics of runs in one picture, write the closing table of a run, and print logged responses.
 
     python -m machinery.plot out/demo [out/other ...] [--out=FILE.png]
 
@@ -50,7 +50,7 @@ class PlotFlags:
     """Do not draw: print the logged responses of this run, with tokens coloured by the gap between
     policy and sampler."""
     last: int = 4
-    """--samples: number of newest responses."""
+    """With --samples: number of newest responses to print."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

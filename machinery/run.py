@@ -520,8 +520,8 @@ WARNINGS = {
 
 
 class Log:
-    """Writer of metrics.jsonl, with one line per update. Names of times, and no other names, end in
-    `_s` or `_seconds`."""
+    """Writer of samples.jsonl, and of metrics.jsonl: one line for the evaluation before training, and one
+    per update. Names of times, and no other names, end in `_s` or `_seconds`."""
 
     def __init__(self, run: Path, step: int):
         self.path = run / "metrics.jsonl"

@@ -308,11 +308,11 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
     )
     need(
         n_ranks % cfg.rollout_tp == 0,
-        f"{flag}: this number of ranks forms one engine, and {n_ranks} rank(s) are not a multiple of it; start "
+        f"{flag}: one engine needs this number of ranks, and {n_ranks} is not a multiple of it; start "
         "a multiple with torchrun --nproc_per_node",
     )
     unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
     need(
         not unequal,
-        f"{flag}: with --delay and --dynamic_sampling its ranks need different weights; leave out one of the flags",
+        f"{flag}: with --delay and --dynamic_sampling an engine's ranks need different weights; leave out one of the flags",
     )

@@ -10,8 +10,8 @@ the same functions on a CPU with float32 weights, and with bfloat16 both run und
     operation                         order depends on      fixed by
     linear layers, head               rows of the batch     `product`: ROWS rows at a time, padded
     q k, sum over a head's entries    number of queries     torch's attention, one query at a time
-    p v and softmax, sums over keys   number of keys        `room`: unseen keys add exactly 0, and
-                                                            do not move the places of splits
+    p v and softmax, sums over keys   number of keys        `room`: padding to fixed numbers of keys;
+                                                                padded keys add exactly 0
     p v, with a padded prompt         place of the padding  `Seen`: puts the keys in order first
     means of norms                    nothing: per token    unchanged
     softmax and truncation of logits  nothing: same length  both sides cut them to the vocabulary
@@ -58,8 +58,8 @@ from sampling import Sampling
 ROWS = 96
 AT_ONCE = 128  # queries in one call of attention
 KEYS = 16  # the number of keys is a multiple of this: different code would sum a remainder
-# keys that torch's kernel takes at a time; it splits a product over more than half of them by their
-# number
+# number of keys that torch's kernel processes at a time; if more than half of this number remain, the
+# kernel's split of the sum depends on the number of keys
 WHOLE = 512
 # added to the score of a key that a query does not see; finite, because a query may see no key
 UNSEEN = -1e30
@@ -479,11 +479,11 @@ def check_model(cfg: PrecisionFlags, policy: str, actor: str | None) -> None:
     need(
         config.model_type in FAMILIES and act == "silu",
         f"--exact: the sums of a model of the family {config.model_type} with {act} (--{flag}) are not known here, "
-        f"only the sums of {known} with silu; leave it out",
+        f"only the sums of {known} with silu; leave out --exact",
     )
     window = getattr(config, "sliding_window", None)
     slides = window and getattr(config, "use_sliding_window", True)
-    need(not slides, f"--exact: the model of --{flag} has sliding windows; leave it out")
+    need(not slides, f"--exact: the model of --{flag} has sliding windows; leave out --exact")
 
 
 def check_zero(cfg: RunFlags, logged: dict) -> None:
@@ -493,5 +493,5 @@ def check_zero(cfg: RunFlags, logged: dict) -> None:
     need(
         gap <= 0 or logged["staleness/max_updates"] > 0,
         f"--exact: on fresh rollouts log p_inf and log p_ref differ by {gap:.3g}; the matrix products of this "
-        "machine depend on more than model/exact.py controls; leave it out, and report the machine",
+        "machine depend on more than model/exact.py controls; leave out --exact, and report the machine",
     )

@@ -31,7 +31,7 @@ def check(cfg: Config) -> None:
         return
     need(
         not (cfg.exact or cfg.router_replay),
-        f"{flag}: --exact and --router_replay also replace these modules; leave it out",
+        f"{flag}: --exact and --router_replay also replace these modules; leave out --kernels or the other flag",
     )
     on_gpu = torch.cuda.is_available()
     if cfg.kernels == "compile":

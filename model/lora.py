@@ -7,8 +7,8 @@ saved weights are merged tensor by tensor: W + (alpha / rank) B A under the base
 (`merged`). With --kl_coef the frozen model is the policy with its adapters switched off, without a
 second copy.
 
-A checkpoint also has the adapters in peft's format. A run resumes exactly from these adapters and
-its base model."""
+A checkpoint also has the adapters in peft's format, for other programs. A run resumes exactly from its
+base model and from the adapters in the checkpoint's shards (machinery/checkpoint/shards.py)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from tasks import at_once, make_task
 
 GIB = 2**30
 MOST_RANKS = 64  # the largest number of ranks that is tried
-MOST_MICRO = 1 << 15  # tokens of a micro-batch: larger ones use a GPU no better
+MOST_MICRO = 1 << 15  # tokens of a micro-batch; larger micro-batches do not use a GPU better
 UNKNOWN = 80 * GIB  # the GPU's memory without --gpu_gib: the head's chunks have their largest size
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,12 +153,12 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
         "engine": sampling,
         "second engine": second_engine(cfg, configs["policy"], width, ranks, gpu_gib),
         "evaluation": evaluation(cfg, configs, width, ranks, sampling if asleep else 0),
-        "a tensor to publish, and its proof": publishing(models, configs),
+        "a tensor to publish, and the weight check": publishing(models, configs),
     }
     stays = [*states, "second engine"]
     always = [*stays, *([] if asleep else ["engine"])]
     stages = {
-        "publish": [*stays, "engine", "a tensor to publish, and its proof"],
+        "publish": [*stays, "engine", "a tensor to publish, and the weight check"],
         "roll out": [*stays, "engine"],
         "evaluate": [*always, "evaluation"],
         "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
@@ -176,8 +176,8 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
 
 
 def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
-    """Bytes of a model in a checkpoint: trainable weights with their optimizer, and the model in 16
-    bits."""
+    """Bytes of a model in a checkpoint: trainable weights with their optimizer, and the model in its own
+    precision, counted as 16 bits."""
     if not lora.learns(cfg, name):
         return model.weights + model.optimizer + model.weights // 2
     adapters = model.gradients  # the same number of bytes, in float32
@@ -218,8 +218,8 @@ def engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
 
 
 def engine_weights(cfg: EngineFlags, config) -> int:
-    """Bytes of the engine's weights. Low-bit weights count as --rollout_dtype, because vLLM starts
-    from unquantized weights."""
+    """Bytes of the engine's weights. Low-bit weights count as --rollout_dtype, which is an upper bound
+    for packed formats."""
     return weights_of(empty_model(config)) * bytes_of_a_number(cfg) // 4 // cfg.rollout_tp
 
 
@@ -282,7 +282,7 @@ def mends(cfg: Config, width: int, ranks: int):
     while n_ranks < MOST_RANKS:
         n_ranks *= 2
         if cfg.train_batch % (cfg.group_size * n_ranks):
-            continue  # config.check_sizes
+            continue  # settings.check_sizes
         yield f"--parallel=fsdp on {n_ranks} ranks", {"parallel": "fsdp"}, n_ranks
 
 

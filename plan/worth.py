@@ -2,7 +2,7 @@
 
     python -m plan.worth --model=FOLDER --actor=FOLDER --share=0.1 --ranks=8 --parallel=fsdp --gpu_gib=80
 
-takes the flags of worth.py and of train.py. Weights and gradients are in float32. Each measured
+The command takes the flags of worth.py and of train.py. Weights and gradients are in float32. Each measured
 entry of the policy's parameters takes, in bytes,
 
     4 start    4 x FOLDS mean gradients    1 x --directions signs    8 gradient    8 index, if --share < 1

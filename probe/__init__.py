@@ -10,7 +10,7 @@
 The engine samples and the learner scores the same tokens. All results are computed from p_inf and
 p_ref:
 
-  gaps         the largest and the mean |p_inf - p_ref| of a response, against its length (TIS text);
+  gaps         the largest and the mean |p_inf - p_ref| of a response, against its length (TIS article);
   floor        the distances of the learner from itself and of the engine from itself, by rounding (probe/floor.py);
   distances    KL, chi2, the ESS of token and sequence weights, and T_max = clamp / KL, the length at which sequence
                weights become useless (Mismatch Praxis, section 4);

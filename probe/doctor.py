@@ -7,7 +7,7 @@ A row is one response, with lists over its tokens: the log-probabilities of the 
 sampler and trainer and, if present, token ids and a loss mask. The column names of verl, TRL,
 prime-rl, slime and of this repository are known (COLUMNS); --columns gives different names.
 
-Each rule looks for the sign of a cause in these two numbers per token:
+Each rule looks for the sign of a cause in the two log-probabilities of each token and in log r:
 
     log r = log p_trainer - log p_sampler of a token. If the sampler records its own sampling distribution,
     E r = 1 for any distribution of the trainer, as long as both are normalised.
@@ -55,7 +55,7 @@ class DoctorFlags:
     columns: str = ""
     """Names of columns: sampler=NAME,trainer=NAME,tokens=NAME,mask=NAME; default: usual names."""
     log_ratio_clamp: float = Config.log_ratio_clamp
-    """Log-ratios are clamped to +- this."""
+    """Log-ratios are clamped to +- this in the statistics; the rules for causes clamp them to +- 20."""
     out: str = ""
     """Also write the report to this JSON file."""
 

@@ -15,11 +15,11 @@ the engine's records. Each rung between them scores the tokens in plain torch, w
     other model           a model of a different shape (--actor)
     remainder             the engine's records against the last rung: kernels, vLLM's fp8 cache, a fault
 
-With l_k = log p of rung k and r = l_0 - l_k three numbers f are computed for each rung,
+With l_k = log p of rung k and d = l_0 - l_k, three numbers f are computed for each rung,
 
-    KL        mean over tokens of e^r - 1 - r
+    KL        mean over tokens of e^d - 1 - d
     |dp|      mean over tokens of |e^l_k - e^l_0|
-    var(R)    variance over responses of exp(sum of r), clamped
+    var(R)    variance over responses of exp(sum of d), with the sum clamped
 
 and a source's share is f_k - f_(k-1). The shares add up to f of the last rung by construction, and
 f of the first rung is 0. If a source acts through an earlier source (activations rounded on a

@@ -10,7 +10,7 @@ DISTANCES = (
     ("KL(inf || ref), nats a token: k1", "k1_kl", "k1"),
     ("KL(inf || ref), nats a token: k3", "k3_kl", "kl"),
     ("standard error of k3", "kl_error", ""),
-    ("mean of r = p_ref / p_inf (floor: minus 1)", "ratio_mean", "ratio"),
+    ("mean of r = p_ref / p_inf (floor: |mean - 1|)", "ratio_mean", "ratio"),
     ("chi2 of a token", "chi2_token", "chi2"),
     ("chi2 of a response", "chi2_seq", "chi2_seq"),
     ("ESS of token weights", "token_ess", ""),
@@ -46,7 +46,7 @@ def models_text(o) -> list[str]:
     return [
         who,
         f"   temperature {s['temperature']:g}, top_p {s['top_p']:g}, top_k {s['top_k']}, min_p {s['min_p']:g}, "
-        f"kept sets {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities",
+        f"sampling mask {s['keep_sampling_mask']}, {s['logprobs_mode']} log-probabilities",
         f"   {o['responses']} responses, {o['tokens']:,} tokens; length: mean {o['length']['mean']:.1f}, 95 % quantile "
         f"{o['length']['95 %']}, maximum {o['length']['max']}",
     ]
@@ -102,9 +102,7 @@ def prefixes_text(o) -> list[str]:
 
 
 def verdicts_text(o) -> list[str]:
-    lines = [
-        "are weights even at these lengths? (noise of the weights; worth.py measures gradients)"
-    ]
+    lines = ["is the variance of the weights small at these lengths? (worth.py measures gradients)"]
     for row in o["verdicts"]:
         viable = "yes" if row["viable"] else "no "
         lines.append(f"   {viable}  {row['correction']:14s} {row['why']}")

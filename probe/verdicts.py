@@ -77,6 +77,6 @@ def judged(log_r, length, kl: float, clamp: float, floor: list[dict]) -> list[di
         rounding = [row["name"] for row in floor if name in row["uneven"]]
         if rounding:
             viable = False
-            why += f"; rounding alone makes them uneven ({'; '.join(rounding)})"
+            why += f"; rounding alone gives the weights a high variance ({'; '.join(rounding)})"
         rows.append({"correction": name, "viable": viable, "why": why})
     return rows

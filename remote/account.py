@@ -5,8 +5,8 @@ counts its groups. One rule (`split`) reads every such name, from a message, a f
 The sampler writes a group into its `Spool`, as a file that starts with its digest and appears
 whole. From then on the group is accounted for. The file stays until the learner says that a
 checkpoint holds the group. A damaged file is replaced by an empty `.lost` file, and the learner
-books the group as lost. The learner's side is a set of names. A checkpoint stores it, and a group
-in the account is rejected when it comes again."""
+books the group as lost. The learner's side is a set of names. A checkpoint stores this set, and a group
+with a name in the set is rejected if it arrives again."""
 
 from __future__ import annotations
 

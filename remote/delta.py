@@ -2,7 +2,7 @@
 
 At the learning rates of RL an update moves most weights by less than half a unit in the last place
 of bfloat16, so few of the published numbers change. Two safetensors files of the same tensors
-differ only in these entries. So a delta compares files as two-byte words, for any tensor type
+differ only in the changed numbers. So a delta compares files as two-byte words, for any tensor type
 (as bytes if the size is odd). For each block of BLOCK bytes it has, packed by zlib,
 
     changed    one bit for each word

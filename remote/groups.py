@@ -8,8 +8,8 @@ everything else as JSON in the file's metadata (`GroupHead`).
     rewards       float64 [G]          allowed_ids, allowed_sizes     int32 [sum of sizes], [N]
                                        routed                         int16 [N + G (P - 1), layers, k]
 
-allowed_ids and allowed_sizes exist with truncated sampling only. They are the set of tokens that
-each token was drawn from, one set after the other. routed exists with --router_replay only. A
+allowed_ids and allowed_sizes exist with truncated sampling only. They hold, one after the other,
+the sets of tokens from which the tokens were drawn. routed exists with --router_replay only. A
 sampler may send anything: `decode_group` returns a Rollout that fits the run and that an engine can
 have sampled, or raises WireError with the reason. An accepted group must not stop the learner."""
 

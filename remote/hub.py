@@ -229,7 +229,7 @@ class Hub(threading.Thread, Intake):
         return ""
 
     def _let_in(self, identity: bytes, key: str, hello: wire.Hello) -> Peer:
-        """Replace what this connection and this sampler had before."""
+        """Replace the earlier peers of this connection and of this sampler."""
         self.log.info("sampler %s, incarnation %d, connected", hello.sampler, hello.incarnation)
         for old in list(self.peers.values()):
             if old.identity == identity or old.sampler == hello.sampler:

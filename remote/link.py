@@ -70,7 +70,7 @@ class Connection(threading.Thread):
         )
 
     def on_welcome(self, message: wire.Welcome) -> None:
-        """Begin a session: what was fetched in an earlier one may be lost."""
+        """Begin a session: groups that were fetched in an earlier session may be lost."""
         self.got.clear()
         self.welcome = message
 
@@ -153,7 +153,7 @@ class Link(Connection):
             self.context.destroy(linger=200)
 
     def _turn(self, now: float) -> None:
-        """Receive and send what is due. OSError: no room for the weights."""
+        """Receive messages, and send those that are due. OSError: no room for the weights."""
         self._receive()
         if now - self.beat > min(BEAT, self.flags.patience / 2):
             self.beat = now

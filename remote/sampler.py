@@ -9,7 +9,7 @@ main thread samples with the newest complete weights, hands each group over to t
 that appears whole; from then on the group is accounted for) and continues. The link's thread
 (link.py or files_link.py) offers the groups in the spool until the learner holds them, and fetches
 new weights. After a kill and a restart, a sampler offers the groups that are still in its spool and
-continues as a new incarnation. Each sampler starts at a different place of the task."""
+continues as a new incarnation. Each sampler starts at a random place of the task."""
 
 from __future__ import annotations
 

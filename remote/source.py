@@ -4,7 +4,7 @@
 in order of arrival, and keeps the account. hub.py or files.py brings the groups to the first rank,
 which deals them to all ranks.
 No group is trained on twice. A sampler keeps each group (account.py) until the learner says
-`held`, which it says only of groups that a checkpoint accounts for. A learner that restarts from
+`held`; the learner says `held` only of groups that a checkpoint accounts for. A learner that restarts from
 this checkpoint is offered all other groups again. Every group has one fate:
 
     trained      the learner has trained on it
@@ -100,7 +100,7 @@ def open_remote_source(
 
 
 def travels_packed(cfg: PrecisionFlags) -> bool:
-    """Whether weights are sent in the rollout's low-bit format, which the engines load directly."""
+    """Whether weights are sent in the low-bit format of --rollout_quant, which the engines load directly."""
     return cfg.rollout_quant in ("int8", "fp8", "w4a16")
 
 

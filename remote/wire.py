@@ -3,9 +3,9 @@
 Groups of rollouts travel in one direction, weights in the other. The wire treats both as objects: a
 name and some bytes. The owner of an object offers it by its manifest: name, size and SHA-256. The
 receiver asks for one chunk after the other. A receiver without room does not ask, so memory is
-bounded on both ends. Nothing is allocated before the manifest's size is checked, and nothing is
+bounded on both ends if no peer is hostile. Nothing is allocated before the manifest's size is checked, and nothing is
 unpickled: messages are msgspec structs, groups are safetensors (groups.py). Every message starts
-with its SHA-256. A damaged message is dropped, and the sampler repeats what has no answer.
+with its SHA-256. A damaged message is dropped, and the sampler repeats each message that has no answer.
 
 The messages between a sampler's Link (link.py) and the learner's Hub (hub.py):
 

@@ -4,7 +4,8 @@
     data.py      rows of files and data sets, or of a class in a user's file
     prompts.py   system prompt, template, chat template, tokens, stop tokens
     rewards.py   rewards: built-in parts, and functions in a user's file
-    grading.py   the processes that compute rewards
+    builtin.py   the built-in parts of rewards
+        grading.py   the processes that compute rewards
     turns.py     environments that reply to the model
     preflight.py warnings if prompts, gold answers and rewards do not fit together
 

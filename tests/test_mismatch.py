@@ -131,7 +131,9 @@ def test_rounding_alone_can_rule_out_a_correction():
     assert near["uneven"] == [] and near["kl"] == 0
     rows = judged(np.zeros((50, 10)), floor=[near, row])
     assert not rows["seq_is"]["viable"] and rows["tis"]["viable"] and "rounding" not in rows["tis"]["why"]
-    assert rows["seq_is"]["why"].endswith("; rounding alone makes them uneven (learner, 3 rows at once)")
+    assert rows["seq_is"]["why"].endswith(
+        "; rounding alone gives the weights a high variance (learner, 3 rows at once)"
+    )
 
 
 def test_the_verdicts_on_weights_by_hand():

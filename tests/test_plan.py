@@ -177,7 +177,7 @@ def test_stages_sum_their_categories():
     c = made.categories
     states = c["weights, policy"] + c["optimizer, policy"]
     assert made.of_stage("roll out") == states + c["engine"]
-    assert made.of_stage("publish") == states + c["engine"] + c["a tensor to publish, and its proof"]
+    assert made.of_stage("publish") == states + c["engine"] + c["a tensor to publish, and the weight check"]
     busy = c["gradients, policy"] + c["activations, policy"] + c["logits, or a layer's backward"]
     assert made.of_stage("forward and backward") == states + busy + c["engine"]  # the torch engine does not sleep
     assert made.of_stage("ref pass") == states + c["a forward without gradient"] + c["engine"]
@@ -188,9 +188,9 @@ def test_stages_sum_their_categories():
 
 def test_a_published_tensor_by_hand():
     """The embedding twice if it is larger than the logits of the weight check."""
-    assert planned().categories["a tensor to publish, and its proof"] == 4 * V * H + 4 * V * 2048
+    assert planned().categories["a tensor to publish, and the weight check"] == 4 * V * H + 4 * V * 2048
     large = planned(configs={"policy": small(vocab_size=600_000)})
-    assert large.categories["a tensor to publish, and its proof"] == 2 * 4 * 600_000 * H
+    assert large.categories["a tensor to publish, and the weight check"] == 2 * 4 * 600_000 * H
 
 
 def test_vllm_sleeps_on_a_gpu(unmeasured):

@@ -40,7 +40,7 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
     """Write the checkpoint after `step` updates, delete all but the newest `--keep` checkpoints,
     and return its folder.
 
-    Collective. run: a run.Run. pending: minibatches of groups that wait for their update. Raises
+    Collective. run: machinery.run.Run. pending: minibatches of groups that wait for their update. Raises
     UserError if the checkpoint could not be written."""
     cfg, rank = run.cfg, learner.comm.rank
     shared = {
