@@ -24,7 +24,7 @@ from sampling import Sampling
 @dataclass(frozen=True)
 class Facts:
     """Values of a batch that a forward pass reads on the host or uses as indices. `Batch.to` computes
-    them on the CPU, because a pass would wait for the GPU's work of earlier micro-batches."""
+    them on the CPU: computed in the forward pass, they would wait for the GPU to finish earlier micro-batches."""
 
     at: torch.Tensor  # (N,) int64   flat positions in (B, T) of the response tokens
     group: torch.Tensor  # (B,) int64   number of the row's group, in the order of the rows
@@ -179,8 +179,8 @@ def optimal_token_baseline(reward, group, logp, sum_p2, mask, weight):
         W_it = sum_{j<=t} w_ij^2 (1 - 2 p_ij + sum_v p_ij(v)^2)
 
     The bracket is the squared norm of d log p_ij / d logits. reward, group: (B,); logp, sum_p2,
-    mask and weight (the importance weight w): (B, T). Equal rewards of a group give exactly 0. The
-    only response with a token t has advantage 0 there; verl sets its baseline to 0 instead."""
+    mask and weight (the importance weight w): (B, T). Equal rewards of a group give exactly 0. If only one
+    response of a group has a token t, its advantage at t is 0; verl sets the baseline to 0 instead."""
     lowest = reward.new_zeros(int(group.max()) + 1)
     lowest = lowest.scatter_reduce(0, group, reward, "amin", include_self=False)
     reward = (reward - lowest[group])[:, None]  # a common shift of all rewards changes no advantage

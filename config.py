@@ -2,9 +2,9 @@
 
 python train.py --config=configs/x.toml --key=value
 
-The type of a parameter `cfg` is the smallest group with all flags that the function reads: `def
+The type of a parameter `cfg` is a group with all flags that the function reads: `def
 clip_bounds(cfg: ObjectiveFlags)`. A flag with the default None is filled from `--objective`
-(presets.py), then by machinery/settings.py; a remaining None means off. machinery/settings.py also
+(presets.py), then by machinery/settings.py; a remaining None means off or no bound. machinery/settings.py also
 reads command lines and TOML files and checks combinations of flags across files. Each file checks
 its own flags."""
 
@@ -137,7 +137,7 @@ class ObrsFlags:
     obrs_lambda: float = 1.0
     """lambda: acceptance is min(1, p_tgt / (lambda p_inf))."""
     obrs_accept_rate: float | None = None
-    """Budget: choose lambda at each update so that this share is accepted."""
+    """Budget: choose lambda at each update so that this share of the tokens is accepted on average."""
     obrs_c1: float = 3.0
     """c1: cap of the OBRS weight."""
     obrs_c2: float | None = None

@@ -14,9 +14,9 @@ summing.
 Each correction is a pure function of tensors and numbers, and a row in CORRECTIONS. To add a
 correction, add a function and a row. Arguments are passed by parameter name: log_r, mask, adv,
 and the like are the batch's, clamp is --log_ratio_clamp; every other parameter is the flag with
-its name. The flags take the function's defaults of is_cap, rs_low and rs_high. `python
-objectives.py` prints the first paragraph of each docstring. OBRS, Jackpot's correction, is in
-obrs.py."""
+its name, or keeps its default if no flag has this name. The flags take the function's defaults of
+is_cap, rs_low and rs_high. `python objectives.py` prints the first paragraph of each docstring.
+OBRS, Jackpot's correction, is in obrs.py."""
 
 from __future__ import annotations
 
@@ -421,7 +421,7 @@ def largest_kept(x, bound: float) -> float:
     here. M2PO, arXiv 2510.01161: drop the largest (log r)^2 until the mean is small enough."""
     ordered = x.double().sort().values
     mean = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=x.device)
-    kept = max(int((mean <= bound).sum()), 1)  # means of sorted numbers do not fall
+    kept = max(int((mean <= bound).sum()), 1)  # running means of ascending numbers do not decrease
     return float(ordered[kept - 1]) if len(ordered) else math.inf
 
 
@@ -603,15 +603,17 @@ OF_RESPONSES = (
 
 
 def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
-    """A warning if response weights have an effective sample size below 1/16, or most of them are at
+    """A warning if response weights have a relative effective sample size below 1/16, or most are at
     the clamp; else "". logged: metrics of an update."""
     # clamped weights are equal, so their ESS is near 1 and means nothing
     clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5
     share = 0.0 if clamped else logged["rollout_corr/seq_eff_sample_size"]
     if cfg.correction not in OF_RESPONSES or share >= 1 / 16:
         return ""
+    low = f"the response weights have a relative effective sample size of {share:.2g}"
+    state = "most response weights are at the clamp" if clamped else low
     return (
-        f"--correction={cfg.correction}: the response weights have a relative effective sample size of {share:.2g} (KL "
+        f"--correction={cfg.correction}: {state} (KL "
         f"{logged['rollout_corr/kl']:.2g} a token over {logged['response_length']:.0f} tokens): few responses "
         "determine the update; use token weights (--objective=tis) or OBRS (--objective=jackpot)"
     )

@@ -1,5 +1,5 @@
 """Delayed samplers in one process, on a virtual clock: HeteroRL, section 4.1. Exact, and
-reproducible bit for bit.
+reproducible (bit for bit on a CPU).
 
 Each of `--delay_samplers` samplers has a separate model version. A sampler draws a delay D, samples
 with its current version until D seconds have passed, then loads the newest broadcast version and

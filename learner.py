@@ -1,7 +1,8 @@
 """The learner: policy and optional actor, scored and trained through one wrapped module.
 
     score(batch, needs) -> TokenStats       no gradient, any number of micro-batches
-    update(batch, stats) -> metrics         one optimizer step over all micro-batches
+    backward(batch, stats) -> metrics       gradient over all micro-batches and ranks
+    step(logged) -> metrics                 clip the gradients, one optimizer step
 
 The forward pass is in model/, the loss in objectives.py, the optimizers in machinery/optim.py.
 """
@@ -259,8 +260,9 @@ class Learner:
 
         A non-finite loss or gradient skips the step on every rank; MAX_SKIPS consecutive skips stop
         the run (`error`). A float16 overflow at a loss scale of 1 or more does not count towards
-        MAX_SKIPS. If every token was rejected, the policy's optimizer does not step, because
-        momentum would change the weights; the update is counted."""
+        MAX_SKIPS. If every token was rejected and neither --entropy_coef nor
+        --cppo_beta is set, the policy's optimizer does not step, because momentum would change the
+        weights; the update is counted."""
         loss = logged["loss"]
         # rejection does not mask the entropy bonus and CPPO's KL
         alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)

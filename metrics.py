@@ -108,8 +108,8 @@ WEIGHTS = [
     Derived(
         "rollout_corr/seq_eff_sample_size",
         lambda m: m.ess("_R", "_R2"),
-        "effective sample size of R over responses; misleading if seq_clamped_fraction is high: all responses at the "
-        "clamp have weight e^20 or e^-20, and equal weights give 1",
+        "relative effective sample size (ESS / N) of R over responses; misleading if seq_clamped_fraction is high: all "
+        "responses at the clamp have weight e^20 or e^-20, and equal weights give 1",
     ),
     Mean(
         "rollout_corr/seq_clamped_fraction",
@@ -143,7 +143,7 @@ REWARDS = [
         "rollout_corr/reward_weighted",
         lambda m: m["_capped_reward"] / m["_capped"] if m["_capped"] > 0 else 0.0,
         "sum min(R, C) reward / sum min(R, C): estimate of the learner's reward; `reward` is the sampler's "
-        "(TIS text, 'biased reward'); C: --is_cap of corrections of whole responses, else 4",
+        "(TIS text, 'biased reward'); C: --is_cap of seq_tis and geo_rs_seq_tis, else 4",
     ),
     Max("_best", lambda v: v.batch.reward),
     Derived(
@@ -215,7 +215,11 @@ UPDATE = [
 ]
 
 OBRS = [
-    Mean("obrs/accept_rate", lambda v: v.logs.get("accept"), "acceptance"),
+    Mean(
+        "obrs/accept_rate",
+        lambda v: v.logs.get("accept"),
+        "mean of keep; with --obrs_mode=reweight and for z_tis, mean of the acceptance probability a",
+    ),
     Mean("obrs/z", lambda v: v.logs.get("z"), "Z as used"),
     Mean("obrs/z_low", lambda v: v.logs.get("z_low"), "lower bound of Z, if Z is bracketed"),
     Mean("obrs/z_high", lambda v: v.logs.get("z_high"), "upper bound of Z, if Z is bracketed"),
@@ -258,7 +262,7 @@ ACTOR = [
     Derived(
         "distill_lambda",
         lambda m: m["_distill"] if "actor/loss" in m else None,
-        "weight of the distillation, as set by the closed loop",
+        "weight of the distillation loss; constant without --distill_kl_target",
     ),
 ]
 
@@ -274,15 +278,15 @@ ROWS = [row for rows in SECTIONS.values() for row in rows]
 # metrics computed in other files: name -> meaning
 ELSEWHERE = {
     "loss": "the reduced loss",
-    "grad_norm": "of the policy, before clipping; actor/grad_norm",
-    "lr": "as applied; actor/lr",
+    "grad_norm": "norm of the policy's gradient before clipping; actor/grad_norm: of the actor's",
+    "lr": "the policy's learning rate in this update; actor/lr: the actor's",
     "stepped": "0 if a non-finite loss or gradient skipped the update",
     "loss_scale": "loss scale of --dtype=float16 after the update",
     "skipped_steps": "updates skipped so far because of a non-finite loss or gradient",
     "rejected_steps": "updates so far in which every token was rejected; the run warns once",
     "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
     "sync/changed": "share of the published tensors that changed since the previous sync (sync.py)",
-    "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: explained by rounding",
+    "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: its part from rounding",
     "sync/MiB": "size of the published tensors",
     "grade/timeouts": "answers that could not be graded within 5 seconds (they earn 0)",
     "grade/failures": "answers on which a reward function raised an exception (they earn 0 for it)",
@@ -297,8 +301,8 @@ ELSEWHERE = {
     ),
     "reward/NAME": "mean of each part of --reward, unweighted, if there are several (tasks/rewards.py)",
     "dynamic_sampling/dropped": "groups with equal rewards, replaced by other prompts",
-    "delay/versions": "versions of the weights that delayed samplers use (delay.py)",
-    "remote/trained": "counts of remote groups, a column for each outcome (remote/source.py); remote/*",
+    "delay/versions": "number of weight versions: the newest broadcast and those of the delayed samplers (delay.py)",
+    "remote/trained": "remote/*: number of remote groups by outcome (remote/source.py)",
     "rollout_s": "seconds by stage: rollout_s, grade_s (after all decoding), ref_s, update_s, sync_s, eval_s, save_s",
     "time_s": "when the line was written, seconds since the epoch",
     "speed/rollout_tokens": "tokens per second of one rank; speed/update_tokens, peak, memory_GiB (machinery/speed.py)",

@@ -206,7 +206,7 @@ def rollout(actor, task, number):
     """Rollout number `number` (from 0): the actor's responses to the next problems."""
     n_groups = ROLLOUT_BATCH // GROUP_SIZE
     indices = range(number * n_groups, (number + 1) * n_groups)
-    # Keys as in train.py: group (sampler, restarts, number), and index in the group.
+    # Keys as in train.py: uid of the group (sampler, incarnation, number), and index in the group.
     keys = [(("rank0", 0, index), i) for index in indices for i in range(GROUP_SIZE)]
     seeds = [response_seed(SEED, *key) for key in keys]
     batch = sample(actor, task, [task.problem("train", index) for index in indices], seeds)

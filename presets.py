@@ -72,7 +72,7 @@ PAPERS = {
     "trm": {"correction": "none", "surrogate": "ppo", "reject": "seq_max_kl"},
     "vespo": {"correction": "vespo", "surrogate": "reinforce", "correction_target": "new"},
     # DeepSeek-V3.2, Eq. 9 as TRL cites it: a response is dropped if A < 0 and mean log(p_inf /
-    # p_new) > delta
+    # p_new) > delta = 1e-4
     "opsm": {
         **{"correction": "none", "surrogate": "ppo", "correction_target": "new", "reject": "geo"},
         **{"reject_of": "negative", "rs_low": math.exp(-1e-4), "rs_high": math.inf},
@@ -143,7 +143,7 @@ FRAMEWORKS |= {"AReaL": AREAL, "OpenRLHF, NeMo-RL": OTHERS}
 OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
 
 
-# objective -> name in configs/papers of the complete settings of its paper
+# objective -> NAME: configs/papers/NAME.toml has the complete settings of the objective's paper
 RECIPES = {"jackpot": "jackpot", "tis": "tis_dapo", "gepo": "heterorl", "tbpo": "qarl"}
 RECIPES |= dict.fromkeys(("seq_tis", "geo_rs", "geo_rs_seq_tis", "seq_mis"), "praxis")
 RECIPES |= dict.fromkeys(("grpo", "gspo"), "heterorl") | dict.fromkeys(("mis_gspo", "sapo"), "qarl")

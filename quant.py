@@ -21,8 +21,8 @@ separately.
     w2a16    int4 in +-1             one per group  full precision    s / 2,  s = max|group|
 
 A row of a weight matrix is one output channel; a group is `--quant_group` consecutive entries of a
-row. Quantization is symmetric: zero stays zero. A row of zeros has scale 1. Two bits are
-a stress test for models that int4 hardly affects. On x86 processors without VNNI, int8 products
+row. Quantization is symmetric: zero stays zero. A row of zeros has scale 1. w2a16 is
+a stress test for models that w4a16 hardly affects. On x86 processors without VNNI, int8 products
 saturate, so int8 weights are limited to +-63 (`int8_qmax`)."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def format_of(name: str, group: int = 64) -> Format | None:
     if name == "fp8":
         return Format(name, 448.0, torch.float8_e4m3fn, True)
     weights_only = {"w4a16": 7.0, "w2a16": 1.0}
-    # vLLM stores int4 scales in the model dtype, bfloat16; on a CPU it gets dequantized weights
+    # on a GPU vLLM stores int4 scales in the model dtype, here bfloat16; on a CPU vLLM gets dequantized weights
     scales = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return Format(name, weights_only[name], torch.int8, False, group, scales)
 
@@ -100,8 +100,8 @@ def vllm_kernels(device: str):
     """The module with the kernels of vLLM's int8 and fp8 layers on a GPU: one kernel quantizes
     activations, one multiplies and scales. None on a CPU, or if vLLM cannot be imported.
 
-    They round like the engine. Its int8 kernel multiplies by a reciprocal, so that of bfloat16
-    activations 2 to 4 in 10,000 round differently than a quotient."""
+    They round like the engine. vLLM's int8 kernel multiplies by the reciprocal of the
+    scale: 2 to 4 in 10,000 bfloat16 activations round differently than after a division."""
     if device == "cpu":
         return None
     try:
@@ -212,7 +212,7 @@ class LowBit:
     cache_quantized = True
 
     def use_format(self, fmt: Format) -> None:
-        """Set the number format, with no quantized weights yet."""
+        """Set the number format; forget published and cached quantized weights."""
         self.format = fmt
         # Published (q_w, s_w) by parameter, in an engine's copy, which has no master weights.
         self.loaded: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -45,7 +45,9 @@ class Response:
 class Rollout:
     """One group: G responses to one prompt by one model at one weight version."""
 
-    uid: tuple[str, int, int]  # sampler, incarnation, sequence number: unique
+    uid: tuple[
+        str, int, int
+    ]  # sampler, incarnation (number of its restarts), sequence number: unique
     prompt_id: str
     prompt_ids: np.ndarray  # int32 [P]
     sampling: Sampling

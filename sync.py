@@ -308,13 +308,14 @@ class WeightCheck:
         limit = LIMIT * floor if 2 * floor > spread else min(LIMIT * floor, spread)
         if not error <= limit:
             hint = (
-                "of different weights, loaded as a test: the engine computes with copies that its loader does not "
-                "replace, or computes a different function"
+                "that the test weights (rows rolled by one) should give: the engine computes with copies that its "
+                "loader does not replace, or computes a different function"
                 if trial
-                else "of the published weights: a tensor is transposed, exchanged, wrongly scaled or missing in it"
+                else "that the published weights should give: in the engine a tensor is transposed, exchanged, scaled "
+                "or missing"
             )
             raise SyncError(
-                f"version {version}: the engine's log-probabilities are {error:.3g} nats away from those {hint} "
+                f"version {version}: the engine's log-probabilities are {error:.3g} nats away from the values {hint} "
                 f"(rounding explains {floor:.3g}); {TURN_OFF}"
             )
         return error, floor

@@ -77,7 +77,9 @@ class Training(Session):
         n = self.groups_per_update
         with self.rolling_out():
             groups = source.next(n * self.updates_per_rollout, learner.version, self.signals)
-        if self.comm.any(not groups):  # of remote samplers: --give_up passed, or a signal
+        if self.comm.any(
+            not groups
+        ):  # remote samplers only: no group for --give_up seconds, or a signal
             source.give_back()
             return False
         self.speed.count_sampled(groups)
@@ -103,7 +105,7 @@ class Training(Session):
             stats = objectives.prepare(batch, self.comm, learner.cfg, self.controllers)
             if due(SAMPLES_EVERY, self.step):
                 self.write_samples(groups[:4])
-            if self.to_check and not self.comm.any(batch.staleness.max() > 0):
+            if self.agreement_unchecked and not self.comm.any(batch.staleness.max() > 0):
                 self.check_agreement(batch)
             # 6. forward, objectives.joint_loss, backward for each micro-batch; clip; optimizer step
             logged = learner.backward(batch, stats)

@@ -53,7 +53,7 @@ class Session:
         self.learner = Learner(
             *self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start()
         )
-        self.to_check = expects_agreement(cfg)
+        self.agreement_unchecked = expects_agreement(cfg)
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
         self.step = 0
@@ -132,7 +132,7 @@ class Session:
 
     def check_agreement(self, batch) -> None:
         """Check once per run, on fresh rollouts, that learner and engine compute one policy."""
-        self.to_check = False
+        self.agreement_unchecked = False
         warning = check_agreement(self.cfg, agreement(self.learner, batch))
         if warning and self.comm.rank == 0:
             tqdm.write(f"warning: {warning}", file=sys.stderr)

@@ -314,5 +314,5 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
     unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
     need(
         not unequal,
-        f"{flag}: with --delay and --dynamic_sampling an engine's ranks need different weights; leave out one of the flags",
+        f"{flag}: with --delay and --dynamic_sampling an engine's ranks need different weights; leave out one flag",
     )

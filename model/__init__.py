@@ -12,7 +12,7 @@ transformers model.
     OneModelRows   statistics of one model's logits, chunk by chunk, and their gradient
     TwoModelRows   the same for policy and actor together
 
-A new statistic of one model is a field of TokenStats, a flag of Needs, a name in `outputs` and its
+A new statistic of one model is a field of TokenStats, a flag of Needs, a name in `asked` and its
 formula in `OneModelRows.stats`; of two models, in `TwoModelRows.__call__`.
 """
 
@@ -246,8 +246,8 @@ def read_shared(model, batch, at):
     """The hidden states of `read_rows`, with each group's prompt processed once: responses attend
     to the keys and values of their group's prompt.
 
-    Gradients flow through these keys and values. index_select adds them up in a fixed order, and
-    x[group] would not."""
+    Gradients flow through these keys and values. The backward pass of index_select adds gradients
+    in a fixed order; the backward pass of x[group] does not."""
     T = batch.tokens.shape[1]
     known = batch.known
     group, P, n = known.group, known.longest_prompt, max(T - 1, 1)
@@ -475,7 +475,7 @@ class OneModelRows:
     its top-K.
 
     `tail` is the second term of the certified bound on Z: the sum over tokens outside S of
-    min(p_K, p / lambda). With p = softmax(z / temperature) and g the gradient of the loss in logp,
+    min(p_K, p / lambda). With p = softmax(z / temperature) and g the gradient of the loss with respect to logp,
     dz = g (onehot(target) - p) / temperature."""
 
     def __init__(self, scored: Scored, needs: Needs, support_ids=None, support_on=None, p_kth=None):

@@ -70,7 +70,7 @@ class VLLMEngine:
     seed           seed of vLLM itself; each response has its own seed
     memory_gib     CPU: GiB of KV cache; CUDA: share of the GPU's memory, less if it is not free;
                    0: `cache_size` on a CPU, 0.25 on a GPU
-    rows           number of responses sampled at once, for `cache_size`
+    rows           number of responses sampled at once: sets `cache_size` on a CPU, max_num_seqs on a GPU
     logprobs_mode  "processed": of the sampling distribution; "raw": of the model's softmax
     head_fp32      compute logits in float32 for every dtype
     fmt            number format of the linear layers (quant.py), or None

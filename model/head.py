@@ -8,7 +8,7 @@ with their gradient, and accumulates the gradients of hidden states and weight i
 one more product than the naive way (4 instead of 3), and no memory grows with N times V.
 
     Head          scale, bias and soft cap of a model's logits
-    ChunkedHead   the statistics of __init__.py on all tokens' logits, chunk by chunk, with their gradient
+    ChunkedHead   the statistics of model/__init__.py on all tokens' logits, chunk by chunk, with their gradient
     score         log-probabilities of whole sequences, without gradient
 """
 
@@ -23,7 +23,7 @@ import torch
 from machinery.flags import need
 
 # Bytes of a chunk's logits in float32: on a GPU 1/64 of its memory between these bounds, because few
-# large products are faster there; on a CPU the first
+# large products are faster there; on a CPU LEAST_CHUNK
 LEAST_CHUNK, MOST_CHUNK = 128 << 20, 1 << 30
 CUT = -1e30  # logit of a token that cannot be sampled; finite, so that 0 log 0 is 0
 
