@@ -291,7 +291,7 @@ def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tenso
 
 
 def support_logp(response) -> np.ndarray:
-    """log p_inf on a response's support (L, 1 + K); -inf in column 0 if it is also in the top-K."""
+    """log p_inf on a response's support (L, 1 + K); -inf in column 0 if the sampled token is also in the top-K."""
     listed = (response.topk_ids == response.tokens[:, None]).any(1)
     return np.column_stack([np.where(listed, -np.inf, response.logp_inf), response.topk_logp])
 
@@ -313,7 +313,7 @@ def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int
     """(rows of each micro-batch, longest first; total number of tokens).
 
     A micro-batch has at most `budget` tokens, or one row. Padding counts: n rows cost n times the
-    longest prompt plus response. With `share` the rows of a group are adjacent and their prompt is
+    longest sum of prompt and response. With `share` the rows of a group are adjacent and their prompt is
     processed once: n times the longest response, plus the longest prompt once per group."""
     prompt, response, group = (x.tolist() for x in (batch.prompt_len, batch.length, batch.group))
     width = response if share else [p + n for p, n in zip(prompt, response, strict=True)]

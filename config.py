@@ -54,7 +54,7 @@ class SizeFlags:
     epochs: float = 0.0
     """Passes over the problems of --task, counted in trained groups; replaces --steps; 0: off."""
     dynamic_sampling: int = 0
-    """Resample groups of equal rewards (DAPO): maximum number of sampling rounds per batch (remote
+    """Replace groups of equal rewards by other prompts (DAPO): maximum number of sampling rounds per batch (remote
     samplers: no limit); 0: off."""
     micro_tokens: int | None = None
     """Token budget (prompts and responses) of one micro-batch on one rank; default: on a GPU the
@@ -207,7 +207,7 @@ class SamplingFlags:
     that the learner's truncation keeps; replay: over the recorded sets of allowed tokens
     (sampling.py)."""
     seed: int = 0
-    """Seed of sampling and masks."""
+    """Seed of sampling, masks, simulated delays and LoRA's initial adapters."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class StalenessFlags:
     samplers; 0: synchronous; default: no bound."""
     window_seconds: float = math.inf
     """Remote samplers, with synchronized clocks (NTP): drop groups older than this many seconds.
-    Simulated groups are trained on at once."""
+    No effect with --delay: simulated groups are trained on at once."""
     sync_every: int = 1
     """Updates between broadcasts of weights to delayed or remote samplers."""
 
@@ -290,7 +290,7 @@ class RemoteFlags:
 
     samplers: str = "local"
     """local: an engine in this process. tcp://HOST:PORT: samplers on any host, over ZeroMQ;
-    tcp://*:5555 needs --keys. FOLDER: over a shared folder. Start samplers with
+    every address but tcp://127.0.0.1:PORT needs --keys. FOLDER: over a shared folder. Start samplers with
     python -m remote --connect=..."""
     keys: str = "none"
     """ZeroMQ: the learner's folder of keys (python -m remote.keys); none: on this host only."""
@@ -337,8 +337,8 @@ class MemoryFlags:
     """Memory and kernels of the learner (model/memory.py, model/kernels.py)"""
 
     gradient_checkpointing: bool = False
-    """Keep only the input of each layer and recompute its activations in the backward pass: a third
-    more time, a tenth of the memory."""
+    """Keep only the input of each layer and recompute its activations in the backward pass: a
+    third more time, about a tenth of the activations' memory."""
     kernels: Literal["auto", "plain", "liger", "compile"] = "auto"
     """Kernels of decoder layers: of transformers (plain, auto), liger-kernel or torch.compile."""
 
@@ -398,7 +398,7 @@ class ReportFlags:
     """Updates between held-out evaluations; 0: only before and after the run; -1: never."""
     eval_engine: Literal["own", "torch", "second"] = "own"
     """Sampler of evaluations. own: the rollout engine for the model that samples, plain torch for
-    the other; second: a second engine for a policy with an actor; torch: plain torch for both."""
+    the other; second: as own, but a second engine for a policy with an actor; torch: plain torch for both."""
     eval_problems: int = 512
     """Held-out problems, each with one response at temperature 1; --eval_task can set the number of
         responses and the temperature."""

@@ -261,7 +261,7 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 # extreme probabilities stay finite.
 #
 # Theorem 1: Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither
-# length-normalised nor estimated. Its first half is Var(p/q) + 1 = sum p^2/q >= exp KL. If p and q
+# length-normalised nor estimated. Its first term has Var(p/q) + 1 = sum p^2/q >= exp KL. If p and q
 # are close, the group expectation can be the worse weight.
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
 class Correction:
     """A correction: its function, and the properties that other files use.
 
-    function: (...) -> (weight, keep), or (weight, keep, logs) for OBRS; arguments are passed by
+    function: (...) -> (weight, keep), or (weight, keep, logs) if needs_z; arguments are passed by
     parameter name (`call`)."""
 
     function: Callable
@@ -591,6 +591,7 @@ def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
     return {name: value for name, value in axes.items() if name not in gone}
 
 
+# the corrections that `dead_weights` warns about
 OF_RESPONSES = (
     "seq_is",
     "seq_tis",
@@ -630,8 +631,8 @@ def check(cfg: Config) -> None:
 
 
 def check_target(cfg: LossFlags) -> None:
-    """Check --correction_target, and that weights and masks are known when the update starts if
-    needed."""
+    """Check --correction_target, and that weights and masks are known before the update if a flag
+    needs them."""
     of_new = cfg.correction_target == "new"
     need(
         not of_new or cfg.correction not in USES_Z,

@@ -205,7 +205,7 @@ class Learner:
         sums, total = Sums(), torch.zeros((), dtype=torch.float64, device=self.device)
         micros = list(self._micro(batch))
         parts = [stats.select([0] if rows is None else rows) for rows, *_ in micros]
-        # no operation of the loop waits for the GPU
+        # no operation of the loop waits for the GPU (exceptions: recorded allowed sets, low-bit experts)
         with self._casts_kept():
             for i, ((rows, micro, share), part) in enumerate(zip(micros, parts, strict=True)):
                 with self._gradient_sync(last=i == len(micros) - 1):
@@ -420,7 +420,8 @@ class Learner:
 
 
 def engine_type(cfg: Config) -> torch.dtype | None:
-    """The 16-bit dtype of all engine weights; None if the engine uses float32 or a mix."""
+    """The 16-bit dtype of all engine weights; None if the engine uses float32 or several dtypes, or if
+    adapters are merged or weights are quantized in float32 first."""
     quantizes = cfg.samplers != "local" and cfg.rollout_quant != "none"
     others = quantizes or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
     return None if others or cfg.rollout_dtype == "float32" else getattr(torch, cfg.rollout_dtype)

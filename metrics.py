@@ -4,7 +4,7 @@
 
 A row has a name, a formula and a meaning. A formula returns a value for each token (B, T), for each
 response (B,), or None if the run does not have the metric. `Derived` rows are formulas of means over
-the whole step (machinery/measure.py sums them). Names under `rollout_corr/` have verl's meaning
+the whole step (machinery/measure.py sums them). verl's names under `rollout_corr/` have verl's meaning
 (three differences: results/conformance.md). Names that begin with _ are not logged; `Derived` rows
 use them."""
 
@@ -158,7 +158,11 @@ REWARDS = [
         lambda m: float(m["cut"] > 0.5),
         "1 if more than half of the responses are truncated; the run warns once",
     ),
-    Mean("advantage_abs", lambda v: v.adv[:, 0].abs(), "mean |A| over responses"),
+    Mean(
+        "advantage_abs",
+        lambda v: v.adv[:, 0].abs(),
+        "mean |A| over responses (otb: first tokens only)",
+    ),
     Mean("entropy", lambda v: v.new.entropy, "of the policy, nats"),
     Mean(
         "router/agreement",
@@ -218,7 +222,7 @@ OBRS = [
     Mean(
         "obrs/accept_rate",
         lambda v: v.logs.get("accept"),
-        "mean of keep; with --obrs_mode=reweight and for z_tis, mean of the acceptance probability a",
+        "mean of OBRS's keep, before --reject; with --obrs_mode=reweight and for z_tis, mean of a",
     ),
     Mean("obrs/z", lambda v: v.logs.get("z"), "Z as used"),
     Mean("obrs/z_low", lambda v: v.logs.get("z_low"), "lower bound of Z, if Z is bracketed"),

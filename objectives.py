@@ -6,7 +6,7 @@
     surrogate    objective that is maximised, with a trust region
     reduction    denominator of the sum, the same for all ranks and micro-batches
 
-Policies: `inf` is the policy that sampled; it differs from the learner by engine, actor, precision,
+Policies: `inf` is the policy that sampled; it can differ from the learner in engine, actor, precision,
 staleness or sampling settings. `ref` is the learner before the first update on this rollout batch.
 `new` is the learner now.
 
@@ -114,7 +114,7 @@ def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
 
 
 def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
-    """s A, but 0 if |p_new - p_base| (or the KL) exceeds the bound and A increases the gap.
+    """s A, but 0 if the gap |p_new - p_base| (or the KL) exceeds the bound and A increases the gap.
 
     Nonzero terms: p_new <= p_base or gap <= high if A >= 0; p_new >= p_base or gap <= low if A < 0.
     gap: tv, |p_new - p_base|; kl, p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p =

@@ -12,7 +12,7 @@ probability, and reweights accepted tokens:
     rho    = min(w, c1) min(p_ref / p_tgt, c2)                                                       Alg. 1, line 24
     J      = reduce( Mask sg(rho) surrogate ),   Mask ~ Bernoulli(a)                                 Eq. 5
 
-In both branches a(x) w(x) = Z p_tgt(x)/p_inf(x), so for c1 >= lambda Z
+For every x, a(x) w(x) = Z p_tgt(x)/p_inf(x), so for c1 >= lambda Z
 
     E[Mask | x] min(w, c1) = Z min(p_tgt/p_inf, c1/Z):
 
@@ -72,7 +72,7 @@ def correction(
 
     u: uniforms in [0, 1), one per token. logp_ref: None if p_ref / p_tgt is not needed. expected:
     keep is the expectation a instead of a Bernoulli draw. mode: `mask` or `reweight` alone (Tables
-    6, 7). Reweighting alone is biased: w is not proportional to p_tgt / p_inf, but a w = Z r is."""
+    6, 7). Reweighting alone is biased: w is not proportional to p_tgt / p_inf, but a w is."""
     a = acceptance(logp_tgt, logp_inf, lam, clamp)  # Eq. 3:   min(1, p_tgt / (lambda p_inf))
     keep = a if expected else (u < a).to(a.dtype)  # Eq. 5:   Mask ~ Bernoulli(a), or its mean
     w = weight(z, logp_tgt, logp_inf, lam, clamp)  # line 23: Z max(lambda, p_tgt / p_inf)
@@ -115,7 +115,7 @@ def token_z(support_logp_inf, support_logp_tgt, tail, exact, lam, kappa, how: st
 
     exact    Z over the whole vocabulary (two models, target ref)
     bracket  clip(kappa Z_low, Z_low, Z_high)
-    approx   kappa Z_approx, a sum over top-K(p_inf) and top-K(p_ref). The paper has
+    approx   kappa Z_approx, Z_approx: the sum over top-K(p_inf) and top-K(p_ref). The paper has
              top-K(p_new), the same set before a batch's first update; here the ids are chosen once
              per rollout batch. If the actor is not the sampler, p_inf on top-K(p_ref)
              is unknown, min(p_ref, p_K) is used, and Z_approx is not a bound"""

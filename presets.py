@@ -1,7 +1,7 @@
 """Presets: the flag values of every --objective.
 
 `--objective` fills the flags that neither the command line nor a file sets (machinery/settings.py).
-Presets named after a framework have the framework's weight, masks and surrogate; PPO's clip is this
+Presets in FRAMEWORKS have their framework's weight, masks and surrogate; PPO's clip is this
 repository's default unless the row sets a clip. `python objectives.py` prints all presets."""
 
 from __future__ import annotations

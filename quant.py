@@ -160,7 +160,9 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
     16 bits on a GPU, K and N multiples of 16: vLLM's kernel. int8 otherwise: exact int32 sums. fp8
     otherwise: exact products, summed in float32."""
-    in_multiples = qx.shape[1] % 16 == len(qw) % 16 == 0  # else vLLM has a slower kernel
+    in_multiples = (
+        qx.shape[1] % 16 == len(qw) % 16 == 0
+    )  # else vLLM has a slower kernel, not used here
     kernels = vllm_kernels(qx.device.type)
     if kernels is not None and in_multiples and dtype.itemsize == 2:
         return kernels.cutlass_scaled_mm(qx, qw.t(), sx, sw, dtype)
@@ -575,8 +577,8 @@ def check_model(cfg: RolloutFlags, folder: str) -> None:
 
 
 def empty_model(config):
-    """A model's structure, with its parameters on the meta device. config: of transformers, which
-    is not changed; or a model folder."""
+    """A model's structure, with its parameters on the meta device. config: a transformers config
+    (not changed) or a model folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if isinstance(config, str | Path):

@@ -99,7 +99,7 @@ def uniforms(n: int, *key) -> np.ndarray:
 
 
 def probe_ids(context: int, vocabulary: int) -> np.ndarray:
-    """Fixed pseudo-random sequences (R, L), about 512 tokens, to compare two forward passes."""
+    """Fixed pseudo-random sequences (R, L), about 512 tokens in total, to compare two forward passes."""
     length = min(128, context - 1)
     rows = max(4, 512 // length)
     return (uniforms(rows * length, "probe") * vocabulary).astype(np.int64).reshape(rows, length)

@@ -23,7 +23,7 @@ tensors (model/streamed.py):
     rms(log p_engine - log p_published) <= 5 f,    f = rms(log p_nudged - log p_published)
 
 If f is at most half of the standard deviation of log p_published, the limit is also capped at this
-deviation. Log-probabilities of sampled tokens are compared on the first rollouts
+deviation. On the first rollouts the probabilities of sampled tokens are compared
 (model/agreement.py).
 
 The noise floor f is measured on the same model and sequences, with one more forward pass in which

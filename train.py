@@ -65,8 +65,8 @@ class Training(Session):
     """The stages of the loop."""
 
     def roll_out(self) -> bool:
-        """Stages 1 to 3: sample a batch of groups into `pending`. Returns False after a signal, or
-        if a rank gets no groups."""
+        """Stages 1 to 3: sample a batch of groups into `pending`. Returns False if a rank
+        gets no groups (remote samplers only)."""
         cfg, learner = self.cfg, self.learner
         source = self.source
         # 1. publish the rollout model's weights to the engine, and check that it has them

@@ -168,7 +168,7 @@ def check(worth_flags: WorthFlags) -> None:
 
 def check_row(cfg: config.Config) -> None:
     """Raise UserError if a row cannot be measured."""
-    from_weights = "samplers are not late here; name an older policy as --actor"
+    from_weights = "worth.py does not simulate delays; name an older policy as --actor"
     rounded = "shifted weights cannot measure the gradient through rounded weights; use none"
     of_policy = "needs the policy's top-K, which is unknown here"
     uses_z = cfg.correction in objectives.USES_Z

@@ -76,7 +76,7 @@ class Mean:
 
 
 class Max(Mean):
-    """The maximum of formula(view) over the same entries."""
+    """The maximum of formula(view) over the entries that `Mean` would average."""
 
 
 @dataclass(frozen=True)

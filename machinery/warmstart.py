@@ -66,7 +66,7 @@ DEMONSTRATED = {
     "actor": 10**9,
     "policy": 2 * 10**9,
 }
-# index of the first problem for measuring accuracy; RL and demonstrations use different problems
+# index of the first problem for measuring accuracy; neither RL nor the demonstrations use these problems
 MEASURED = 10**6
 
 

@@ -19,7 +19,8 @@ transformers_says = sdpa_attention.use_gqa_in_sdpa
 def reads_groups(attention_mask, key, value) -> bool:
     """Whether torch's kernel supports grouped queries for keys and values (B, heads, tokens, size).
 
-    In float32 only a GPU kernel that stores all scores does, so the answer is no."""
+    On a GPU in float32 the only kernel that supports grouped queries stores all scores, so the
+    function returns False there; on a CPU it returns True."""
     if key.device.type == "cpu":
         return True
     is_float32 = key.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")

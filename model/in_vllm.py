@@ -7,7 +7,7 @@ among_ranks             settings under torchrun, where several ranks form one en
 own_shared_memory       give each run its own names in /dev/shm
 checksums_of            compute checksums of the weights
 engine_config           describe low-bit tensors to vLLM
-has_head                find out which published tensors an engine needs
+has_head                whether vLLM's model has a module for `lm_head.weight`
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ prime-rl, slime and of this repository are known (COLUMNS); --columns gives diff
 Each rule looks for the sign of a cause in the two log-probabilities of each token and in log r:
 
     log r = log p_trainer - log p_sampler of a token. If the sampler records its own sampling distribution,
-    E r = 1 for any distribution of the trainer, as long as both are normalised.
+    E r = 1 for any normalised distribution of the trainer over the tokens that the sampler can draw. A sampler
+    with top-p and a trainer over the whole vocabulary have E r < 1.
 """
 
 from __future__ import annotations

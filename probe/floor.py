@@ -6,9 +6,9 @@ rounding alone.
     engine, decode / prefill    tokens one by one with a cache, against the whole sequence at once
     engine, in other batches    the same draws for half of the prompts; up to the first token that differs
 
-A gap that is no larger than its floor is rounding, and does not depend on weights, formats or
-settings. If a correction has weights of high variance on the floor's log-ratios, it adds noise to
-every run."""
+A gap that is no larger than its floor is explained by rounding alone; no fault of weights, formats
+or settings is needed to explain it. If a correction has weights of high variance on the floor's
+log-ratios, it adds noise to every run."""
 
 from __future__ import annotations
 

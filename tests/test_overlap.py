@@ -82,7 +82,7 @@ def check_results(source, monkeypatch) -> None:
     responses = flat(g.responses for g in groups)
     assert all(same_tokens(a, b) for a, b in zip(flat(again), responses, strict=True))
     assert [r.reward for r in flat(again)] == [r.reward for r in responses]
-    assert len({r.reward for r in responses}) > 4 and len({len(r.tokens) for r in responses}) > 4
+    assert len({r.reward for r in responses}) > 2 and len({len(r.tokens) for r in responses}) > 2
     assert source.counts == counts and counts["failures"] > 0
 
 
