@@ -160,9 +160,8 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
     16 bits on a GPU, K and N multiples of 16: vLLM's kernel. int8 otherwise: exact int32 sums. fp8
     otherwise: exact products, summed in float32."""
-    in_multiples = (
-        qx.shape[1] % 16 == len(qw) % 16 == 0
-    )  # else vLLM has a slower kernel, not used here
+    # for other sizes vLLM has a slower kernel, not used here
+    in_multiples = qx.shape[1] % 16 == len(qw) % 16 == 0
     kernels = vllm_kernels(qx.device.type)
     if kernels is not None and in_multiples and dtype.itemsize == 2:
         return kernels.cutlass_scaled_mm(qx, qw.t(), sx, sw, dtype)
