@@ -122,8 +122,7 @@ class Learner:
             return nn.parallel.DistributedDataParallel(self.models, gradient_as_bucket_view=True)
         return self.models
 
-    # -- forward only
-    # --------------------------------------------------------------------------------------------------
+    # -- forward only ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def score(self, batch: Batch, needs: Needs) -> TokenStats:
@@ -189,8 +188,7 @@ class Learner:
             else:
                 yield None, batch.select(parts[-1][-1:]).to(self.device), share
 
-    # -- one optimizer step
-    # --------------------------------------------------------------------------------------------
+    # -- one optimizer step ------------------------------------------------------------------------
 
     def update(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
         """`backward` and `step` on this rank's share of a batch. Returns the metrics over all
@@ -311,8 +309,7 @@ class Learner:
                 optim.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
 
-    # -- weights in and out
-    # --------------------------------------------------------------------------------------------
+    # -- weights in and out ------------------------------------------------------------------------
 
     def named_tensors(self, name: str, whole=whole):
         """Yield (Hugging Face name, full detached tensor) of one model, including `lm_head.weight`.
