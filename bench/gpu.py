@@ -1,7 +1,8 @@
 """The GPU list: measurements that need a GPU. Each part runs in a process with a time limit.
 
-    python -m bench                              # all parts in 30 minutes: appends to results/gpu.json
-    python -m bench --parts=learner,linears      # some parts
+    python -m bench                              # all parts in 35 minutes: results/gpu.json and gpu.md
+    python -m bench                              # again: the parts that have not succeeded yet
+    python -m bench --parts=learner,linears      # some parts, measured again
     python -m bench --device=cpu --scale=tiny    # the script itself, on a CPU: out/gpu.json
 
 tests        tests/test_gpu.py: rollouts, sync and check, low bits, sleep, FSDP2, a run
@@ -15,13 +16,14 @@ learner      tokens per second, share of the device's peak, the plan's memory, b
 micro        updates with 4,096 tokens in a micro-batch and with the most that the plan allows
 memory       checkpointing, two models, FSDP2 on one rank, aligned learners: time, memory and plan
 trl, ours    TRL's step (PYTHONPATH=.trl, see results/against_trl.py) and our step
+pair         four updates of configs/real_pair.toml: seconds of each stage
 
-Models have Qwen3's shapes and random weights. Each row is a line of JSON. After a failed part the
-next part starts. A part that reaches its limit keeps the rows that it has measured. Shares of the
-peak refer to dense bfloat16 without sparsity (PEAK). The work is 6 P + 6 L A S operations per
-token, for P parameters in matrix products, L layers, A numbers of all query heads together and S
-tokens per row. It counts forward and backward passes with causal attention, and no
-recomputation."""
+Models have Qwen3's shapes and random weights, except in pair. Each row is a line of JSON. After a
+failed part the next part starts. A part that reaches its limit keeps the rows that it has measured.
+The table of all rows is written below the marker of the page after each part. Shares of the peak
+refer to dense bfloat16 without sparsity (PEAK). The work is 6 P + 6 L A S operations per token, for
+P parameters in matrix products, L layers, A numbers of all query heads together and S tokens per
+row. It counts forward and backward passes with causal attention, and no recomputation."""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ from typing import Literal
 import torch
 
 from bench.gpu_parts import PARTS, Setting
-from machinery.flags import UserError, check_output, need, parse_flags
+from machinery.flags import UserError, check_output, need, parse_flags, read_text
+from results.sweep import markdown, rewrite
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,16 +56,17 @@ PACKAGES = ("torch", "triton", "transformers", "vllm", "liger_kernel")
 class GpuFlags:
     """The GPU list"""
 
-    parts: str = ",".join(PARTS)
-    """Names of parts to run, separated by commas."""
+    parts: str = ""
+    """Names of parts to run, separated by commas; by default all parts without a success in the
+    file."""
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu: a trial of the script without a GPU."""
     scale: Literal["full", "tiny"] = "full"
     """tiny: two layers and a few tokens."""
     out: str = ""
-    """File to which the rows are appended; by default results/gpu.json, and out/gpu.json for a
-    trial."""
-    minutes: float = 30.0
+    """File to which the rows are appended, with the page next to it; by default results/gpu.json,
+    and out/gpu.json for a trial."""
+    minutes: float = 35.0
     """Time limit for all parts together; parts that have not begun by then are skipped."""
     part: str = ""
     """Run one part in this process, and print its lines as JSON."""
@@ -109,12 +113,20 @@ def about(flags: GpuFlags) -> dict[str, str]:
     return {"device": device, "date": date, "command": " ".join(sys.argv), **versions}
 
 
-def run_list(flags: GpuFlags, names: list[str]) -> None:
-    """Run the parts one after the other. Append each row to the file and print it, as JSON."""
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a file of rows; [] without a file."""
+    return [json.loads(line) for line in read_text(path).splitlines()] if path.is_file() else []
+
+
+def run_list(flags: GpuFlags) -> None:
+    """Run the parts one after the other. Append each row to the file and print it, as JSON; write
+    the page after each part."""
     trial = flags.device == "cpu" or flags.scale == "tiny"
     path = Path(flags.out or (ROOT / "out" if trial else ROOT / "results") / "gpu.json")
     check_output("out", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
+    succeeded = {line["part"] for line in read_lines(path) if line.get("failed") == ""}
+    names = flags.parts.split(",") if flags.parts else [p for p in PARTS if p not in succeeded]
     end = time.perf_counter() + 60 * flags.minutes
 
     def write(line: dict) -> None:
@@ -135,6 +147,34 @@ def run_list(flags: GpuFlags, names: list[str]) -> None:
         for row in rows:
             write({"part": name, **row})
         write({"part": name, "seconds": time.perf_counter() - start, "failed": why})
+        rewrite(path.with_suffix(".md"), table(read_lines(path)))
+
+
+def table(lines: list[dict]) -> str:
+    """The page's table: the newest rows of each part, below the device, date and versions of their
+    run."""
+    newest: dict[str, list] = {}
+    about, rows = {}, []
+    for line in lines:
+        if "about" in line:
+            about, rows = line["about"], []
+        elif "failed" in line:
+            versions = " ".join(f"{name} {about[name]}" for name in PACKAGES if name in about)
+            state = line["failed"] or f"{line['seconds']:.0f} s"
+            head = f"**{line['part']}**: {state}; {about['device']}, {about['date']}, {versions}"
+            newest[line["part"]] = [[head], *rows]
+            rows = []
+        else:
+            rows.append(cells(line))
+    return markdown(["measured", "result", "spread", "goal", "met"], sum(newest.values(), []))
+
+
+def cells(row: dict) -> list[str]:
+    """The cells of a row: a quantity, its value, its spread, and its goal."""
+    value = row["why"] or f"{row['value']:,.4g} {row['unit']}".strip()
+    spread = " to ".join(f"{x:,.4g}" for x in row["spread"])
+    met = {True: "yes", False: "no", None: ""}[row["met"]]
+    return [cell.replace("|", "/") for cell in (row["what"], value, spread, row["goal"], met)]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -142,11 +182,10 @@ def main(argv: list[str] | None = None) -> None:
     flags = parse_flags(GpuFlags, argv, __doc__.strip())
     if flags.device == "cuda" and not torch.cuda.is_available():
         raise UserError("gpu: there is no GPU here; try the script with --device=cpu --scale=tiny")
-    names = [flags.part] if flags.part else flags.parts.split(",")
-    for name in names:
+    for name in filter(None, [flags.part, *flags.parts.split(",")]):
         need(name in PARTS, f"--parts={name}: no such part; there are {', '.join(PARTS)}")
     if not flags.part:
-        run_list(flags, names)
+        run_list(flags)
         return
     for row in PARTS[flags.part][0](Setting(flags.device, flags.scale == "tiny")):
         print(json.dumps(row), flush=True)

@@ -34,6 +34,7 @@ from config import Config
 from learner import Learner
 from machinery import optim
 from machinery.ranks import Comm
+from machinery.run import read_metrics
 from machinery.speed import operations, peak_of
 from model import Needs, OneModelRows, Scored
 from model.engines import VLLMEngine
@@ -644,6 +645,32 @@ def trl(s: Setting) -> Iterator[dict]:
         yield row("our step over TRL's", ratio, "x", goal="<= 0.8", met=ratio <= 0.8)
 
 
+def pair(s: Setting) -> Iterator[dict]:
+    """Four updates of configs/real_pair.toml (tiny: of two random models): seconds of the stages
+    after the first update, and memory. out/gsm8k.jsonl, if it exists, replaces the hub's GSM8K."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"config": "configs/real_pair.toml"}
+        if (ROOT / "out/gsm8k.jsonl").is_file():
+            flags |= {"task": "out/gsm8k.jsonl", "eval_task": "none"}
+        if s.tiny:
+            bench.shaped(f"{folder}/model", layers=2)
+            bench.shaped(f"{folder}/actor", layers=1)
+            flags = {"model": f"{folder}/model", "actor": f"{folder}/actor", "rollout": "hf"}
+            flags |= {"task": "arith", "max_tokens": 8, "train_batch": 16}
+            flags |= {"rollout_batch": 16, "lr": 1e-3, "actor_lr": 1e-3, "objective": "jackpot"}
+        flags |= {"steps": 4, "eval_every": -1, "save_every": 0, "out": f"{folder}/run"}
+        command = [sys.executable, "train.py", *(f"--{key}={x}" for key, x in flags.items())]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            yield missing("the pair", done.stderr.strip().splitlines()[-1][:300])
+            return
+        rows = [r for r in read_metrics(Path(folder, "run")) if r["step"] > 0]
+    for key in ("rollout_s", "update_s", "sync_s", "speed/memory_GiB"):
+        values = [r[key] for r in rows if key in r]
+        if values:
+            yield repeats_row(key.removesuffix("_s"), values, "s" if key.endswith("_s") else "GiB")
+
+
 def step_of(s: Setting) -> dict:
     """The flags of a step that both sides share."""
     return dict(
@@ -656,7 +683,7 @@ def step_of(s: Setting) -> dict:
     )
 
 
-# name -> (the part, its time limit in seconds); all parts fit into 30 minutes
+# name -> (the part, its time limit in seconds); all parts fit into 35 minutes
 PARTS = {
     "tests": (tests, 280),
     "vllm": (vllm, 200),
@@ -669,4 +696,5 @@ PARTS = {
     "memory": (memory, 130),
     "trl": (trl, 200),
     "ours": (ours, 100),
+    "pair": (pair, 200),
 }

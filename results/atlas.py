@@ -163,7 +163,7 @@ def main() -> None:
             row = {key: report[key] for key in KEPT} | {"floor": floor}
             data["rows"].setdefault(group, {})[label] = row
             sweep.store("atlas", data)
-    sweep.rewrite("atlas", table(data))
+    sweep.rewrite(sweep.RESULTS / "atlas.md", table(data))
     draw(data)
     print(table(data))
 

@@ -135,7 +135,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     data = {"about": about, "cases": rows}
     sweep.store("exact", data)
-    sweep.rewrite("exact", table(data))
+    sweep.rewrite(sweep.RESULTS / "exact.md", table(data))
     print(table(data))
 
 

@@ -67,7 +67,7 @@ def main() -> None:
             report = sweep.probed(f"--explain --model=base:policy {engine} {flags}")
             data["ladders"][name] = report["ladder"]
             sweep.store("ladder", data)
-    sweep.rewrite("ladder", table(data))
+    sweep.rewrite(sweep.RESULTS / "ladder.md", table(data))
     figures.draw_ladder(data["ladders"][DRAWN], sweep.RESULTS / "ladder.png")
     print(table(data))
 

@@ -112,7 +112,7 @@ def table(data: dict) -> str:
 def main() -> None:
     data = {**sweep.load("plans"), "recipes": recipes()}
     sweep.store("plans", data)
-    sweep.rewrite("plans", table(data))
+    sweep.rewrite(sweep.RESULTS / "plans.md", table(data))
     print(table(data))
 
 

@@ -286,14 +286,9 @@ def markdown(head: list[str], rows: list) -> str:
     return "\n".join(lines) + "\n"
 
 
-def rewrite(name: str, text: str) -> None:
-    """Replace the text below MARKER on results/NAME.md."""
-    path = RESULTS / f"{name}.md"
-    above = (
-        read_text(path).split(MARKER)[0]
-        if path.is_file()
-        else f"# {name}\n\n![{name}]({name}.png)\n\n"
-    )
+def rewrite(path: Path, text: str) -> None:
+    """Replace the text below MARKER on a page, or make the page."""
+    above = read_text(path).split(MARKER)[0] if path.is_file() else f"# {path.stem}\n\n"
     path.write_text(f"{above}{MARKER}\n{text}", encoding="utf-8")
 
 
@@ -383,7 +378,7 @@ def main() -> None:
     if not flags.draw:
         run(study, FOLDER / name, flags.only, flags.jobs)
         store(name, study)
-    rewrite(name, table(study))
+    rewrite(RESULTS / f"{name}.md", table(study))
     draw(name, study)
     print(table(study))
 

@@ -32,11 +32,17 @@ def test_pairs_alternate():
     assert "".join(calls) == "ab" + "ab" + "ba" + "ab"
 
 
-@pytest.mark.parametrize("name", ["linears", "head", "obrs", "micro", "memory", "trl"])
+@pytest.mark.parametrize("name", ["linears", "head", "obrs", "micro", "memory", "trl", "pair"])
 def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
     rows = list(gpu.PARTS[name][0](gpu_parts.Setting("cpu", tiny=True)))
     assert rows and not [r for r in rows if r["why"] not in ("", "not installed")]
     assert all(math.isfinite(r["value"]) for r in rows if r["unit"] not in ("GiB", "%") and not r["why"])
+
+
+def part(name: str, failed: str = "", value: float = 1.5) -> list[dict]:
+    about = {"device": "a card", "date": "2026-01-01", "torch": "2.13.0"}
+    row = gpu_parts.row("speed", value, "tokens/s", (1.0, 2.0), ">= 1", value >= 1)
+    return [{"about": about}, {"part": name, **row}, {"part": name, "seconds": 3.0, "failed": failed}]
 
 
 @pytest.mark.timeout(600)
@@ -44,15 +50,41 @@ def test_the_gpu_list_appends_rows_to_its_file(tmp_path):
     """A part runs in a separate process, vLLM too. Earlier lines stay; a late part is skipped."""
     assert sum(limit for _, limit in gpu.PARTS.values()) <= 60 * gpu.GpuFlags.minutes - 20
     path = tmp_path / "gpu.json"
-    path.write_text('{"part": "old"}\n')
-    flags = gpu.GpuFlags(device="cpu", scale="tiny", out=str(path))
-    gpu.run_list(flags, ["vllm"])
-    old, head, *rows, end = [json.loads(line) for line in path.read_text().splitlines()]
-    assert old == {"part": "old"} and head["about"].items() >= {("torch", torch.__version__)}
+    before = part("old")
+    path.write_text("".join(json.dumps(line) + "\n" for line in before))
+    flags = gpu.GpuFlags(device="cpu", scale="tiny", out=str(path), parts="vllm")
+    gpu.run_list(flags)
+    lines = gpu.read_lines(path)
+    head, *rows, end = lines[3:]
+    assert lines[:3] == before and head["about"].items() >= {("torch", torch.__version__)}
     assert end.items() >= {("part", "vllm"), ("failed", "")}
     assert "a publication and its check, 2 times" in [row["what"] for row in rows]
-    gpu.run_list(replace(flags, minutes=0.01), ["obrs"])
+    page = path.with_suffix(".md").read_text()
+    assert f"torch {torch.__version__}" in page and "| a publication and its check, 2 times |" in page
+    gpu.run_list(replace(flags, minutes=0.01, parts="obrs"))
     assert "obrs" not in path.read_text()
+
+
+def test_the_page_has_the_newest_rows_of_each_part():
+    lines = part("vllm", value=0.5) + part("obrs") + part("vllm", value=2500.0)
+    assert gpu.table(lines).splitlines()[2:] == [
+        "| **vllm**: 3 s; a card, 2026-01-01, torch 2.13.0 |",
+        "| speed | 2,500 tokens/s | 1 to 2 | >= 1 | yes |",
+        "| **obrs**: 3 s; a card, 2026-01-01, torch 2.13.0 |",
+        "| speed | 1.5 tokens/s | 1 to 2 | >= 1 | yes |",
+    ]
+    assert "| **trl**: it ended with status 1; a card" in gpu.table(part("trl", "it ended with status 1"))
+
+
+def test_only_parts_without_a_success_run_again(tmp_path, monkeypatch):
+    path, ran = tmp_path / "gpu.json", []
+    path.write_text("".join(json.dumps(line) + "\n" for line in part("vllm") + part("obrs", "failed")))
+    monkeypatch.setattr(gpu, "said_by", lambda command, limit: (ran.append(command[3]), ([], ""))[1])
+    gpu.run_list(gpu.GpuFlags(device="cpu", scale="tiny", out=str(path)))
+    assert ran == [f"--part={name}" for name in gpu.PARTS if name != "vllm"]
+    ran.clear()
+    gpu.run_list(gpu.GpuFlags(device="cpu", scale="tiny", out=str(path), parts="vllm"))
+    assert ran == ["--part=vllm"]
 
 
 WAYS = {

@@ -400,7 +400,7 @@ def main() -> None:
         data = {key: x for key, x in sweep.load("conformance").items() if key.split()[0] != name}
         data[title] = {**sweep.load("conformance").get(title, {}), "cases": cases}
         sweep.store("conformance", data)
-    sweep.rewrite("conformance", table(sweep.load("conformance")))
+    sweep.rewrite(sweep.RESULTS / "conformance.md", table(sweep.load("conformance")))
 
 
 if __name__ == "__main__":
