@@ -231,6 +231,16 @@ def test_the_examples():
     assert game.reply(row, [*messages, {"role": "user", "content": "Result: 5"}], f"calc({a} * {b})") is None
     assert game.reward(row, f"calc({a} * {b})\n{a * b}", "stop") == {"called": 0.2, "right": 1.0}
     assert game.reward(row, f"calc({a} * {b})", "stop") == {"called": 0.2, "right": 0.0}
+    words = object.__new__(games.WordProblems)  # __init__ reads GSM8K
+    words.rows = {"test": [{"question": "How many?", "answer": "24*45=<<24*45=1080>>1080\n#### 1,080"}]}
+    row = words.problem("test", 0)
+    messages = row["problem"]
+    assert row["answer"] == "1080" and messages[-1] == {"role": "user", "content": "How many?"}
+    for call, result in (("7 / 2", "3.5"), ("1.50 * 200", "300"), ("5 / 0", "0")):
+        assert words.reply(row, messages, f"calc({call})") == f"Result: {result}"
+        messages = [*messages, {"role": "assistant", "content": call}, {"role": "user", "content": f"Result: {result}"}]
+    assert words.reply(row, messages, "calc(24 * 45)") == "Result: 1080"
+    assert words.reply(row, messages + messages[-2:], "calc(24 * 45)") is None
     guess, row, messages = games.Guess(), {"answer": "7"}, [{"role": "user", "content": "?"}]
     assert [guess.reply(row, messages, text) for text in ("5", "20?", "7", "no")] == ["higher", "lower", None, None]
     assert guess.reply(row, messages * 11, "5") is None and guess.reward(row, "5\n7", "stop") == 1.0
