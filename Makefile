@@ -1,4 +1,4 @@
-# make demo: set up and run the main job: on a GPU a real model, else a small one.   make test: set up, check the layout, run the tests.   Both build .venv once.
+# make demo: set up, train on a GPU with a real model, else with a small one.   make test: set up, check the formatting, run the tests that are not slow.   Both build .venv once.
 # make slow: the tests that take minutes of waiting.
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar=on

@@ -86,8 +86,8 @@ class ObjectiveFlags:
     """eps_low (default 0.2; gspo and tbpo 3e-4; gmpo 0.4, a bound on the log-ratio; dppo_tv 0.2 and
     dppo_kl 0.05, bounds on a divergence; not used by drpo)."""
     clip_high: float | None = None
-    """eps_high (default 0.28; gspo and tbpo 4e-4; drpo 12.5; gmpo, dppo_tv and dppo_kl as
-    --clip_low)."""
+    """eps_high (default 0.28; gspo and tbpo 4e-4; gepo 0.2; drpo 12.5; gmpo, dppo_tv and dppo_kl
+    as --clip_low)."""
     dual_clip: float = 0.0
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
     correction_target: Literal["ref", "new"] | None = None
@@ -219,8 +219,8 @@ class EngineFlags:
     rollout_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Engine's precision; default: --dtype."""
     rollout_memory: float = 0.0
-    """Engine's memory. CPU: GiB of KV cache, 0: enough for a rollout batch; CUDA: share of the
-    GPU's memory, 0: 0.25."""
+    """vLLM's memory. CPU: GiB of KV cache, 0: enough for a rollout batch, but for at most 256
+    responses and at most a quarter of the free memory; CUDA: share of the GPU's memory, 0: 0.25."""
     rollout_tp: int = 1
     """vLLM's tensor-parallel size: the number of consecutive ranks that form one engine."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
@@ -329,7 +329,8 @@ class OptimizerFlags:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
     lora_rank: int = 0
-    """LoRA: train adapters of this rank, scaled by 32 / rank, on frozen linear layers; 0: off."""
+    """LoRA: train the policy by adapters of this rank, scaled by 32 / rank, on frozen linear
+    layers; an actor trains all its weights; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -397,8 +398,9 @@ class ReportFlags:
     eval_every: int = 0
     """Updates between held-out evaluations; 0: only before and after the run; -1: never."""
     eval_engine: Literal["own", "torch", "second"] = "own"
-    """Sampler of evaluations. own: the rollout engine for the model that samples, plain torch for
-    the other; second: as own, but a second engine for a policy with an actor; torch: plain torch for both."""
+    """Sampler of evaluations. own: the rollout engine for the model that samples (remote samplers:
+    plain torch), plain torch for the other; second: as own, but a second engine for a policy with
+    an actor; torch: plain torch for both."""
     eval_problems: int = 512
     """Held-out problems, each with one response at temperature 1; --eval_task can set the number of
         responses and the temperature."""

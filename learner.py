@@ -227,7 +227,7 @@ class Learner:
 
     def _unscale(self) -> None:
         """Unscale the gradients. The loss scale halves after an overflow and doubles after 2,000
-        updates without one. Gradients and loss scale are the same on all ranks."""
+        updates without one. The loss scale is the same on all ranks."""
         if not self.scaler.is_enabled():
             return
         for optimizer in chain.from_iterable(self.optimizers.values()):

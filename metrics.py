@@ -3,10 +3,12 @@
     python metrics.py          # print name and meaning of all metrics
 
 A row has a name, a formula and a meaning. A formula returns a value for each token (B, T), for each
-response (B,), or None if the run does not have the metric. `Derived` rows are formulas of means over
-the whole step (machinery/measure.py sums them). verl's names under `rollout_corr/` have verl's meaning
-(three differences: results/conformance.md). Names that begin with _ are not logged; `Derived` rows
-use them."""
+response (B,), or None if the run does not have the metric. Means are over tokens that may carry a
+gradient and over responses with such a token (`reward` and `cut`: also over responses that
+--mask_cut leaves out of the loss). `Derived` rows are formulas of means over the whole step
+(machinery/measure.py sums them). verl's names under `rollout_corr/` have verl's meaning (three
+differences: results/conformance.md). Names that begin with _ are not logged; `Derived` rows use
+them."""
 
 from __future__ import annotations
 
@@ -136,7 +138,7 @@ WEIGHTS = [
 ]
 
 REWARDS = [
-    Mean("reward", lambda v: v.batch.reward, "reward of the sampler"),
+    Mean("reward", lambda v: v.batch.reward, "reward of the sampler", lambda v: v.sampled),
     Mean("_capped", lambda v: v.R.clamp_max(v.C)),
     Mean("_capped_reward", lambda v: v.R.clamp_max(v.C) * v.batch.reward),
     Derived(
@@ -145,14 +147,19 @@ REWARDS = [
         "sum min(R, C) reward / sum min(R, C): estimate of the learner's reward; `reward` is the sampler's "
         "(TIS text, 'biased reward'); C: --is_cap of seq_tis and geo_rs_seq_tis, else 4",
     ),
-    Max("_best", lambda v: v.batch.reward),
+    Max("_best", lambda v: v.batch.reward, over=lambda v: v.sampled),
     Derived(
         "no_reward",
         lambda m: float(m["_best"] == m["reward"] == 0),
         "1 if every reward is 0; the run warns once",
     ),
     Mean("response_length", lambda v: v.n, "sampled tokens"),
-    Mean("cut", lambda v: v.batch.cut, "share of responses truncated at --max_tokens"),
+    Mean(
+        "cut",
+        lambda v: v.batch.cut,
+        "share of responses truncated at --max_tokens",
+        lambda v: v.sampled,
+    ),
     Derived(
         "mostly_cut",
         lambda m: float(m["cut"] > 0.5),
@@ -287,10 +294,12 @@ ELSEWHERE = {
     "stepped": "0 if a non-finite loss or gradient skipped the update",
     "loss_scale": "loss scale of --dtype=float16 after the update",
     "skipped_steps": "updates skipped so far because of a non-finite loss or gradient",
-    "rejected_steps": "updates so far in which every token was rejected; the run warns once",
+    "rejected_steps": (
+        "updates so far in which every token was rejected; 0 with --entropy_coef or --cppo_beta; the run warns once"
+    ),
     "eval/policy_pass@1": "held-out pass@1, with eval/policy_se; eval/actor_*",
     "sync/changed": "share of the published tensors that changed since the previous sync (sync.py)",
-    "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: its part from rounding",
+    "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: its noise floor",
     "sync/MiB": "size of the published tensors",
     "grade/timeouts": "answers that could not be graded within 5 seconds (they earn 0)",
     "grade/failures": "answers on which a reward function raised an exception (they earn 0 for it)",

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 # Settings. A name that is also a flag of train.py has the same meaning there. The command line
 # changes a setting: --steps=100.
-MODEL = ""  # policy: a folder or an id of the Hugging Face hub; "": the toy models
+MODEL = ""  # policy: a folder or hub id, and then ACTOR and DATA are needed; "": the toy models
 ACTOR = ""  # the model that samples, with the same tokenizer
 DATA = ""  # JSONL file of problems and answers
 STEPS = 45  # optimizer updates

@@ -11,7 +11,8 @@ staleness or sampling settings. `ref` is the learner before the first update on 
 `new` is the learner now.
 
 Surrogates and regularisers are pure functions of tensors and numbers. Presets are in presets.py,
-advantages in batching.py. `python objectives.py` prints every name with its formula and source.
+advantages in batching.py. `python objectives.py` prints corrections and surrogates with formula and
+source, rejections with default bounds, and presets with their flags.
 
 `prepare` runs once per optimizer step, over all ranks, before any backward pass. `loss` is called
 for each micro-batch. `update_controllers` keeps state for the next update (kappa, the weight of
@@ -382,7 +383,8 @@ def loss(new, batch, stats: StepStats, cfg: Config):
     The KL term has the surrogate's mask, weight and ratio (the ratio without its clip). So the KL
     term and the surrogate weight contexts equally, and the KL is an expectation over tokens of
     p_new. The entropy is a property of the whole distribution, not of the sampled token, and has no
-    weight.
+    weight. CPPO's KL has no weight either; with --cppo_kl=official it is averaged as in
+    seq-mean-token-mean under every --reduction.
 
     new: TokenStats of this forward pass, with gradient; batch: the micro-batch, ref columns
     optional (`with_ref`); stats: from `prepare`."""
@@ -450,8 +452,10 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
 
 
 def actor_config(cfg: Config):
-    """The actor's objective, independent of the policy's: standard PPO with weight F, a capped
-    ratio p_actor,ref / p_inf (Jackpot Eq. 6)."""
+    """The actor's objective: PPO with weight F, a capped ratio p_actor,ref / p_inf (Jackpot Eq. 6).
+
+    Reduction and log-ratio clamp are the policy's. The clip bounds are the policy's too, unless the
+    policy's surrogate is in CLIPS. The advantages are the batch's."""
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
     # all other flags of the objective have their defaults
     flags = {flag.name: flag.default for flag in fields(ObjectiveFlags)} | DEFAULTS | PAPERS["tis"]
@@ -573,6 +577,9 @@ def catalogue() -> str:
     """All names with the first paragraphs of their docstrings, and the axes of each --objective."""
     lines = [
         "loss = - reduce( keep * sg(weight) * surrogate )",
+        "r = p_ref / p_inf of a token, R of a response, R_t of its first t tokens; A: advantage;",
+        "inf sampled, ref is the learner before the first update on a rollout batch;",
+        "p_base: the policy of --ratio_base",
         "",
         "--correction: weight and keep-mask",
     ]
@@ -582,6 +589,10 @@ def catalogue() -> str:
     lines += [
         "",
         "--reject: drops tokens or responses with a statistic outside [--rs_low, --rs_high]",
+        "  token: r; sequence: R; geo: exp(mean log r); seq_max, seq_min: largest and smallest r;",
+        "  k2: (log r)^2 / 2; k3: r - 1 - log r; seq_sum, seq_mean, seq_max: over a response;",
+        "  seq_max_kl: largest KL(inf || ref) of a token; token_m2: (log r)^2; the largest",
+        "  are dropped until the mean of the rest is at most --rs_high",
     ]
     lines += [
         f"  {name:17} --rs_low={row.low:g} --rs_high={row.high:g}"

@@ -1,8 +1,9 @@
 """Presets: the flag values of every --objective.
 
 `--objective` fills the flags that neither the command line nor a file sets (machinery/settings.py).
-Presets in FRAMEWORKS have their framework's weight, masks and surrogate; PPO's clip is this
-repository's default unless the row sets a clip. `python objectives.py` prints all presets."""
+Presets in FRAMEWORKS have their framework's weight, masks and surrogate; clip, reduction and
+advantage are this repository's defaults unless the row sets them. `python objectives.py` prints all
+presets."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ weights: with top_p = 0.8 and full-vocabulary scoring, the mean of p_ref / p_inf
     off         the learner scores the whole vocabulary: biased
     recompute   the learner truncates its own logits by the same rule: correct while both sets
                 agree; a token that only the rollout allows has probability 0 under the learner
+                (its log-probability is set to -69: model.FLOOR)
     replay      the learner uses the rollout's set of allowed tokens at each position
                 (keep-sampling-mask in DeepSeek-V3.2)
 

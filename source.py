@@ -41,7 +41,7 @@ def set_aside_if_poisoned(r: Response) -> bool:
     or if any log-probability from the engine is NaN or above 1e-3. Returns True if the response was
     masked.
 
-    One such token would make the loss of the whole batch NaN."""
+    One NaN would make the loss of the whole batch NaN, and an infinite value can do so."""
     listed = r.topk_logp  # -inf: a token that truncation excludes
     if (
         (r.logp_inf >= LEAST_LOGP).all()  # also False for NaN

@@ -250,7 +250,8 @@ def linears(s: Setting) -> Iterator[dict]:
 
 
 def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator[dict]:
-    """Three rows: forward; the same relative to plain torch; forward and backward."""
+    """Three rows: aligned over bfloat16 layers, forward; aligned layers with vLLM's kernels over
+    aligned layers in plain torch; aligned over bfloat16 layers, forward and backward."""
     plain = block_of(s, name)
     aligned = [quant.LowBitLinear.from_linear(m, quant.format_of(kind)) for m in plain]
     inputs = {
@@ -546,7 +547,7 @@ def sampled(s: Setting, engine, tokens: int) -> Iterator[dict]:
 
 
 def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
-    """Seconds of three publications with their checks, with an update between two of them."""
+    """Seconds of three publications with their checks; an update follows each publication."""
     vocabulary = learner.models.policy.config.vocab_size
     check = WeightCheck(learner.models.policy.config, probe_ids(144, vocabulary))
     batch, stats = batch_of(learner, learner.cfg.train_batch, learner.cfg.max_tokens)

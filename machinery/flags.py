@@ -237,8 +237,8 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
 
 # names in verl, TRL and similar libraries -> flags of this repository
 ELSEWHERE = {
-    "num_iterations": "--rollout_batch above --train_batch",
-    "ppo_epochs": "--rollout_batch above --train_batch",
+    "num_iterations": "--rollout_batch above --train_batch (each response in one update)",
+    "ppo_epochs": "--rollout_batch above --train_batch (each response in one update)",
     "reward_weights": "--reward=NAME*0.5",
     "reward_funcs": "--reward=FILE.py:FUNCTION",
     "filter_overlong_prompts": "--max_prompt_tokens",
@@ -263,7 +263,7 @@ ELSEWHERE = {
     "use_vllm": "--rollout=vllm",
     "gradient_accumulation_steps": "--micro_tokens",
     "per_device_train_batch_size": "--train_batch, over all ranks",
-    "ppo_mini_batch_size": "--train_batch, over all ranks",
+    "ppo_mini_batch_size": "--train_batch, in responses (verl: prompts), over all ranks",
     "num_train_epochs": "--epochs",
     "total_epochs": "--epochs",
     "adv_estimator": "--advantage",

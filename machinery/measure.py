@@ -35,6 +35,8 @@ class View:
         # domains of means
         self.tokens = batch.mask  # tokens that may carry a gradient
         self.responses = batch.mask.any(1)  # responses with such a token
+        # these, and the responses that --mask_cut leaves out of the loss
+        self.sampled = self.responses | batch.cut if cfg.mask_cut else self.responses
         # tokens
         self.log_r = batch.log_r.masked_fill(~batch.mask, 0.0)
         self.r = batch.log_r.clamp(-self.clamp, self.clamp).exp()

@@ -45,7 +45,7 @@ class PlotFlags:
     """The picture"""
 
     out: str = "out/curves.png"
-    """PNG to write."""
+    """Picture to write: .png, .pdf or .svg."""
     samples: str = ""
     """Do not draw: print the logged responses of this run, with tokens coloured by the gap between
     policy and sampler."""
@@ -59,8 +59,8 @@ class PlotFlags:
 
 
 def draw(runs: list[str], out: str) -> str:
-    """Write one PNG with a panel for each measured quantity and a line for each run; returns its
-    path.
+    """Write one picture with a panel for each of the first MOST_PANELS measured quantities and a
+    line for each run; returns its path.
 
     Raises UserError if there are more runs than colours, or if a folder is not a run."""
     need(len(runs) <= len(COLOURS), f"{len(runs)} runs: draw at most {len(COLOURS)} in one picture")

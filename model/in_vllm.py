@@ -239,8 +239,8 @@ def vllm_leaves_no_trace():
 def import_vllm():
     """vLLM's classes (LLM, SamplingParams), set up to run in this process.
 
-    Environment variables that are already set are not changed. Raises UserError if the import
-    fails."""
+    Environment variables that are already set are not changed, except
+    VLLM_ENABLE_V1_MULTIPROCESSING. Raises UserError if the import fails."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     # FlashInfer cannot sample with a seed for each response, and vLLM does not start without it
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

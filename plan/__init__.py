@@ -246,7 +246,7 @@ def evaluation(cfg: Config, configs: dict, width: int, ranks: int, own: int) -> 
         return 0
     sharded = cfg.parallel == "fsdp" and ranks > 1
     rows = min(at_once(1), -(-cfg.eval_problems // ranks))
-    sizes = {"own": own, "second": 0}  # a second engine is always loaded
+    sizes = {"own": own, "second": 0}  # a second engine is always loaded: see `second_engine`
     most = 0
     for name, config in configs.items():
         copied = weights_of(empty_model(config)) if sharded else 0  # by eval.sampler_of
@@ -305,7 +305,7 @@ def verdict(
     make it fit)."""
     peak = made.peak / GIB
     if peak <= gpu_gib:
-        return True, f"it fits --gpu_gib={gpu_gib:g}: at most {peak:.1f} GiB ({made.worst})"
+        return True, f"it fits --gpu_gib={gpu_gib:g}: about {peak:.1f} GiB ({made.worst})"
     needs = f"a rank needs {peak:.1f} GiB ({made.worst}), and --gpu_gib={gpu_gib:g} is less"
     flags: dict[str, str] = {}  # a later flag replaces an earlier one of the same name
     for flag, changes, n_ranks in mends(cfg, prompt + cfg.max_tokens, made.ranks):
@@ -330,8 +330,8 @@ def verdict(
 
 
 def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
-    """Print the plan of a configuration. Reads only config.json and, if it exists, the
-    tokenizer."""
+    """Print the plan of a configuration. Reads config.json; without --max_prompt_tokens also the
+    tokenizer and the task's problems. UserError: one of them is missing."""
     configs = configs_of(cfg)
     prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
     micro = largest_micro(cfg, configs, prompt, ranks, gpu_gib) if gpu_gib else MICRO_TOKENS

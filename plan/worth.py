@@ -13,7 +13,8 @@ Passes over a batch, each with --train_batch responses:
     sampler's batch    ref passes, 1 unshifted, FOLDS shifted forward passes
     noise batch        1 unshifted, --directions shifted forward passes, in addition
 
-All responses are counted with --max_tokens, so that memory and time are upper bounds."""
+All responses are counted with --max_tokens. The time is without sampling; with the device's peak as
+--tflops it is a lower bound for responses of this length."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     print(memory.text())
     if asked.gpu_gib:
         fits = "fits" if memory.peak <= asked.gpu_gib * GIB else "does not fit"
-        print(f"it {fits} --gpu_gib={asked.gpu_gib:g}: at most {memory.peak / GIB:.1f} GiB")
+        print(f"it {fits} --gpu_gib={asked.gpu_gib:g}: about {memory.peak / GIB:.1f} GiB")
     passes = passes_of(asked, rows, "actor" in configs)
     print(
         f"passes over a batch of {cfg.train_batch} responses: {passes.forward} forward and "

@@ -119,7 +119,7 @@ def read(path: str, columns: str = "") -> Dump:
     notes = []
     if extra != {0}:
         notes.append(
-            "one side has more log-probabilities than the other: the last log-probabilities of each row were used"
+            "sampler, trainer and mask differ in length: the last values of each list were used"
         )
     parts = [part for part in parts if len(part[0])]
     need(parts, f"--rollouts={path}: no token has a mask other than 0")
@@ -246,8 +246,8 @@ def some_rows(d: Dump) -> str:
     rms = np.sqrt((d.log_r**2 * d.on).sum(1) / d.length)
     bad = rms > 20 * np.median(rms) + 0.5
     if 0 < bad.mean() < 0.4:
-        share = f"{100 * bad.mean():.0f} % of the responses have a gap of {rms[bad].mean():.2g}"
-        return f"{share}, and the other responses {np.median(rms):.2g}"
+        share = f"{100 * bad.mean():.0f} % of the responses have rms log r {rms[bad].mean():.2g}"
+        return f"{share}, and the median of all responses is {np.median(rms):.2g}"
     return ""
 
 

@@ -1,7 +1,8 @@
 """Known engine faults, each tested on the engine's recorded log-probabilities.
 
-The last rung of the ladder gives the values l that the engine should have recorded. The remainder
-e = log p_inf - l is compared with the remainder of a model that has the fault too:
+The last rung before the remainder of the ladder gives the values l that the engine should have
+recorded. The remainder e = log p_inf - l is compared with the remainder of a model that has the
+fault too:
 
     explained = 1 - sum e_fault^2 / sum e^2
 
@@ -47,8 +48,8 @@ RESAMPLED = 400  # bootstrap samples
 def within(
     groups: list[Rollout], batch: batching.Batch, tokens: float, most: int
 ) -> tuple[list[Rollout], batching.Batch, list[int]]:
-    """(groups, their batch, its rows in `batch`): `most` responses to as many prompts, two at least,
-    as have this number of tokens, prompts included."""
+    """(groups, their batch, its rows in `batch`): at most `most` responses to each prompt, and as
+    many prompts as fit into `tokens` tokens, prompts included, but at least two."""
     kept, rows, first = [], [], 0
     for group in groups:
         group_rows = range(first, first + len(group.responses))[:most]
@@ -79,7 +80,7 @@ class Case:
     setup: object  # eval.Setup
     groups: list[Rollout]
     batch: batching.Batch  # of these groups
-    expected: np.ndarray  # (B, T) log-probabilities of the last rung
+    expected: np.ndarray  # (B, T) log-probabilities of the rung before the remainder
     budget: int  # tokens of one forward
 
     def __post_init__(self):
@@ -284,12 +285,14 @@ def noise(case: Case) -> np.ndarray:
 
 def suspects(case: Case) -> list[dict]:
     """The tested faults by explained share: "fault", "where", "explained" (at most 1), its error
-    "se", "sampled", the mean log-probability of the tokens, and "named", whether it is the cause.
+    "se", "sampled", the mean log-probability of the tokens, and "named", whether "explained"
+    exceeds 1/2 (RANDOM for a random engine). Several faults may be named.
 
-    A random engine comes first if the share of its noise exceeds RANDOM. The draws behind the
-    records are unknown, so the explained part is this share. A random engine is biased too: tokens
-    are likelier under the draws that chose them, and the mean of the engine is flatter. A different
-    fault may imitate this bias, but no other fault makes an engine random."""
+    A random engine gives two identical requests different log-probabilities (dropout left on). It
+    comes first if the share of its noise exceeds RANDOM. The dropout masks behind the records are
+    unknown, so the explained part is this share. A random engine is biased too: tokens are likelier
+    under the masks that sampled them than on average over masks. A different fault may imitate this
+    bias, but no other fault makes an engine random."""
     before, on = case.left(case.expected), case.batch.exists.numpy()
     counts = resampled(case.batch.group.numpy())
 

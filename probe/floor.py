@@ -2,7 +2,7 @@
 rounding alone.
 
     learner, 3 rows at once     the same weights and tokens in different micro-batches
-    learner, 2 threads          the same micro-batches, each product split over a different number of threads (CPU)
+    learner, 1 thread           the same micro-batches with 1 thread, or 2 if the run has 1 (CPU)
     engine, decode / prefill    tokens one by one with a cache, against the whole sequence at once
     engine, in other batches    the same draws for half of the prompts; up to the first token that differs
 

@@ -70,7 +70,9 @@ def overview(inf, ref, length, clamp: float) -> dict:
         "k1_kl": k1,  # mean of -log r
         "k3_kl": k3_kl,  # mean of r - 1 - log r
         "kl_error": float((by_token.sum(1) / length).std() / math.sqrt(len(length))),
-        "ratio_mean": float(r.mean()),  # 1 if the learner scores the sampled distribution
+        # near 1 if the engine records its sampling distribution, and the learner's probabilities of
+        # the tokens that the engine can draw sum to 1
+        "ratio_mean": float(r.mean()),
         "chi2_token": chi2,  # mean of r^2, minus 1
         "chi2_seq": float((R**2).mean() - 1),
         "token_ess": ess(r),

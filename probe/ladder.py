@@ -13,7 +13,7 @@ the engine's records. Each rung between them scores the tokens in plain torch, w
     temperature           1 if the engine records raw log-probabilities
     weight age            different weights of the same shape (--actor)
     other model           a model of a different shape (--actor)
-    remainder             the engine's records against the last rung: kernels, vLLM's fp8 cache, a fault
+    remainder             the engine's records against the rung before: kernels, vLLM's fp8 cache, a fault
 
 With l_k = log p of rung k and d = l_0 - l_k, three numbers f are computed for each rung,
 

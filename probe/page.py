@@ -16,7 +16,7 @@ DISTANCES = (
     ("ESS of token weights", "token_ess", ""),
     ("ESS of response weights", "seq_ess", ""),
     ("share of response weights at the clamp", "seq_clamped", ""),
-    ("T_max = clamp / KL: tokens until R reaches it", "t_max", ""),
+    ("T_max = clamp / KL: |log R| reaches the clamp", "t_max", ""),
     ("tokens that halve the ESS of R, by chi2", "t_half", ""),
     ("|p_inf - p_ref|: mean", "mean_mismatch", "mean"),
     ("|p_inf - p_ref|: largest of a response", "max_mismatch", "max"),

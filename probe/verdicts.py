@@ -1,6 +1,7 @@
 """Verdicts: does the variance of a correction's weights stay small at these lengths?
 
-The weights are those of corrections.py with their default caps and bounds. These are rules of thumb
+The weights are those of corrections.py with their default caps and bounds. `none` is judged by KL
+times length, and `jackpot` by its acceptance rate, without its weights. These are rules of thumb
 about variance: effective sample size, kept share, the clamp. They ignore bias, and a high-variance
 weight can still train better than a low-variance weight: worth.py measures both."""
 
@@ -53,13 +54,14 @@ def judge(name: str, log_r, length, kl: float, clamp: float) -> tuple[bool, str]
             longest = int(np.quantile(length, 0.95))
             viable = viable and longest * kl < clamp
             product = f"{longest} x {kl:.2g} = {longest * kl:.2g}"
-            why += f"; longest x KL = {product}, and the clamp is {clamp:g}"
+            why += f"; 95 % quantile of the length x KL = {product}, and the clamp is {clamp:g}"
     r = np.exp(log_token)
     off = abs(r.mean() - 1)
     if off > 0.005 and off > 4 * r.std() / math.sqrt(len(r)):  # more than noise
         viable = False
-        why += f"; but the mean of r is {r.mean():.3f}, not 1: the learner's distribution differs from the sampled "
-        why += "distribution (--keep_sampling_mask, --logprobs_mode, --temperature)"
+        why += f"; but the mean of r is {r.mean():.3f}, not 1: the engine does not record the distribution "
+        why += "that it samples, or the learner normalises over other tokens "
+        why += "(--keep_sampling_mask, --logprobs_mode, --temperature)"
     return bool(viable), why
 
 

@@ -69,7 +69,7 @@ class Arrived:
     name: str
     when: float  # seconds since the epoch
     data: bytes = b""
-    fate: str = ""  # listed in source.py; empty: undecided, the data decides
+    fate: str = ""  # listed in remote/source.py; empty: undecided, the data decides
 
 
 class Intake:

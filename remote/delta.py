@@ -104,13 +104,13 @@ def chain_from(digest: str, offer: wire.Offer) -> list[wire.Manifest]:
     """The deltas of an offer that lead from the weights with this digest to the offered weights; an
     empty list if there are none.
 
-    WireError: the deltas are as large as the weights."""
+    WireError: the deltas together exceed 1 / WORTH of the weights."""
     bases = [step.base for step in offer.deltas]
     if digest not in bases:
         return []
     chain = [step.of for step in offer.deltas[bases.index(digest) :]]
     small = sum(of.nbytes for of in chain) <= offer.of.nbytes // WORTH
-    wire.need(small, "deltas that are as large as the weights")
+    wire.need(small, f"deltas that together exceed 1/{WORTH} of the weights")
     return chain
 
 

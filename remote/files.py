@@ -4,7 +4,7 @@ section 4.2.
 `FilesHub` has the interface of hub.Hub; files_link.py is the sampler's end. Every file is written
 whole and then renamed into place:
 
-    welcome                       the work, and the learner's session
+    welcome                       the Welcome: the run's description, and the learner's session
     models/v000012.safetensors    weights, written by weights.Store
     models/newest                 the Offer of the newest weights
     rollouts/SAMPLER/INC-N        a group after its SHA-256, deleted by the sampler once it is held

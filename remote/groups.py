@@ -213,7 +213,7 @@ def check_values(arrays: dict, limits: Limits) -> None:
     logp_inf, rewards = arrays["logp_inf"], arrays["rewards"]
     need(
         logp_inf.min() >= LEAST_LOGP and logp_inf.max() < 1e-3,  # both false for NaN
-        "log-probabilities that are NaN, infinite or above 0",
+        f"log-probabilities that are NaN, below {LEAST_LOGP:g} or above 0",
     )
     need(np.isfinite(rewards).all(), "a reward that is NaN or infinite")
     need(np.abs(rewards).max() <= MOST_REWARD, f"a reward beyond {MOST_REWARD:g}")

@@ -103,7 +103,7 @@ class Link(Connection):
 
     def __init__(self, address: str, flags, spool: Spool, store: Path, keys: SamplerKeys | None):
         super().__init__(address, flags, spool)
-        self.offered: dict[str, tuple[bytes, float]] = {}  # name -> (data, time of the last word)
+        self.offered: dict[str, tuple[bytes, float]] = {}  # name -> (data, time of Offer or Ask)
         self.fetcher = Fetcher(self, store)
         self.context = zmq.Context()
         try:

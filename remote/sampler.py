@@ -3,8 +3,9 @@
     python -m remote --connect=tcp://LEARNER:5555 --keys=keys/sampler0      # on any host, at any time; see --help
     python -m remote --connect=/shared/run                                  # over a shared folder
 
-Everything but the engine's flags comes from the learner: the model's configuration and tokenizer,
-the sampling settings, the task, the weights. Two threads run without waiting for each other. The
+Everything but the engine's flags and the files of task and reward comes from the learner: the
+model's configuration and tokenizer, the sampling settings, the task's flags, the weights.
+Two threads run without waiting for each other. The
 main thread samples with the newest complete weights, hands each group over to the spool (a file
 that appears whole; from then on the group is accounted for) and continues. The link's thread
 (link.py or files_link.py) offers the groups in the spool until the learner holds them, and fetches
@@ -73,8 +74,8 @@ class SamplerFlags(EngineFlags):
     groups: int = 8
     """Number of groups sampled at once."""
     spool: str = ""
-    """Folder of groups handed over but not yet held by the learner; default out/samplers/NAME. The
-    folder stays after the process ends."""
+    """This sampler's folder: model and, over ZeroMQ, weights and the groups handed over but not yet
+    held by the learner; default out/samplers/NAME. The folder stays after the process ends."""
     spool_groups: int = 4096
     """Stop sampling while the learner has this number of groups to fetch. Fetched groups stay on
     disk until a checkpoint holds them."""

@@ -1,6 +1,7 @@
 """Groups from samplers on other machines, for the training loop. HeteroRL, section 4.2.
 
-`RemoteSource` has the interface of a LocalSource (source.py): it publishes weights, returns groups
+`RemoteSource` has the interface of a LocalSource (source.py in the root): it publishes weights,
+returns groups
 in order of arrival, and keeps the account. hub.py or files.py brings the groups to the first rank,
 which deals them to all ranks.
 No group is trained on twice. A sampler keeps each group (account.py) until the learner says
@@ -13,8 +14,8 @@ this checkpoint is offered all other groups again. Every group has one fate:
     no_spread    all of its responses have the same reward (--dynamic_sampling)
     orphan       sampled by weights of a discarded history
     refused      not a group of this run, or has values that no engine can have sampled
-    corrupt      damaged in the folder
-    lost         damaged in the spool, or missing
+    corrupt      damaged in the shared folder
+    lost         over ZeroMQ: damaged in the sampler's spool, or missing there
 
 `duplicate` is not a fate: it counts offers of groups that had already come. `faults` counts
 exceptions of this code while it handles messages of samplers: they are in the log, and the run

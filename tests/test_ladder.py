@@ -120,7 +120,7 @@ def ladder_of(tmp_path, *flags) -> dict:
 
 @pytest.mark.parametrize("flags, sources", CASES)
 def test_the_last_rung_is_the_engine(flags, sources, folders, tmp_path):
-    """The last rung computes the engine's recorded values to the last bit. The sources are the flags' differences."""
+    """The rung before the remainder equals the records to the last bit. The sources are the flags' differences."""
     result = ladder_of(tmp_path, f"--model={folders / 'policy'}", *flags.split())["ladder"]
     rows = {row["source"]: row for row in result["rows"]}
     assert list(rows) == ["batch shape", "decode path", *sources, "remainder"]

@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
@@ -332,6 +333,19 @@ def test_every_metric_equals_a_plain_loop_over_tokens(name, parts):
     assert got.keys() == want.keys()
     for key, value in want.items():
         assert got[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+
+
+def test_cut_responses_count_as_sampled():
+    """--mask_cut leaves cut responses out of the loss; `reward` and `cut` count them."""
+    drawn, cfg, stats, actor = case("none")
+    new, batch = tensors(drawn, actor)
+    tokens = batch.mask.any(1).tolist()  # one response has none
+    batch.cut = torch.tensor([i < 4 for i in range(len(drawn))])
+    batch.mask &= ~batch.cut[:, None]
+    m = observed(new, batch, stats, replace(cfg, mask_cut=True))
+    rewards = [r.reward for i, r in enumerate(drawn) if i < 4 or tokens[i]]
+    assert m["reward"] == pytest.approx(sum(rewards) / len(rewards))
+    assert m["cut"] == pytest.approx(4 / len(rewards)) and m["mostly_cut"] == 1
 
 
 def test_steps_that_end_in_a_warning():

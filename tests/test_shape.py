@@ -50,7 +50,7 @@ def imported(tree: ast.AST) -> set[str]:
 GRAPH = {path: imported(tree) - {path} for path, tree in TREES.items()}
 
 
-def test_the_spine_imports_no_wing():
+def test_the_core_imports_no_optional_folder():
     crossing = {
         (path, other) for path in GRAPH for other in GRAPH[path] if room(path) in SPINE and room(other) in WINGS
     }

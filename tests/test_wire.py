@@ -122,7 +122,7 @@ def spoil(change, allowed=False):
     return groups.encode_group(g)
 
 
-NO_LOGP = "log-probabilities that are NaN, infinite or above 0"
+NO_LOGP = "log-probabilities that are NaN, below -200 or above 0"
 
 
 def narrow(rs):
