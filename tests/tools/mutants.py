@@ -55,7 +55,7 @@ TESTS = {
     "model/in_vllm.py": "test_rollout.py -k 'uniforms or drawn_at_once'",
     "model/kernels.py": "test_learner.py -k '(compiled_layers and aot_eager) or second_learner'",
     "machinery/speed.py": "test_speed.py",
-    "bench/gpu.py": "test_bench.py -k 'started or appends'",
+    "bench/gpu.py": "test_bench.py -k 'started or appends or newest or without_a_success'",
     "machinery/optim.py": "test_learner.py test_moe.py -k 'muon or schedules or non_finite_weight or fused'",
     "learner.py": (
         "test_learner.py test_checkpoint.py test_run.py::test_published_weights_have_the_engines_format -k "
@@ -120,6 +120,7 @@ TESTS = {
     "machinery/checkpoint/__init__.py": (
         "test_checkpoint.py test_run.py::test_samplers_of_a_different_number_of_ranks_are_refused"
     ),
+    "tasks/games.py": "test_turns.py -k examples",
     "tasks/turns.py": "test_turns.py -k 'not vllm and (conversation or draws or replies or allowed)'",
     "machinery/checkpoint/tensors.py": "test_weights.py",
     "machinery/checkpoint/models.py": "test_checkpoint.py test_models.py -k 'not vllm'",
@@ -364,6 +365,8 @@ MUTANTS = {
     "bench/gpu.py": [
         ("os.killpg(process.pid, signal.SIGKILL)", "process.kill()"),
         ("        if end - start < 20:", "        if end - start < -20:"),
+        (' if line.get("failed") == ""}', ' if "failed" in line}'),
+        ("            rows = []\n        else:", "            pass\n        else:"),
     ],
     "sampling.py": [
         ('if cfg.keep_sampling_mask == "off" else law', 'if cfg.keep_sampling_mask == "replay" else law'),
@@ -436,10 +439,15 @@ MUTANTS = {
         ("problem.id, ", ""),
         ("indices = list(range(learner.comm.rank, n, learner.comm.size))", "indices = list(range(n))"),
     ],
+    "tasks/games.py": [
+        ("all(results[: self.calls])", "results[0]"),
+        ('.replace(",", "")', ""),
+    ],
     "machinery/measure.py": [
         ("x = x.double() * where", "x = x.double()"),
         ("value = x.double().masked_fill(~where, -math.inf).amax()", "value = x.double().amax()"),
         ("first] ** 2 / self[second]", "second] / self[first] ** 2"),
+        ("self.responses | batch.cut if cfg.mask_cut", "self.responses if cfg.mask_cut"),
         ("self.n = batch.mask.sum(1).clamp_min(1)", "self.n = batch.length.clamp_min(1)"),
         ("return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))", "return gram.mean()"),
         ("    variance = groups * shares.var(0, ddof=1)", "    variance = shares.var(0, ddof=1)"),
