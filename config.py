@@ -238,7 +238,8 @@ class PrecisionFlags:
     """Low-bit rollouts (quant.py): format of the engine's linear layers."""
     learner_quant: LearnerQuant = "none"
     """aligned: the learner's copy of the rollout model computes with the engine's low-bit weights
-    (QaRL); a format: this format, independent of the engine's."""
+    and, in int8 and fp8, also rounds activations to that format (QaRL); a format: this format,
+    independent of the engine's."""
     quant_group: int = 64
     """Columns that share a scale in w4a16 and w2a16."""
     exact: bool = False

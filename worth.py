@@ -7,9 +7,9 @@ training.
     python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --cost
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
-worth.py also takes train.py's flags. --rows names objectives (default: 22). These
-settings cannot be measured and raise an error: --delay, --samplers, --learner_quant,
---router_replay, --advantage=otb, --obrs_target=new and --obrs_z=approx.
+worth.py also takes train.py's flags, except --objective and --correction: --rows names objectives
+(default: 22). These settings cannot be measured and raise an error: --delay, --samplers,
+--learner_quant, --router_replay, --advantage=otb, --obrs_target=new and --obrs_z=approx.
 
     g      expected on-policy gradient of the policy
     g_c    gradient of one batch of B sampler responses under row c
@@ -104,7 +104,7 @@ class WorthFlags:
 def parse(
     argv: list[str],
     own: type[WorthFlags] = WorthFlags,
-    usage: str = "python worth.py --key=value ...",
+    usage: str = "python worth.py [--config=FILE.toml] --key=value ...",
 ) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
     """The flags, the configuration of each row, and the configuration of g (`on_policy_config`).
     UserError: one sentence."""

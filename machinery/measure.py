@@ -30,6 +30,7 @@ class View:
         self.new, self.batch, self.logs = new, batch, logs
         self.inf, self.ref, self.adv = batch.logp_inf, batch.logp_ref, batch.adv
         self.actor_ref = batch.actor_logp_ref  # None without an actor
+        # cap of R in rollout_corr/reward_weighted
         self.C = cfg.is_cap if cfg.correction in ("seq_tis", "geo_rs_seq_tis") else 4.0
         self.clamp = cfg.log_ratio_clamp
         # domains of means

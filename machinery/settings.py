@@ -49,7 +49,8 @@ def parse(
     """The resolved configuration of a command line. n_ranks and installed are those of `resolve`.
     Raises UserError."""
     from_file, given = {}, {}
-    for key, value in flags.read(Config, argv, "python train.py --key=value ...", also={"config"}):
+    usage = "python train.py [--config=FILE.toml] --key=value ..."
+    for key, value in flags.read(Config, argv, usage, also={"config"}):
         if key == "config":
             from_file.update(flags.read_toml(Config, value))
         else:

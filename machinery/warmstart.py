@@ -90,7 +90,8 @@ def base_model(flag: str, value: str, cfg: TaskFlags) -> str:
 
 
 def recipe_key(name: str, task, target: float) -> str:
-    """Ten hexadecimal digits of a digest of all settings that determine a base model."""
+    """Ten hexadecimal digits of a digest of a base model's settings. Constants that are not listed
+    here, such as WARMUP and EVAL_EVERY, need a new "format"."""
     recipe = {
         "shape": SHAPES[name],
         "task": {k: v for k, v in vars(task).items() if k != "explain" or v},

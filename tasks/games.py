@@ -1,7 +1,8 @@
 """Multi-turn environments, as examples for tasks/turns.py.
 
 --task=tasks/games.py:Calculator      products of a two- and a one-digit number, with a calculator
---task=tasks/games.py:WordProblems    GSM8K (out/gsm8k_train.jsonl, out/gsm8k_test.jsonl), the same
+--task=tasks/games.py:WordProblems    GSM8K with the calculator; first write the splits of
+                                      openai/gsm8k to out/gsm8k_train.jsonl and gsm8k_test.jsonl
 --task=tasks/games.py:Guess           a number from 1 to 20, after "higher" and "lower"
 """
 
@@ -58,7 +59,8 @@ class Calculator:
 
 
 class WordProblems(Calculator):
-    """GSM8K with the calculator, at most four calls for a problem."""
+    """GSM8K with the calculator, at most four calls for a problem. Both splits have the size of the
+    test file, so most training problems are not used."""
 
     calls = 4
     shown = conversation(
