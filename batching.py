@@ -175,7 +175,7 @@ def optimal_token_baseline(reward, group, logp, sum_p2, mask, weight):
     """reward - B_t, (B, T), with the baseline B_t of a token that minimises the gradient's
     variance. OTB, arXiv 2602.07078; verl.
 
-        B_t = sum_i R_i W_it / sum_i W_it   over the responses i of the group that have a token t
+        B_t = sum_i reward_i W_it / sum_i W_it   over the responses i of the group with a token t
         W_it = sum_{j<=t} w_ij^2 (1 - 2 p_ij + sum_v p_ij(v)^2)
 
     The bracket is the squared norm of d log p_ij / d logits. reward, group: (B,); logp, sum_p2,

@@ -203,10 +203,10 @@ def retrace(log_r, mask, clamp=CLAMP):
 
 def retrace_seq(log_r, mask, clamp=CLAMP):
     """weight min(R, 1) prod_{s<=t} min(r_s, 1): less than 1 if the token, an earlier token or the
-    whole response is less likely under ref than under inf.
+    whole response is less likely under ref than under inf. Ours.
 
-    Ours. Of 80 weights in results/worth.md, no nonnegative one that ignores the advantage beats
-    it by two standard errors."""
+    Of 80 weights in results/worth.md, no nonnegative one that ignores the advantage beats
+    retrace_seq by two standard errors."""
     weight, keep = retrace(log_r, mask, clamp)
     return weight * seq_ratio(log_r, mask, clamp).clamp_max(1), keep
 
@@ -257,8 +257,8 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 #     w = p / (e sg(p) + (1 - e) E)                 Eq. 15, defensive mixing, e = clip(c Var_group q, 0, 0.99)
 #
 # A group is the responses to one prompt. E is computed once per step from whole groups
-# (objectives.prepare_group), so micro-batches do not change E. All computation is in log space, so
-# extreme probabilities stay finite.
+# (objectives.prepare_group), so micro-batches do not change E. E and w are computed in log space,
+# so extreme probabilities stay finite; e is computed from q.
 #
 # Theorem 1: Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither
 # length-normalised nor estimated. Its first term has Var(p/q) + 1 = sum p^2/q >= exp KL. If p and q

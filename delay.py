@@ -91,7 +91,7 @@ class SimulatedSampler:
     """A simulated sampler."""
 
     version: int  # of its current weights
-    until: float  # virtual seconds: when it loads the next version
+    until: float  # virtual seconds: when the sampler loads the newest version
     draws: int  # delays drawn so far
     groups: int = 0  # groups made so far
 

@@ -51,7 +51,7 @@ from model import (
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-MAX_SKIPS = 5  # consecutive non-finite updates after which a run stops
+MAX_SKIPS = 5  # consecutive non-finite updates that stop a run; float16 overflows do not count
 
 
 class Learner:

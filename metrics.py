@@ -128,7 +128,7 @@ WEIGHTS = [
     Derived(
         "rollout_corr/rollout_rs_masked_fraction",
         lambda m: 1.0 - m["_keep"],
-        "share of tokens rejected",
+        "share of tokens rejected; with --obrs_mask=expected, 1 - the mean of the expected mask",
     ),
     Mean(
         "rollout_corr/rollout_rs_seq_masked_fraction",

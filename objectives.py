@@ -105,10 +105,11 @@ def sapo(log_ratio, adv, clamp=CLAMP):
 
 
 def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
-    """g A, g = exp(mean_t x_t), x = min(log s, high) if A >= 0, max(log s, -low) if A < 0.
+    """exp(mean_t x_t) A, x = min(log s, high) if A >= 0, max(log s, -low) if A < 0. GMPO, arXiv
+    2507.20673; verl's geo_mean.
 
-    g is the geometric mean of PPO's clipped ratios, with bounds on log s. GMPO, arXiv 2507.20673;
-    verl's geo_mean."""
+    exp(mean_t x_t) is the geometric mean of PPO's clipped ratios, with bounds on log s. The
+    returned ratio g is the geometric mean of the unclipped ratios."""
     bounded = torch.where(adv >= 0, log_ratio.clamp_max(high), log_ratio.clamp_min(-low))
     g, value = geo_ratio(log_ratio, mask, clamp), geo_ratio(bounded, mask, clamp) * adv
     return value.expand_as(log_ratio), bounded != log_ratio, g.expand_as(log_ratio)
@@ -116,6 +117,7 @@ def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
 
 def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
     """s A, but 0 if the gap |p_new - p_base| (or the KL) exceeds the bound and A increases the gap.
+    DPPO, arXiv 2602.04879.
 
     Nonzero terms: p_new <= p_base or gap <= high if A >= 0; p_new >= p_base or gap <= low if A < 0.
     gap: tv, |p_new - p_base|; kl, p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p =
@@ -263,7 +265,8 @@ def needs_ref_pass(cfg: Config, controllers: dict, updates: int) -> bool:
     With one update per batch, `ref` is the policy of this update, so the update's forward pass
     replaces the ref pass, unless a statistic over all ranks is needed before the first backward
     pass: kappa, a budget's lambda, the kept denominator, a bound over the batch, a baseline over
-    the group."""
+    the group. With an actor or --obrs_z=approx, OBRS without exact Z always has a ref pass, because
+    the pass may add the policy's top-K to the support."""
     kept = cfg.loss_denominator == "kept" and can_drop(cfg)
     otb = cfg.advantage == "otb"
     budget = cfg.correction in USES_Z and cfg.obrs_accept_rate
@@ -432,8 +435,8 @@ def log_ratio_base(new, batch, stats: StepStats, cfg: ObjectiveFlags):
 
 
 def joint_loss(new, batch, stats: StepStats, cfg: Config):
-    """Unreduced loss and logs of all models. Two models: -J_OBRS(policy) - J_PPO(actor) +
-    lambda_distill KL, Jackpot Eq. 8. One model: `loss`.
+    """Unreduced loss and logs of all models. One model: `loss`. Two models: `loss` of the policy -
+    J_PPO(actor) + lambda_distill KL(policy || actor); Jackpot Eq. 8 if the correction is OBRS.
 
     The actor's loss is standard PPO on the same trajectories with weight F(p_actor,ref / p_inf),
     without OBRS (Eq. 6)."""
@@ -454,8 +457,9 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
 def actor_config(cfg: Config):
     """The actor's objective: PPO with weight F, a capped ratio p_actor,ref / p_inf (Jackpot Eq. 6).
 
-    Reduction and log-ratio clamp are the policy's. The clip bounds are the policy's too, unless the
-    policy's surrogate is in CLIPS. The advantages are the batch's."""
+    Reduction and log-ratio clamp are the policy's. The clip bounds are --clip_low and
+    --clip_high, also with --clip=False, unless the policy's surrogate is in CLIPS. The advantages
+    are the batch's."""
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
     # all other flags of the objective have their defaults
     flags = {flag.name: flag.default for flag in fields(ObjectiveFlags)} | DEFAULTS | PAPERS["tis"]
@@ -590,7 +594,7 @@ def catalogue() -> str:
         "",
         "--reject: drops tokens or responses with a statistic outside [--rs_low, --rs_high]",
         "  token: r; sequence: R; geo: exp(mean log r); seq_max, seq_min: largest and smallest r;",
-        "  k2: (log r)^2 / 2; k3: r - 1 - log r; seq_sum, seq_mean, seq_max: over a response;",
+        "  k2: (log r)^2 / 2; k3: r - 1 - log r; seq_sum_, seq_mean_, seq_max_: over a response;",
         "  seq_max_kl: largest KL(inf || ref) of a token; token_m2: (log r)^2; the largest",
         "  are dropped until the mean of the rest is at most --rs_high",
     ]

@@ -25,7 +25,7 @@ Z is a sum over the vocabulary, but an engine returns only its top-K. Let the su
 top-K(p_inf) and the sampled token, and p_K the engine's K-th probability. If an actor is the
 sampler and the target is new, S also has the policy's top-K. With --obrs_z=approx, S is the union
 of both top-K: the sampled token is in S only if a top-K contains it. The sum over S is a lower
-bound of Z, except with approx if the actor is not the sampler. Adding a bound on the sum outside S
+bound of Z, except with approx if no actor is the sampler. Adding a bound on the sum outside S
 gives an upper bound (`z_bracket`). One scalar kappa per update scales the lower bound to the
 observed acceptance rate (section 4.4.2)."""
 
@@ -72,7 +72,7 @@ def correction(
 
     u: uniforms in [0, 1), one per token. logp_ref: None if p_ref / p_tgt is not needed. expected:
     keep is the expectation a instead of a Bernoulli draw. mode: `mask` or `reweight` alone (Tables
-    6, 7). Reweighting alone is biased: w is not proportional to p_tgt / p_inf, but a w is."""
+    6, 7). Each alone is biased: neither a nor w is proportional to p_tgt / p_inf, but a w is."""
     a = acceptance(logp_tgt, logp_inf, lam, clamp)  # Eq. 3:   min(1, p_tgt / (lambda p_inf))
     keep = a if expected else (u < a).to(a.dtype)  # Eq. 5:   Mask ~ Bernoulli(a), or its mean
     w = weight(z, logp_tgt, logp_inf, lam, clamp)  # line 23: Z max(lambda, p_tgt / p_inf)
@@ -117,7 +117,7 @@ def token_z(support_logp_inf, support_logp_tgt, tail, exact, lam, kappa, how: st
     bracket  clip(kappa Z_low, Z_low, Z_high)
     approx   kappa Z_approx, Z_approx: the sum over top-K(p_inf) and top-K(p_ref). The paper has
              top-K(p_new), the same set before a batch's first update; here the ids are chosen once
-             per rollout batch. If the actor is not the sampler, p_inf on top-K(p_ref)
+             per rollout batch. If no actor is the sampler, p_inf on top-K(p_ref)
              is unknown, min(p_ref, p_K) is used, and Z_approx is not a bound"""
     if how == "exact":
         return {"z": exact}

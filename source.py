@@ -2,9 +2,9 @@
 
 Three classes have the same methods (publish, next, metrics, now, saved, state_dict,
 load_state_dict, close) and the attributes `packed` and `error`. The first two also lend their
-engine and redistribute the saved states over ranks on resume. The third can return no groups: then
-all ranks stop, and on each rank `give_back` takes back the
-groups of the last `next`.
+engine and redistribute the saved states over ranks on resume. The `next` of the third can return
+an empty list: then all ranks stop, and on each rank `give_back` takes back the groups of the last
+`next`.
 
   LocalSource         (here)              one engine in this process
   DelaySource         (delay.py)          delayed samplers in this process, on a virtual clock
