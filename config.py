@@ -26,11 +26,12 @@ class RunFlags:
     objective: str = "jackpot"
     """Preset of correction, surrogate and more: tis, jackpot, gspo, ... (presets.OBJECTIVES)."""
     model: str = "base:policy"
-    """Policy: a Hugging Face folder or hub id, or base:policy for the toy model, trained on first
-    use to an accuracy of 30 % (base:policy@0.2: 20 %)."""
+    """Policy: a Hugging Face folder, a run folder (its newest checkpoint's policy) or a hub id, or
+    base:policy for the toy model, trained on first use to an accuracy of 30 % (base:policy@0.2:
+    20 %)."""
     actor: str = "auto"
-    """Rollout model: a folder or id, base:actor, or none (the policy samples); auto: base:actor for
-    base:policy, else none."""
+    """Rollout model: a folder or id as for --model, base:actor, or none (the policy samples); auto:
+    base:actor for base:policy, else none."""
     out: str = "out/run"
     """Run folder: config, metrics.jsonl, checkpoints, plot."""
     resume: bool = False

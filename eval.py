@@ -29,7 +29,7 @@ import quant
 import sampling
 import tasks
 from config import EMBEDDED, PROPOSED, Config, OptimizerFlags, SampleFlags
-from machinery import checkpoint, flags, warmstart
+from machinery import flags, warmstart
 from machinery.checkpoint import models
 from machinery.flags import (
     UserError,
@@ -38,7 +38,6 @@ from machinery.flags import (
     is_hub_id,
     need,
     parse_flags,
-    read_json,
     run_command,
 )
 from machinery.run import check_folders, common_tokenizer, longest_contexts
@@ -303,14 +302,8 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
         )
         need(tasks.names_of(cfg.task) == ["arith"], other)
         return warmstart.base_model(flag, name, Config(task="arith", arith=cfg.arith))
-    root = Path(name)
-    newest = checkpoint.newest(root) or root
-    for folder in (root, root / which, newest / which):
-        path = folder / "config.json"  # a run's config.json has no model_type
-        if path.is_file() and "model_type" in read_json(
-            path, "copy it again, or name a different folder"
-        ):
-            return str(folder)
+    if folder := models.model_in(name, which):
+        return folder
     if is_hub_id(name):
         return models.from_hub(flag, name)
     raise UserError(

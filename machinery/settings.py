@@ -34,7 +34,7 @@ from config import (
     StalenessFlags,
 )
 from machinery import flags
-from machinery.checkpoint.models import own_dtype
+from machinery.checkpoint.models import model_in, own_dtype
 from machinery.flags import UserError, choice, need, need_each
 from model import exact, kernels, lora
 
@@ -129,8 +129,13 @@ def saved_flags(path: Path) -> dict:
 
 
 def resolve_open(cfg: Config) -> Config:
-    """The configuration with open flags filled from the objective and the default bounds. Checks
-    nothing."""
+    """The configuration with open flags filled from the objective and the default bounds, and runs
+    named by --model and --actor replaced by models of their newest checkpoints. Checks nothing."""
+    folders = {
+        flag: model_in(getattr(cfg, flag), which) or getattr(cfg, flag)
+        for flag, which in (("model", "policy"), ("actor", "actor"))
+    }
+    cfg = replace(cfg, **folders)
     if cfg.model.startswith("base:"):
         cfg = fill(fill(cfg, {"rollout_dtype": cfg.dtype}), EMBEDDED)
     elif cfg.dtype is None and flags.names_model(cfg.model):

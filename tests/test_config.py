@@ -28,6 +28,21 @@ def test_flags_and_toml_compose(tmp_path):
     assert cfg.positive_only is True
 
 
+def test_a_run_as_model_is_its_newest_checkpoint(tmp_path):
+    """Also a checkpoint; the dtype is the checkpoint's."""
+    run = tmp_path / "run"
+    for step in ("step_000009", "step_000010"):
+        for name in ("policy", "actor"):
+            folder = run / "checkpoints" / step / name
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text('{"model_type": "qwen3", "dtype": "bfloat16"}')
+    (run / "config.json").write_text('{"config": {}}')
+    common = ["--task=arith", "--max_tokens=9", "--lr=1e-6", "--actor_lr=1e-6", "--rollout=hf"]
+    cfg = parse([f"--model={run}", f"--actor={run / 'checkpoints' / 'step_000009'}", *common])
+    assert cfg.model == str(run / "checkpoints" / "step_000010" / "policy") and cfg.dtype == "bfloat16"
+    assert cfg.actor == str(run / "checkpoints" / "step_000009" / "actor")
+
+
 def test_a_replaced_correction_drops_the_objectives_bounds():
     """Bounds of an objective apply only to its own correction and rejection."""
     assert make_cfg(objective="decoupled_seq_is", correction="icepop").is_cap is None

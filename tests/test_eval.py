@@ -112,7 +112,7 @@ def test_angles_that_depend_on_the_batch_are_refused(folders, evaluated, tmp_pat
 
 
 @pytest.fixture
-def make_run(folders, tmp_path, monkeypatch):
+def make_run(folders, tmp_path):
     """A function: a run folder with these flags and one checkpoint."""
 
     def make(**changes):
@@ -122,8 +122,6 @@ def make_run(folders, tmp_path, monkeypatch):
         (run / "config.json").write_text(json.dumps({"config": vars(cfg), "command": "x"}))
         return run
 
-    newest = "checkpoints/step_000001"
-    monkeypatch.setattr(evaluation.checkpoint, "newest", lambda root: root / newest)
     return make
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import codecs
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from config import Config
-from machinery.checkpoint.models import save_model
+from machinery.checkpoint.models import folders, newest, save_model
 from machinery.checkpoint.shards import read_shards, whole, write_shards
 from machinery.flags import UserError, need, shortened
 from rollout import Response, Rollout
@@ -183,18 +182,6 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def folders(out: Path | str) -> list[Path]:
-    """The folders of a run's complete checkpoints, oldest first."""
-    steps = (Path(out) / "checkpoints").glob("step_*")
-    named = [path for path in steps if re.fullmatch(r"step_\d{6,}", path.name)]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def newest(out: Path | str) -> Path | None:
-    """The newest checkpoint of the run folder `out`; None if there is no checkpoint."""
-    return next(reversed(folders(out)), None)
 
 
 def to_resume(cfg: Config, comm) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,31 @@ import torch
 from machinery.flags import UserError, is_hub_id, need, read_json, shortened
 
 BASE_DIR = "out/base"  # toy models made here
+
+
+def folders(out: Path | str) -> list[Path]:
+    """The folders of a run's complete checkpoints, oldest first."""
+    steps = (Path(out) / "checkpoints").glob("step_*")
+    named = [path for path in steps if re.fullmatch(r"step_\d{6,}", path.name)]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def newest(out: Path | str) -> Path | None:
+    """The newest checkpoint of the run folder `out`; None if there is no checkpoint."""
+    return next(reversed(folders(out)), None)
+
+
+def model_in(name: str, which: str) -> str | None:
+    """The folder of a model: `name` itself, or the model `which` ("policy" or "actor") of this
+    checkpoint or of this run's newest checkpoint; None without such a folder."""
+    root = Path(name)
+    for folder in (root, root / which, (newest(root) or root) / which):
+        path = folder / "config.json"  # a run's config.json has no model_type
+        if path.is_file() and "model_type" in read_json(
+            path, "copy it again, or name a different folder"
+        ):
+            return str(folder)
+    return None
 
 
 def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> None:

@@ -459,7 +459,6 @@ MUTANTS = {
         ("group for turn in zip(*parts, strict=True) for group in turn", "g for part in parts for g in part"),
         ('    source.load_state_dict(rank_state["source"])\n', ""),
         ("weights_only=True", "weights_only=False"),
-        ("next(reversed(folders(out)), None)", "next(iter(folders(out)), None)"),
     ],
     "machinery/checkpoint/tensors.py": [
         ("name if name in stored else embedding", "name if name in stored else order[0]"),
@@ -468,6 +467,8 @@ MUTANTS = {
         (" and name not in buffers", ""),
         ('config._attn_implementation = "eager"', "pass"),
         ("        if name not in model.all_tied_weights_keys\n", ""),
+        ("next(reversed(folders(out)), None)", "next(iter(folders(out)), None)"),
+        ("for folder in (root, root / which, (newest(root) or root) / which):", "for folder in (root, root / which):"),
     ],
     "machinery/run.py": [
         ("math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)", "math.ceil(cfg.epochs * task.size)"),
