@@ -33,9 +33,7 @@ def model_in(name: str, which: str) -> str | None:
     root = Path(name)
     for folder in (root, root / which, (newest(root) or root) / which):
         path = folder / "config.json"  # a run's config.json has no model_type
-        if path.is_file() and "model_type" in read_json(
-            path, "copy it again, or name a different folder"
-        ):
+        if path.is_file() and '"model_type"' in path.read_text(encoding="utf-8", errors="replace"):
             return str(folder)
     return None
 
