@@ -33,8 +33,8 @@ import quant
 from config import Config
 from learner import Learner
 from machinery import optim
+from machinery.log import read_metrics
 from machinery.ranks import Comm
-from machinery.run import read_metrics
 from machinery.speed import operations, peak_of
 from model import Needs, OneModelRows, Scored
 from model.engines import VLLMEngine

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from machinery.flags import check_output, need, parse_flags, run_command
-from machinery.run import read_metrics, rows
+from machinery.log import read_metrics, rows
 from presets import called
 
 # Panels in reading order: (title with unit, key). The first eight with data are drawn.

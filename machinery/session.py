@@ -19,16 +19,10 @@ from eval import held_out
 from learner import Learner
 from machinery import checkpoint, plot, settings
 from machinery.flags import UserError, need
+from machinery.log import Log, samples_of
 from machinery.optim import not_finite
 from machinery.ranks import Comm
-from machinery.run import (
-    Log,
-    open_eval_engine,
-    open_run,
-    open_source,
-    prepare_folder,
-    samples_of,
-)
+from machinery.run import open_eval_engine, open_run, open_source, prepare_folder
 from machinery.speed import Speed
 from model import Needs
 from model.agreement import agreement, check_agreement, expects_agreement

@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 from tqdm import tqdm
 
 from machinery.flags import UserError, need, parse_flags, read_text, run_command
+from machinery.log import read_metrics
 from machinery.plot import pyplot
-from machinery.run import read_metrics
 
 RESULTS = ROOT / "results"
 STUDIES = ("jackpot", "tis", "praxis", "qarl", "real", "heterorl", "worth")

@@ -20,8 +20,8 @@ import quant
 import train
 from bench.gpu_parts import one_rank
 from learner import Learner
+from machinery.log import read_metrics
 from machinery.ranks import Comm
-from machinery.run import read_metrics
 from model.engines import HFEngine
 from quant import LowBitLinear, dequantize, format_of, quantize
 from rollout import uniforms

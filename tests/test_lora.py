@@ -18,8 +18,8 @@ import train
 from learner import Learner
 from machinery import session, settings
 from machinery.checkpoint.models import load_model
+from machinery.log import read_metrics
 from machinery.ranks import Comm
-from machinery.run import read_metrics
 from model import Needs, lora
 from model.engines import HFEngine
 

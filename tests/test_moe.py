@@ -17,9 +17,9 @@ import batching
 import quant
 import train
 from learner import Learner
-from machinery import run
 from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
+from machinery.log import read_metrics
 from machinery.optim import make_optimizers
 from machinery.ranks import Comm
 from model import Needs
@@ -375,7 +375,7 @@ def test_a_run_replays_the_routes_of_a_low_bit_engine(tmp_path):
     for name in ("none", "aligned"):
         case = {"objective": "tis", "router_replay": True, "learner_quant": name, "out": str(tmp_path / name)}
         train.train(make_cfg(**paths, **low_bits, **case))
-        logged[name] = run.read_metrics(tmp_path / name)[-1]
+        logged[name] = read_metrics(tmp_path / name)[-1]
     assert logged["aligned"]["router/agreement"] == 1
     assert logged["none"]["router/agreement"] < 1
     assert logged["aligned"]["rollout_corr/mean_mismatch"] < 1e-4 < logged["none"]["rollout_corr/mean_mismatch"]

@@ -18,7 +18,7 @@ import tasks
 import train
 from machinery import settings
 from machinery.flags import is_hub_id
-from machinery.run import read_metrics
+from machinery.log import read_metrics
 
 RECIPES = {path.stem: path for path in sorted((ROOT / "configs" / "papers").glob("*.toml"))}
 # Sources of the papers' data on the hub, or of a line of Python in configs/README.md

@@ -19,7 +19,7 @@ from test_train import finish, flags, start, wait_for
 from test_wire import BLOB, group
 from torchrun import free_port
 
-from machinery.run import read_metrics
+from machinery.log import read_metrics
 from remote import link, sampler, wire
 from remote.account import split
 from remote.groups import encode_group

@@ -19,8 +19,9 @@ import plan
 from learner import Learner
 from machinery import run, settings
 from machinery.flags import UserError, check_result
+from machinery.log import Log, read_metrics, truncate
 from machinery.ranks import Comm
-from machinery.run import Log, locked, open_run, prepare_folder, read_metrics, truncate
+from machinery.run import locked, open_run, prepare_folder
 from remote.source import travels_packed
 
 # -- Opening -----------------------------------------------------------------------------------------------------------

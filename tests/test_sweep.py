@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT, TINY_TASK
 from tools import conform
 
-from machinery.run import read_metrics
+from machinery.log import read_metrics
 from machinery.settings import parse
 from results import atlas, exact, ladder, plans, sweep
 from results.sweep import STUDIES

@@ -28,9 +28,10 @@ import train
 from corrections import USES_Z
 from machinery import checkpoint, plot, session, settings
 from machinery.flags import UserError
+from machinery.log import read_metrics
+from machinery.log import rows as run_rows
 from machinery.ranks import Comm
-from machinery.run import check_none_lost, open_run, read_metrics
-from machinery.run import rows as run_rows
+from machinery.run import check_none_lost, open_run
 from model.engines import HFEngine
 from sampling import Sampling
 from source import LocalSource

@@ -17,8 +17,8 @@ from config import SampleFlags
 from learner import Learner
 from machinery import session, settings
 from machinery.flags import UserError
+from machinery.log import read_metrics
 from machinery.ranks import Comm
-from machinery.run import read_metrics
 from model.engines import HFEngine
 from probe import gaps
 from probe.__main__ import main as run_probe
