@@ -324,6 +324,8 @@ def evaluate(cfg: EvalFlags) -> dict:
     ks = {eval_set.label: ks_of(cfg.k, eval_set.samples) for eval_set in setup.sets}
     if cfg.out:
         path = Path(cfg.out).with_suffix(".responses.jsonl")
+        ours = not path.exists() or path.read_bytes()[:7] in (b"", b'{"set":')
+        need(ours, f"--out={cfg.out}: {path} exists and is not from eval.py; name a different file")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("", encoding="utf-8")
     device = "cuda" if torch.cuda.is_available() else "cpu"

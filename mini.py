@@ -21,6 +21,7 @@ the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocab
 import hashlib
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -399,5 +400,5 @@ if __name__ == "__main__":
             sys.exit(
                 f"error: {argument}: write --name=value, with a name from the settings in mini.py"
             )
-        globals()[name] = type(globals()[name])(value)
+        globals()[name] = type(globals()[name])(os.path.expanduser(value))
     main()

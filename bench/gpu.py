@@ -114,8 +114,13 @@ def about(flags: GpuFlags) -> dict[str, str]:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The lines of a file of rows; [] without a file."""
-    return [json.loads(line) for line in read_text(path).splitlines()] if path.is_file() else []
+    """The lines of a file of rows; [] without a file. UserError: a file with different lines."""
+    lines = read_text(path).splitlines() if path.is_file() else []
+    try:
+        need(not lines or lines[0].startswith('{"about"'), "its first line is not of this command")
+        return [json.loads(line) for line in lines]
+    except ValueError as e:
+        raise UserError(f"--out={path}: not a file of rows ({e}); name a different file") from None
 
 
 def run_list(flags: GpuFlags) -> None:

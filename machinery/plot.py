@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from machinery.flags import check_output, need, parse_flags, run_command
+from machinery.flags import at_home, check_output, need, parse_flags, run_command
 from machinery.log import read_metrics, rows
 from presets import called
 
@@ -239,7 +239,7 @@ def coloured(text: str, gap: float) -> str:
 
 
 def main(argv: list[str]) -> None:
-    runs = list(takewhile(lambda arg: not arg.startswith("-"), argv))
+    runs = [at_home(arg) for arg in takewhile(lambda arg: not arg.startswith("-"), argv)]
     flags = parse_flags(PlotFlags, argv[len(runs) :], usage=USAGE)
     need(flags.last >= 1, f"--last={flags.last}: must be at least 1")
     if flags.samples:

@@ -9,12 +9,24 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from machinery.flags import from_environment, need
+from machinery.flags import UserError, from_environment, need, shortened
 
 # read before vLLM is imported, because vLLM overwrites these variables
 LOCAL_RANK = from_environment("LOCAL_RANK", 0)
 WORLD_SIZE = from_environment("WORLD_SIZE", 1)
 FOREVER = 10 * 365 * 86400.0  # seconds: upper bound of the timeout given to torch
+
+
+def connect(backend: str, **options) -> None:
+    """Start the process group of torchrun's ranks. UserError: they cannot connect."""
+    try:
+        dist.init_process_group(backend, **options)
+    except Exception as e:  # of several types
+        place = " ".join(f"{x}={os.environ[x]}" for x in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(
+            f"{place} in the environment: the ranks cannot connect ({shortened(e)}); start them with torchrun, or "
+            "unset WORLD_SIZE"
+        ) from None
 
 
 class Comm:
@@ -43,7 +55,7 @@ class Comm:
         )
         if not torch.cuda.is_available():
             if WORLD_SIZE > 1:
-                dist.init_process_group("gloo", timeout=patience)
+                connect("gloo", timeout=patience)
             return cls("cpu")
         gpus = torch.cuda.device_count()
         ranks_on_host = from_environment("LOCAL_WORLD_SIZE", 1)
@@ -55,7 +67,7 @@ class Comm:
         torch.cuda.set_device(LOCAL_RANK)
         cuda_device = torch.device("cuda", LOCAL_RANK)
         if WORLD_SIZE > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=patience, device_id=cuda_device)
+            connect("cpu:gloo,cuda:nccl", timeout=patience, device_id=cuda_device)
         return cls(str(cuda_device))
 
     def sum(self, values) -> list[float]:

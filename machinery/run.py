@@ -34,7 +34,6 @@ from delay import DelaySource
 from machinery import checkpoint, settings, warmstart
 from machinery.checkpoint import models
 from machinery.flags import UserError, check_output, is_first_rank, is_hub_id, need, read_json
-from machinery.log import rows
 from model import exact, lora
 from model.engines import make_engine, sleep_level
 from model.head import check_head, memory_of
@@ -295,7 +294,7 @@ def check_folder(cfg: RunFlags) -> None:
         folder.is_dir() or not folder.exists(),
         f"--out={cfg.out}: a file, not a folder; name a folder",
     )
-    for name in ("metrics.jsonl", "checkpoints/new"):
+    for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "checkpoints/new", "versions/new"):
         check_output("out", f"{cfg.out}/{name}")
     ours = holds_run(folder)
     foreign = (folder / "config.json").exists() and not ours
@@ -332,18 +331,28 @@ def holds_run(folder: Path) -> bool:
 
 
 def check_none_lost(cfg: RunFlags) -> None:
-    """Raise UserError if the run has no checkpoint, although it has logged an update that saves
-    one."""
+    """Raise UserError if the run has no checkpoint, although it has saved one."""
     folder = Path(cfg.out)
-    before = read_json(folder / "config.json", "copy it from a backup")["config"]
-    done = max((row["step"] + 1 for row in rows(folder / "metrics.jsonl")), default=0)
-    due = done >= min(before["save_every"] or math.inf, before["steps"])
-    killed_in_a_save = any(folder.glob("checkpoints/step_*.writing"))
+    made = read_json(folder / "config.json", "copy it from a backup")
     need(
-        checkpoint.folders(folder) or killed_in_a_save or not due,
+        checkpoint.folders(folder) or not made.get("saved"),
         f"--resume: {folder} has no checkpoint, though the run saved one; restore {folder}/checkpoints, start again "
         "with --overwrite, or start a new run in a different --out",
     )
+
+
+def note_saved(folder: Path) -> None:
+    """Note in config.json that the run has saved a checkpoint."""
+    made = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not made.get("saved"):
+        write_made(folder, {**made, "saved": True})
+
+
+def write_made(folder: Path, made: dict) -> None:
+    """Write config.json, which is complete at any time."""
+    scratch = folder / "config.tmp"
+    scratch.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    os.replace(scratch, folder / "config.json")
 
 
 def prepare_folder(run: Run) -> None:
@@ -363,9 +372,7 @@ def prepare_folder(run: Run) -> None:
         resumed = [*first.get("resumed", []), again]
         now = {key: made[key] for key in ("config", "config_digest")}
         made = {**first, **now, "resumed": resumed}
-    scratch = folder / "config.tmp"
-    scratch.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    os.replace(scratch, folder / "config.json")
+    write_made(folder, made)
 
 
 def provenance(cfg: Config, task=None) -> dict:

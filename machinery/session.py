@@ -22,7 +22,7 @@ from machinery.flags import UserError, need
 from machinery.log import Log, samples_of
 from machinery.optim import not_finite
 from machinery.ranks import Comm
-from machinery.run import open_eval_engine, open_run, open_source, prepare_folder
+from machinery.run import note_saved, open_eval_engine, open_run, open_source, prepare_folder
 from machinery.speed import Speed
 from model import Needs
 from model.agreement import agreement, check_agreement, expects_agreement
@@ -200,6 +200,8 @@ class Session:
             checkpoint.save(
                 self.run, self.step, self.learner, self.source, self.pending, self.controllers
             )
+            if self.comm.rank == 0:
+                note_saved(self.run.folder)
             self.source.saved()
 
     def rescue(self) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from machinery.flags import UserError, need, parse_flags, run_command
+from machinery.flags import UserError, at_home, need, parse_flags, run_command
 
 USAGE = "python -m remote.keys OUT [--samplers=N]: keys for a learner and its samplers, one folder for each machine"
 
@@ -131,7 +131,7 @@ class KeysFlags:
 
 
 def main(argv: list[str]) -> None:
-    outs = list(takewhile(lambda arg: not arg.startswith("-"), argv))
+    outs = [at_home(arg) for arg in takewhile(lambda arg: not arg.startswith("-"), argv)]
     flags = parse_flags(KeysFlags, argv[len(outs) :], usage=USAGE)
     need(len(outs) == 1 and outs[0], "name one new folder: python -m remote.keys keys --samplers=4")
     make_keys(outs[0], flags.samplers)

@@ -287,4 +287,9 @@ def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
             raise UserError(
                 f"the learner sent a file called {printable(name, 100)!r}; it is not written"
             )
-        (folder / name).write_bytes(zlib.decompress(data))
+        try:
+            (folder / name).write_bytes(zlib.decompress(data))
+        except zlib.error:
+            raise UserError(
+                f"the learner sent a damaged {name}; start this sampler again"
+            ) from None

@@ -117,6 +117,7 @@ FILES = {
     "read_only": read_only,
     "run": {"config.json": RUN, "metrics.jsonl": ROW},
     "run_of_a_model": {"config.json": '{"model_type": "qwen3"}', "notes.txt": "mine"},
+    "answers": {"x.responses.jsonl": "mine"},
     "notes": {"notes.txt": "mine", "checkpoints": {"mine": "precious"}},
     "run_spoilt": lambda path: make_file(
         path,

@@ -178,6 +178,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 --role=actor | --role=actor: ... is a single model, not a run or a checkpoint; leave the flag out
 --exact | --exact=True: an evaluation has no learner; use python -m probe
 --out=. | --out=.: no file can be written there; name a different path
+--out=answers/x.json | --out=answers/x.json: answers/x.responses.jsonl exists and is not from eval.py; name a
 --top_k=300 | --top_k=300: larger than the vocabulary ... 256 tokens; 0 keeps all
         """,
     ),
@@ -325,6 +326,7 @@ TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT"
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment without RANK, MASTER_ADDR, MASTER_PORT: start"),
         ({**TWO, "RANK": "7"}, "WORLD_SIZE=2 in the environment without a RANK below it: start several"),
+        ({**TWO, "MASTER_PORT": "x"}, "MASTER_ADDR=localhost MASTER_PORT=x in the environment: the ranks cannot"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment: must be at least 1; unset it"),
         ({"LOCAL_RANK": "3", "RANK": "3"}, "--out=file: a file, not a folder"),
     ],

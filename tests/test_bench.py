@@ -15,6 +15,7 @@ from test_hub import until
 
 import bench
 from bench import gpu, gpu_parts
+from machinery.flags import UserError
 
 
 def test_a_ratio_is_the_geometric_mean_over_pairs():
@@ -129,3 +130,12 @@ def test_idle_openmp_threads_sleep(script):
     argv = [sys.executable, "-c", WITHOUT_TORCH, script]
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=50)
     assert done.stdout.split() == ["2000"], done.stderr[-500:]
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}\n', "notes\n", '{"about": {}}\n{"part"'])
+def test_rows_are_not_appended_to_another_file(tmp_path, text):
+    path = tmp_path / "notes.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match="notes.json: not a file of rows .*; name a different file"):
+        gpu.run_list(gpu.GpuFlags(device="cpu", scale="tiny", out=str(path)))
+    assert path.read_text() == text

@@ -17,11 +17,12 @@ from conftest import TINY_TASK, copied, make_cfg, write_rows
 import config
 import plan
 from learner import Learner
-from machinery import run, settings
+from machinery import plot, run, settings
 from machinery.flags import UserError, check_result
 from machinery.log import Log, read_metrics, truncate
 from machinery.ranks import Comm
 from machinery.run import locked, open_run, prepare_folder
+from remote import keys
 from remote.source import travels_packed
 
 # -- Opening -----------------------------------------------------------------------------------------------------------
@@ -349,8 +350,24 @@ def test_a_result_replaces_only_an_earlier_result(tmp_path, content, replaced):
     assert path.read_text() == content
 
 
-def test_the_home_folder_in_a_flag(monkeypatch):
-    """A shell does not expand --out=~/x."""
+def test_the_home_folder_in_a_flag_or_argument(monkeypatch, tmp_path):
+    """A shell does not expand --out=~/x or '~/x'."""
     monkeypatch.setenv("HOME", "/home/me")
     wanted = {"~/x": "/home/me/x", "a,~/b": "a,/home/me/b", "~": "/home/me", "a~/b": "a~/b", "~root/x": "/root/x"}
     assert {text: settings.parse([f"--out={text}"]).out for text in wanted} == wanted
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keys.main(["~/keys"])
+    assert (tmp_path / "keys" / "learner").is_dir()
+    drawn = []
+    monkeypatch.setattr(plot, "draw", lambda runs, out: drawn.extend(runs))
+    plot.main(["~/run", f"--out={tmp_path}/x.png"])
+    assert drawn == [f"{tmp_path}/run"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl/a", "samples.jsonl/a", "curves.png/a", "checkpoints", "versions"])
+def test_a_folder_that_cannot_hold_a_run(tmp_path, name):
+    """A folder in the way of a file, or a file in the way of a folder, is found before a model loads."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(UserError, match=f"{name.partition('/')[0]}(/new)?: no file can be written there"):
+        run.check_folder(settings.parse([f"--out={tmp_path}"]))

@@ -1,5 +1,6 @@
 """The whole loop: real vLLM, kill and resume, stop by a signal, two ranks, every preset."""
 
+import json
 import math
 import os
 import shutil
@@ -368,6 +369,10 @@ def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path, train_h
     done = len(read_metrics(out)) - 1
     assert 2 <= done < 6
     assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:06d}"]
+    kept = (out / "checkpoints").rename(tmp_path / "kept")
+    with pytest.raises(UserError, match="has no checkpoint, though the run saved one; restore"):
+        check_none_lost(settings.parse(["--resume", f"--out={out}"]))
+    kept.rename(out / "checkpoints")
     train_here(["--resume", f"--out={out}"])
     assert timeless(out) == timeless(whole[0])
 
@@ -443,7 +448,9 @@ def test_resume_with_deleted_checkpoints_is_refused(whole, tmp_path, train_here)
     with pytest.raises(UserError, match="has no checkpoint, though the run saved one; restore"):
         train_here(["--resume", f"--out={out}"])
     assert (out / "metrics.jsonl").read_text() == logged
-    (out / "checkpoints" / "step_000003.writing").mkdir(parents=True)
+    made = json.loads((out / "config.json").read_text())
+    del made["saved"]
+    (out / "config.json").write_text(json.dumps(made))
     check_none_lost(settings.parse(["--resume", f"--out={out}"]))
 
 

@@ -256,4 +256,6 @@ def test_file_names_of_a_sent_model(tmp_path):
     for name in ("../x.json", "/etc/x.json", "a/b.json", ".x.json", "x.py", "x.json\n", "", "x" * 300 + ".json"):
         with pytest.raises(UserError, match="the learner sent a file called"):
             wire.unpack_setup({name: zlib.compress(b"x")}, tmp_path / "model")
+    with pytest.raises(UserError, match="the learner sent a damaged x.json; start this sampler again"):
+        wire.unpack_setup({"x.json": zlib.compress(b"x" * 99)[:-3]}, tmp_path / "model")
     assert wire.printable("a\x1b[2Jb\nc\u00e9", 7) == "a?[2Jb?" and wire.printable(17) == "17"
