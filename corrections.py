@@ -603,13 +603,13 @@ OF_RESPONSES = (
 )
 
 
-def dead_weights(cfg: ObjectiveFlags, logged: dict[str, float]) -> str:
-    """A warning if response weights have a relative effective sample size below 1/16, or most are at
-    the clamp; else "". logged: metrics of an update."""
+def dead_weights(cfg: Config, logged: dict[str, float]) -> str:
+    """A warning if response weights have an effective sample size below 2 responses or 1/16 of
+    them, or most are at the clamp; else "". logged: metrics of an update."""
     # clamped weights are equal, so their ESS is near 1 and means nothing
     clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5
     share = 0.0 if clamped else logged["rollout_corr/seq_eff_sample_size"]
-    if cfg.correction not in OF_RESPONSES or share >= 1 / 16:
+    if cfg.correction not in OF_RESPONSES or share >= max(1 / 16, 2 / cfg.train_batch):
         return ""
     low = f"the response weights have a relative effective sample size of {share:.2g}"
     state = "most response weights are at the clamp" if clamped else low

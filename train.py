@@ -109,6 +109,7 @@ class Training(Session):
                 self.check_agreement(batch)
             # 6. forward, objectives.joint_loss, backward for each micro-batch; clip; optimizer step
             logged = learner.backward(batch, stats)
+            self.check_weights(logged)
             logged |= learner.step(logged)
             self.speed.count_trained(batch)
             objectives.update_controllers(self.controllers, logged, learner.cfg)

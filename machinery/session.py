@@ -131,14 +131,18 @@ class Session:
         if warning and self.comm.rank == 0:
             tqdm.write(f"warning: {warning}", file=sys.stderr)
 
+    def check_weights(self, logged: dict[str, float]) -> None:
+        """Warn before the first optimizer step if few responses would determine it."""
+        dead = corrections.dead_weights(self.cfg, logged) if self.step == 0 else ""
+        if dead and self.comm.rank == 0:
+            tqdm.write(f"warning: {dead}", file=sys.stderr)
+
     def write(self, values: dict[str, float]) -> None:
         """Write the line of metrics of the last update."""
         if self.log:
             seconds, self.clock = self.clock, {}
             values = values | self.speed.read(seconds) | seconds | {"time_s": time.time()}
             self.log.write(self.step - 1, values)
-            if self.step == 1 and (dead := corrections.dead_weights(self.cfg, values)):
-                tqdm.write(f"warning: {dead}", file=sys.stderr)
 
     @contextmanager
     def rolling_out(self):

@@ -63,7 +63,7 @@ class ProbeFlags(ModelFlags):
 
     actor: str = ""
     """A different model that samples: a run folder, a checkpoint, a Hugging Face folder or
-    base:actor."""
+    base:actor; none: the policy samples."""
     explain: bool = False
     """Also divide the mismatch by source, and name a likely fault of the engine."""
     synced_from: str = ""

@@ -8,6 +8,7 @@ python -m probe --rollouts=FILE.jsonl                           # rollouts of an
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import quant
 import tasks
@@ -29,6 +30,8 @@ def main(argv: list[str] | None = None) -> dict:
     )
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(ProbeFlags, argv)})
     cfg = filled(cfg, ("max_tokens",))
+    if cfg.actor == "none":
+        cfg = replace(cfg, actor="")
     if cfg.out:
         check_result("out", cfg.out)
     check_flags(cfg)

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from numbers import Real
@@ -233,7 +232,7 @@ class Graders:
         values: list = [None] * len(calls)
         size = max(1, min(CHUNK, len(calls) // (4 * len(self.processes))))
         todo = iter(range(0, len(calls), size))  # shared by the threads
-        over, futures = threading.Event(), []
+        over = threading.Event()
 
         def work(grader: Grader) -> None:
             for start in todo:
@@ -246,22 +245,41 @@ class Graders:
                     values[done : done + len(results)] = results
                     done += len(results)
 
-        used = self.processes[: len(calls)]
-        with ThreadPoolExecutor(len(self.processes)) as threads:
-            try:
-                futures.extend(threads.submit(work, grader) for grader in used)
-                for future in futures:
-                    while not wait([future], TICK).done:
-                        if self.stopped.is_set():
-                            raise InterruptedError("grading was stopped")
-                    future.result()
-            except BaseException:  # such as Ctrl-C: the threads end with their processes
-                over.set()
-                self.close()
-                while wait(futures, TICK).not_done:  # a thread may have started a new process
-                    self.close()
-                raise
+        self._run(work, self.processes[: len(calls)], over)
         return values
+
+    def _run(self, work, used: list[Grader], over: threading.Event) -> None:
+        """work(grader) in a thread for each grader. After an exception, such as Ctrl-C, set `over`
+        and end the processes, so that the threads end.
+
+        No futures: the exception of a signal handler could leave their locks held forever."""
+        errors = []
+
+        def caught(grader: Grader) -> None:
+            try:
+                work(grader)
+            except BaseException as e:
+                errors.append(e)
+
+        threads = [threading.Thread(target=caught, args=[grader], daemon=True) for grader in used]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    if self.stopped.is_set():
+                        raise InterruptedError("grading was stopped")
+                    thread.join(TICK)
+                if errors:
+                    raise errors[0]
+        except BaseException:
+            over.set()
+            self.close()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(TICK)
+                    self.close()  # a thread may have started a new process
+            raise
 
     def close(self) -> None:
         for grader in self.processes:

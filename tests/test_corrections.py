@@ -156,12 +156,14 @@ def test_k3_near_zero_is_accurate_in_float32():
 
 
 DEAD = [("seq_tis", 0.06, 0.0), ("seq_tis", 1.0, 0.9), ("retrace_seq", 0.06, 0.0)]  # 0.9: at the clamp
-ALIVE = [("seq_tis", 0.3, 0.0), ("tis", 0.06, 0.0), ("jackpot", 0.06, 0.0)]
+DEAD += [("seq_tis", 1 / 16, 0.0, 16)]  # all weight on one of 16 responses
+ALIVE = [("seq_tis", 0.3, 0.0), ("seq_tis", 0.13, 0.0, 16), ("tis", 0.06, 0.0), ("jackpot", 0.06, 0.0)]
 
 
-@pytest.mark.parametrize("name, ess, clamped", DEAD + ALIVE)
-def test_the_warning_of_dead_weights_names_an_alternative(name, ess, clamped):
+@pytest.mark.parametrize("case", DEAD + ALIVE)
+def test_the_warning_of_dead_weights_names_an_alternative(case):
+    name, ess, clamped, *n = case
     logged = {"rollout_corr/seq_eff_sample_size": ess, "rollout_corr/seq_clamped_fraction": clamped}
     logged |= {"rollout_corr/kl": 0.25, "response_length": 160.0}
-    sentence = corrections.dead_weights(make_cfg(objective=name), logged)
-    assert ("--objective=tis" in sentence) == ((name, ess, clamped) in DEAD)
+    cfg = make_cfg(objective=name, train_batch=n[0] if n else 256, rollout_batch=256)
+    assert ("--objective=tis" in corrections.dead_weights(cfg, logged)) == (case in DEAD)

@@ -117,6 +117,18 @@ def test_a_group_is_sampled_with_its_samplers_version(folders, tmp_path):
     assert (group.version, group.t_published, source.now(7)) == (6, 6.0, 7.0)
 
 
+def test_samplers_take_turns(folders, tmp_path):
+    """Over several rollouts, also of numbers of groups that the number of samplers does not divide."""
+    source = delayed(
+        folders, tmp_path, delay="lognormal", delay_min=60.0, delay_max=1800.0, delay_samplers=3, step_seconds=100.0
+    )
+    update(source, 0, 4)
+    assert [sampler.groups for sampler in source.samplers] == [2, 1, 1]
+    groups = [group for v in range(1, 12) for group in update(source, v, 4)]
+    assert [sampler.groups for sampler in source.samplers] == [16, 16, 16]
+    assert [group.uid[2] for group in groups] == list(range(4, 48))  # not in the order of their versions
+
+
 def test_every_delay_is_a_different_draw(folders, tmp_path):
     """Each delay is the quantile of a uniform of its sampler and number."""
     source = delayed(folders, tmp_path, delay="lognormal", delay_min=60.0, delay_max=1800.0, delay_samplers=2)

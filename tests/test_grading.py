@@ -189,6 +189,40 @@ def test_an_exception_during_grading_leaves_no_stale_answer(pool):
         signal.signal(signal.SIGUSR1, before)
 
 
+INTERRUPTED = """
+import os, random, signal, time
+from tasks.grading import Graders
+
+def boom(number, frame):
+    if armed:
+        raise LookupError
+
+armed = False
+signal.signal(signal.SIGALRM, boom)
+pool = Graders(1)
+pool.processes[0].values = lambda function, calls, seconds: time.sleep(0.0003) or [1.0] * len(calls)
+rng = random.Random(0)
+for _ in range(4000):
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.0012))
+        pool.grade("letter", [1, 2, 3], 5.0)
+        armed = False
+    except Exception:  # KeyError: threading's own race
+        armed = False
+print("done", flush=True)
+os._exit(0)
+"""
+
+
+def test_an_exception_of_a_signal_handler_blocks_no_thread():
+    """Anywhere in `grade`, such as between a lock's acquisition and its `with` block."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=240
+    )
+    assert done.stdout == b"done\n"
+
+
 GRADES = """
 import signal, sys
 from tasks.grading import Graders

@@ -170,7 +170,7 @@ def probe_with(folders, vllm_engines, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["hf", "vllm"])
 def test_the_command(kind, folders, probe_with, tmp_path, capsys):
     """Equal weights: tiny gaps, all corrections viable. An actor samples: large gaps. Output as text, JSON and PNG."""
-    same = probe_with(rollout=kind)
+    same = probe_with("--actor=none", rollout=kind)
     assert same["mean_mismatch"] < 1e-5 and same["max_mismatch"] < 1e-4 and same["token_ess"] > 0.999
     assert all(row["viable"] for row in same["verdicts"])
     worst = max(row["chi2_seq"] for row in same["floor"])
