@@ -90,6 +90,18 @@ def test_records_are_of_the_sampled_distribution(engine, settings):
     assert len(set(sizes)) > 1 or not settings.truncates
 
 
+@pytest.mark.parametrize("settings", [Sampling(temperature=0.01), Sampling(temperature=0.01, top_k=5, top_p=0.9)])
+def test_records_near_temperature_0_are_finite(engine, settings):
+    model = tiny_model(1)
+    for group in sampled(engine, settings, n=4):
+        for r in group.responses:
+            with torch.no_grad():
+                logp, ids = log_probabilities(model, group.prompt_ids, r.tokens, settings.temperature)
+            gone = sampling.cut(logp, settings.top_p, settings.top_k, settings.min_p)
+            want = at(logp.masked_fill(gone, -torch.inf).log_softmax(-1), ids)
+            assert np.isfinite(r.logp_inf).all() and np.allclose(r.logp_inf, want, atol=0.02)
+
+
 def test_allowed_sets_are_recorded_on_request_under_truncation(engine):
     without = sampled(engine, Sampling(top_k=8), n=4, max_allowed=0)
     assert {r.allowed_ids for r in flat(without) + flat(sampled(engine, Sampling(), n=1))} == {None}
