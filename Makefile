@@ -1,5 +1,5 @@
 # make demo: set up, train on a GPU with a real model, else with a small one.   make test: set up, check the formatting, run the tests that are not slow.   Both build .venv once.
-# make slow: the tests that take minutes of waiting.
+# make slow: the tests marked slow (more seeds and cases, runs of several processes), minutes in all.
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar=on
 CUDA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1 && echo yes)

@@ -9,7 +9,7 @@ tests        tests/test_gpu.py: rollouts, sync and check, low bits, sleep, FSDP2
 vllm         vLLM: tokens per second, publication and its check, sleep and wake
 linears      speed of aligned linear layers over bfloat16 layers, on Qwen3-0.6B, 1.7B and 8B shapes;
              vLLM's kernels over plain torch
-head         the chunked head against whole logits, torch's head and Liger's, 151,936 tokens
+head         the chunked head against whole logits, torch's and Liger's, a vocabulary of 151,936
 obrs         time of a Jackpot update over a plain PPO update
 kernels      the learner's updates with each choice of --kernels
 learner      tokens per second, share of the device's peak, the plan's memory, by model and length

@@ -51,7 +51,7 @@ class States:
     optimizer: int
     tensor: int  # the largest tensor
     layer: int  # the largest layer, in float32
-    gathered: int  # with FSDP: embedding, head and two layers, in the gathered type
+    gathered: int  # with FSDP: embedding and head in float32, two layers in the gathered type
 
     @classmethod
     def of(cls, cfg: Config, name: str, config) -> States:
@@ -194,8 +194,8 @@ def publishing(models: dict[str, States], configs: dict) -> int:
 
 
 def gathered(models: dict[str, States]) -> int:
-    """Bytes gathered with FSDP: embedding and head of each model, the current and the next layer of
-    one model, and the largest gradient before it is reduced over ranks."""
+    """Bytes gathered with FSDP: embedding, head and two layers (the current and the next) of each
+    model, and the gradient of the largest layer before it is reduced over ranks."""
     return sum(model.gathered for model in models.values()) + max(
         model.layer for model in models.values()
     )
@@ -341,7 +341,7 @@ def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
     print(made.text())
     if gpu_gib:
         print(verdict(cfg, configs, prompt, made, gpu_gib)[1])
-        print(f"the largest micro-batch that fits: --micro_tokens={micro}")
+        print(f"the largest micro-batch that fits, at least one row: --micro_tokens={micro}")
 
 
 def configs_of(cfg: RunFlags) -> dict:

@@ -184,13 +184,15 @@ def not_finite(d: Dump) -> str:
 )
 def not_recorded(d: Dump) -> str:
     zero = [side for side, x in d.sides.items() if (x == 0).mean() > 0.9]
-    return f"nine in ten log-probabilities of the {' and the '.join(zero)} are 0" if zero else ""
+    side = " and the ".join(zero)
+    return f"more than nine in ten log-probabilities of the {side} are 0" if zero else ""
 
 
 @cause("no logarithms", "whether probabilities or negated numbers were dumped", broken=True)
 def not_logarithms(d: Dump) -> str:
     positive = [side for side, x in d.sides.items() if (x > 1e-3).mean() > 0.5]
-    return f"the {' and the '.join(positive)}'s numbers are above 0" if positive else ""
+    side = " and the ".join(positive)
+    return f"more than half of the numbers of the {side} are above 0" if positive else ""
 
 
 @cause("base of the logarithm", "natural logarithms on both sides", broken=True)
@@ -218,7 +220,7 @@ def one_place_off(d: Dump) -> str:
     left = correlation(d.inf[:, 1:], d.ref[:, :-1], d.on[:, 1:])
     best = max(right, left)
     if best > 0.8 and best > straight + 0.2:
-        neighbour = "next" if right > left else "last"
+        neighbour = "next" if right > left else "previous"
         fits = f"correlation {best:.2f}, {straight:.2f} without a shift"
         return f"the trainer's number for the {neighbour} token fits better ({fits})"
     return ""

@@ -52,7 +52,9 @@ from sampling import Sampling, truncate
 RUNG = {"cpu": 5e11, "cuda": 5e13}
 FAULT = {"cpu": 6e10, "cuda": 6e12}
 TRIED = 2  # most responses to a prompt on which faults are tested
-LEAST = 1e-5  # root mean square of the remainder in nats; below it no fault is searched
+# nats; no fault is searched if the remainder's root mean square is below this, or below ten times
+# the first row of the floor (probe/floor.py)
+LEAST = 1e-5
 MEASURES = ("kl", "dp", "var")
 
 

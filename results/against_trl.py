@@ -4,7 +4,8 @@
         pyarrow==26.0.1 xxhash==4.1.0 multiprocess==0.70.19 pytz==2026.6
     PYTHONPATH=.trl python results/against_trl.py
 
-Both sides use the same model, task, batch of 256 responses in groups of 8, 16 new tokens, and plain torch samplers.
+Both sides use the same model, prompts of one task, 256 responses in groups of 8, 16 new tokens, and plain torch
+samplers. TRL's reward is a stand-in (whether the text has an odd length), not the task's grading.
 After that our step is timed with vLLM. Only this file and tests/tools/conform.py use TRL.
 """
 

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_learner: each of two ranks trains on its share; rank 0 saves the gradients."""
+"""Run by test_learner through tests/torchrun.py: each of two ranks trains on its share; rank 0 saves the gradients."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Ranks of test_memory under torchrun, which read model folders into shards.
+"""Ranks of test_memory, started by tests/torchrun.py, which read model folders into shards.
 
 shards.py FOLDERS OUT    rank 0 saves the gathered tensors of each model"""
 

@@ -1,4 +1,5 @@
-"""Ranks of test_placement under torchrun: two ranks are one vLLM engine, and rank 0 saves the samples of both.
+"""Ranks of test_placement, started by tests/torchrun.py: two ranks are one vLLM engine, and rank 0 saves the samples
+of both.
 
 tensor_parallel.py FOLDER OTHER OUT    the first model, and the model with the weights to load"""
 

@@ -1,6 +1,6 @@
 """--exact: the sampler's and the learner's log-probabilities are bit-identical in every batch.
 
-Under torchrun (see `test_two_ranks`) this file samples and scores on each rank."""
+Started by tests/torchrun.py (see `test_two_ranks`), this file samples and scores on each rank."""
 
 import contextlib
 import itertools

@@ -506,7 +506,7 @@ def test_an_overflow_lowers_the_loss_scale_and_the_run_continues(monkeypatch):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_give_the_gradient_of_one(parallel, tmp_path):
-    """torchrun with two gloo ranks, unequal shares, unequal numbers of micro-batches: the gradient of one process."""
+    """Two gloo ranks (tests/torchrun.py), unequal shares and numbers of micro-batches: the gradient of one process."""
     out = tmp_path / "ranks.pt"
     torchrun("ranks.py", parallel, out)
     ranks = torch.load(out)
