@@ -31,7 +31,7 @@ class Facts:
     first: torch.Tensor  # (G,) int64   first row of each group
     longest_prompt: int
     has_temperature: bool  # whether a temperature is not 1
-    has_rule: bool  # whether the learner truncates
+    has_rule: bool  # whether the learner truncates by its own rule (recompute)
 
     @classmethod
     def of(cls, batch: Batch, device) -> Facts:

@@ -92,7 +92,8 @@ class ObjectiveFlags:
     dual_clip: float = 0.0
     """Dual-clip constant c for negative advantages (3 is usual); 0: off."""
     correction_target: Literal["ref", "new"] | None = None
-    """Numerator policy of the ratios p / p_inf in weights and statistics: ref (default) or new."""
+    """Numerator policy of the ratios p / p_inf in weights and in the statistics of --reject: ref
+    (default) or new. The metrics of r and R always use ref."""
     is_cap: float | None = None
     """C: cap of importance weights (default by correction: tis 2, seq_tis 4, prefix_tis 1, ...)."""
     is_floor: float = 0.0
@@ -357,7 +358,8 @@ class TaskFlags:
 
     task: str | None = None
     """arith (generated sums; default of toy models); FILE.jsonl, .json or .parquet;
-    hf:NAME/SPLIT (a data set); a mix of these, separated by commas; FILE.py:CLASS (your class)."""
+    hf:NAME/SPLIT (a data set); a mix of files and data sets, separated by commas; FILE.py:CLASS
+    (your class)."""
     columns: str = ""
     """prompt=NAME,answer=NAME: columns of the problem and of its answer, a.b for a nested one;
     default: problem, question or prompt; answer, solution, reward_model.ground_truth, ..."""
@@ -404,8 +406,8 @@ class ReportFlags:
     plain torch), plain torch for the other; second: as own, but a second engine for a policy with
     an actor; torch: plain torch for both."""
     eval_problems: int = 512
-    """Held-out problems, each with one response at temperature 1; --eval_task can set the number of
-        responses and the temperature."""
+    """Maximum number of problems in each held-out set, each with one response at temperature 1;
+    --eval_task can set the number of responses and the temperature."""
     eval_task: str = ""
     """Held-out sets in the format of --task, separated by commas; each can have settings:
     a.jsonl,b.jsonl:samples=32:temperature=0.6:max_tokens=8192. arith has a separate test split."""

@@ -515,8 +515,9 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
     """(weight, keep, logs) of the correction, combined with the drops of `--reject`.
 
     correction_target "new": ratios are p_new / p_inf instead of p_ref / p_inf. reject_of
-    "negative": drop only tokens with negative advantage; lowering the probability of already
-    unlikely tokens has little benefit and changes the policy a lot."""
+    "negative": drop only tokens with negative advantage. With a lower bound of r these are tokens
+    that the learner already makes less likely than the sampler: a further decrease has little
+    benefit and changes the policy a lot."""
     if cfg.correction_target == "new":
         batch = replace(batch, logp_ref=new.logp.detach(), support_logp_ref=new.support_logp)
     weight, keep, *logs = weight_and_mask(new, batch, stats, cfg)

@@ -204,7 +204,7 @@ class ModelFlags(SampleFlags):
     """Default of --rollout_dtype; python -m probe: also the learner's compute dtype; default: the
     checkpoint's."""
     problems: int | None = None
-    """Maximum number of problems; default 512 (python -m probe: 64)."""
+    """Maximum number of problems of each set; default 512 (python -m probe: 64)."""
     samples: int = 4
     """n: number of responses to each problem."""
     seed: int = 0

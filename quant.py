@@ -549,7 +549,7 @@ def check_products(cfg: RolloutFlags) -> None:
     )
     need(
         not low or cfg.rollout_dtype != "float32",
-        f"--rollout_quant={cfg.rollout_quant}: on a GPU vLLM multiplies in 16 bits with this format; add "
+        f"--rollout_quant={cfg.rollout_quant}: on a GPU vLLM layers of this format return only 16-bit numbers; add "
         "--rollout_dtype=bfloat16",
     )
 

@@ -1,6 +1,7 @@
 """Speed metrics of a run: tokens per second, share of the device's peak, and memory.
 
-    speed/rollout_tokens    sampled tokens of this rank per second of rollout
+    speed/rollout_tokens    tokens of this rank's responses, replies of an environment included,
+                            per second of rollout
     speed/update_tokens     trained tokens of this rank, prompts included, per second of update
     speed/peak              share of the device's dense bfloat16 peak that the updates reach
     speed/memory_GiB        peak memory that torch has allocated on the device since the last line

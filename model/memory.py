@@ -7,9 +7,10 @@
 
 Master weights, gradients and optimizer states are float32 for every precision of the files, and
 with FSDP2 they are sharded. During training no GPU has the whole model in float32, except with a
-single rank or with DDP; the first rank has it in host memory while the files are read and while a
-checkpoint is written. A plain rollout engine (--rollout=hf) is a whole copy on each rank; with FSDP2
-so is the plain sampler of evaluations (--eval_engine=torch)."""
+single rank or with DDP; the first rank has the whole model in host memory while the files are read
+(in their precision) and while a checkpoint is written (in float32). A plain rollout engine
+(--rollout=hf) is a whole copy on each rank; with FSDP2 so is the plain sampler of evaluations
+(--eval_engine=torch, and own for a model from which no local engine samples)."""
 
 from __future__ import annotations
 

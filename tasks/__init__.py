@@ -5,7 +5,7 @@
     prompts.py   system prompt, template, chat template, tokens, stop tokens
     rewards.py   rewards: built-in parts, and functions in a user's file
     builtin.py   the built-in parts of rewards
-        grading.py   the processes that compute rewards
+    grading.py   the processes that compute rewards
     turns.py     environments that reply to the model
     preflight.py warnings if prompts, gold answers and rewards do not fit together
 
@@ -296,7 +296,8 @@ def answer_of(tokenizer, problem, response) -> Answer:
 def grading_thread(task, tokenizer, problems):
     """A callback for finished responses, and a dict of their results (rewards.Reward.values), which
     a thread computes while the engine decodes other responses. At the end of the `with` block all
-    of them are graded; until then nothing else may use `graders()`.
+    of them are graded; until then nothing else may use `graders()`, because the end of the block
+    stops all its calls.
 
     `grade_all` computes rewards and counts from the results, in the order of the responses, so that
     they do not depend on time. The callback takes pairs (index of the problem, response)."""

@@ -32,8 +32,8 @@ def warnings_of(task, tokenizer) -> list[str]:
 
 
 def unasked(task, prompts: list[str]) -> str:
-    """A warning if a prompt does not ask for a mark that the reward reads, or has it already; else
-    ""."""
+    """A warning if a prompt does not ask for a mark that the reward reads, or, for
+    --reward=think, if the prompt has begun or ended the thinking; else ""."""
     for part in task.reward.parts:
         for mark in ASKED_BY.get(part.name, ()):
             silent = [prompt for prompt in prompts if mark not in prompt]

@@ -2,7 +2,7 @@
 
     OUT/checkpoints/step_000050/policy/      Hugging Face folder in the model's own precision, for eval.py or vLLM
                                 actor/       the same for the actor, if there is one
-                                policy_adapter/, actor_adapter/
+                                policy_adapter/
                                              with LoRA: adapters in peft's format (model/lora.py)
                                 shards/      trained weights, optimizer states (shards.py)
                                 learner.pt   counters, controllers (kappa, lambda_distill)
