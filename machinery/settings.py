@@ -132,8 +132,8 @@ def resolve_open(cfg: Config) -> Config:
     """The configuration with open flags filled from the objective and the default bounds, and runs
     named by --model and --actor replaced by models of their newest checkpoints. Checks nothing."""
     folders = {
-        flag: model_in(getattr(cfg, flag), which) or getattr(cfg, flag)
-        for flag, which in (("model", "policy"), ("actor", "actor"))
+        flag: model_in(getattr(cfg, flag), role) or getattr(cfg, flag)
+        for flag, role in (("model", "policy"), ("actor", "actor"))
     }
     cfg = replace(cfg, **folders)
     if cfg.model.startswith("base:"):

@@ -124,7 +124,9 @@ TESTS = {
     "tasks/games.py": "test_turns.py -k examples",
     "tasks/turns.py": "test_turns.py -k 'not vllm and (conversation or draws or replies or allowed)'",
     "machinery/checkpoint/tensors.py": "test_weights.py",
-    "machinery/checkpoint/models.py": "test_checkpoint.py test_models.py -k 'not vllm'",
+    "machinery/checkpoint/models.py": (
+        "test_config.py::test_a_run_as_model_is_its_newest_checkpoint test_checkpoint.py test_models.py -k 'not vllm'"
+    ),
     "machinery/run.py": "test_run.py test_train.py::test_resume_with_deleted_checkpoints_is_refused",
     "worth.py": "test_worth.py -k 'not worth_1 and not different_models'",
     "train.py": "test_train.py -k 'logs_every or counters or in_order'",
