@@ -154,7 +154,7 @@ def test_a_samplers_precision_is_the_learners_by_default(monkeypatch):
     assert (engines("bfloat16", None), engines("bfloat16", "float16")) == ("bfloat16", "float16")
     assert engines(None, None) == "float32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="in 16 bits with this format; add --rollout_dtype=bfloat16"):
+    with pytest.raises(UserError, match="return only 16-bit numbers; add --rollout_dtype=bfloat16"):
         engines("float32", None, "vllm", "int8")
     assert engines("float32", "bfloat16", "vllm", "int8") == "bfloat16"
 
