@@ -648,11 +648,12 @@ def trl(s: Setting) -> Iterator[dict]:
 
 def pair(s: Setting) -> Iterator[dict]:
     """Four updates of configs/real_pair.toml (tiny: of two random models): seconds of the stages
-    after the first update, and memory. out/gsm8k.jsonl, if it exists, replaces the hub's GSM8K."""
+    after the first update, and memory. out/gsm8k_train.jsonl, if it exists, replaces the hub's
+    GSM8K."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"config": "configs/real_pair.toml"}
-        if (ROOT / "out/gsm8k.jsonl").is_file():
-            flags |= {"task": "out/gsm8k.jsonl", "eval_task": "none"}
+        if (ROOT / "out/gsm8k_train.jsonl").is_file():
+            flags |= {"task": "out/gsm8k_train.jsonl", "eval_task": ""}
         if s.tiny:
             bench.shaped(f"{folder}/model", layers=2)
             bench.shaped(f"{folder}/actor", layers=1)
