@@ -22,11 +22,13 @@ from safetensors.torch import load_file
 from test_metrics import unexplained
 from transformers import AutoModelForCausalLM
 
+import corrections
 import eval as evaluation
 import presets
 import quant
 import train
 from corrections import USES_Z
+from learner import Learner
 from machinery import checkpoint, plot, session, settings
 from machinery.flags import UserError
 from machinery.log import read_metrics
@@ -487,6 +489,15 @@ ALIASES |= {"token_mask", "sequence_truncate", "sequence_mask", "dr_grpo", "dapo
 
 
 NAMES = [name for name in presets.OBJECTIVES if name not in ALIASES]
+
+
+def test_dead_weights_are_reported_before_the_first_step(solvers, tmp_path, train_here, monkeypatch, capsys):
+    calls, step = [], Learner.step
+    monkeypatch.setattr(corrections, "dead_weights", lambda *a: calls.append("check") or "the weights are dead")
+    monkeypatch.setattr(Learner, "step", lambda *a: calls.append("step") or step(*a))
+    train_here(flags(solvers, tmp_path / "run", objective="seq_tis", steps=2, actor="none", eval_every=-1))
+    assert calls == ["check", "step", "step"]
+    assert capsys.readouterr().err.count("warning: the weights are dead") == 1
 
 
 @pytest.mark.parametrize("objective, has_actor", [(name, i % 2 == 0) for i, name in enumerate(NAMES)])

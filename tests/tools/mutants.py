@@ -129,8 +129,8 @@ TESTS = {
     ),
     "machinery/run.py": "test_run.py test_train.py::test_resume_with_deleted_checkpoints_is_refused",
     "worth.py": "test_worth.py -k 'not worth_1 and not different_models'",
-    "train.py": "test_train.py -k 'logs_every or counters or in_order'",
-    "machinery/session.py": "test_train.py -k 'too_many or signals_save or fault'",
+    "train.py": "test_train.py -k 'logs_every or counters or in_order or dead_weights'",
+    "machinery/session.py": "test_train.py -k 'too_many or signals_save or fault or deleted_checkpoints'",
     "machinery/settings.py": (
         "test_config.py test_run.py::test_an_edited_configuration_is_refused "
         "test_run.py::test_steps_and_epochs_on_the_command_line_take_precedence"
@@ -485,8 +485,10 @@ MUTANTS = {
         ("        self.values = {}\n        self.step += 1", "        self.step += 1"),
         ("        self.pending = self.pending[1:]", "        self.pending = self.pending[:-1]"),
         ("cfg, learner.version", "cfg, self.source.version"),
+        ("            self.check_weights(logged)\n", ""),
     ],
     "machinery/session.py": [
+        ("                note_saved(self.run.folder)", "                pass"),
         ("        if self.step != self.saved_at:\n            self.save()", "        pass"),
         ("self.learner.version == self.step > self.saved_at", "self.step > self.saved_at"),
     ],
