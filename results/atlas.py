@@ -77,11 +77,9 @@ def numbers(row: dict) -> list[str]:
     """The cells of a row of the table."""
     floor = max(row["floor"]["k1"], row["floor"]["kl"])
     return [
-        sweep.number(row["length"]["mean"]),
         f"{row['kl']:.2g}",
         f"{floor:.1g}",
         f"{row['mean_mismatch']:.2g}",
-        f"{row['max_mismatch']:.2g}",
         f"{row['largest_mismatch']:.2g}",
         f"{100 * row['above_half']:.0f} %",
         f"{row['token_ess']:.3f}",
@@ -94,13 +92,11 @@ def table(data: dict) -> str:
     """The table of the page: a line for each model and each row."""
     head = [
         "",
-        "tokens per response",
         "KL",
         "floor of the KL",
         "mean gap",
-        "largest gap in a response (mean)",
-        "largest gap in the batch",
-        "responses with a gap above 0.5",
+        "largest gap",
+        "with a gap above 0.5",
         "ESS of token weights",
         "ESS of response weights",
         "T_max",
