@@ -43,6 +43,7 @@ LARGEST_FLOAT16 = 65504.0
 ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of common models
 RANDOM = 0.1  # share of noise in the remainder above which an engine counts as random
 RESAMPLED = 400  # bootstrap samples
+SCREENED = 8  # layers that are tested on all responses
 
 
 def within(
@@ -82,11 +83,6 @@ class Case:
     batch: batching.Batch  # of these groups
     expected: np.ndarray  # (B, T) log-probabilities of the rung before the remainder
     budget: int  # tokens of one forward
-
-    def __post_init__(self):
-        for scorer in filter(None, (self.scorer, self.old)):
-            head = scorer.model.get_output_embeddings()  # separates a tied head from the embedding
-            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
     @property
     def model(self):
@@ -141,11 +137,23 @@ def stale_weights(case: Case) -> Iterator[tuple]:
 
 
 def scale_of_one(case: Case) -> Iterator[tuple]:
-    """One linear layer has scales of 1, because its scales were not loaded."""
+    """One linear layer has scales of 1, because its scales were not loaded. Every layer is tried on
+    a response to each of two prompts, and the most likely layers on all responses."""
     fmt = case.scorer.fmt
-    for name, layer in quant.quantized_linears(case.model).items() if fmt is not None else ():
-        q, _ = quant.quantize(layer.weight, fmt.qmax, fmt.dtype, fmt.group)
-        yield name, case.logp({f"{name}.weight": q.to(layer.weight.dtype)})  # its scales are 1
+    if fmt is None:
+        return
+    layers = quant.quantized_linears(case.model)
+
+    def at(name: str, part: Case) -> np.ndarray:
+        weight = layers[name].weight
+        q, _ = quant.quantize(weight, fmt.qmax, fmt.dtype, fmt.group)
+        return part.logp({f"{name}.weight": q.to(weight.dtype)})  # its scales are 1
+
+    first = np.unique(case.batch.group.numpy(), return_index=True)[1][:2]
+    few = replace(case, batch=case.batch.select(first))
+    left = {name: few.left(at(name, few)).sum() for name in layers}
+    for name in sorted(left, key=left.get)[:SCREENED]:
+        yield name, at(name, case)
 
 
 def truncated_head(case: Case) -> Iterator[tuple]:
@@ -293,6 +301,9 @@ def suspects(case: Case) -> list[dict]:
     unknown, so the explained part is this share. A random engine is biased too: tokens are likelier
     under the masks that sampled them than on average over masks. A different fault may imitate this
     bias, but no other fault makes an engine random."""
+    for scorer in filter(None, (case.scorer, case.old)):
+        head = scorer.model.get_output_embeddings()  # separates a tied head from the embedding
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     before, on = case.left(case.expected), case.batch.exists.numpy()
     counts = resampled(case.batch.group.numpy())
 

@@ -146,6 +146,14 @@ def same_shape(folder: str, other: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class WideFormat(quant.Format):
+    """fp8 with its weights in float32: the same numbers, converted once instead of in each product."""
+
+    def quantize(self, weight):
+        q, s = super().quantize(weight)
+        return q.float(), s
+
+
 class Scorer(HFEngine):
     """The plain torch engine for given tokens: it decodes like HFEngine, and computes by a
     recipe."""
@@ -155,6 +163,8 @@ class Scorer(HFEngine):
         fmt = recipe.weights
         if fmt is not None:
             fmt = replace(fmt, activations=fmt.activations and recipe.activations)
+            if fmt.name == "fp8" and torch.device(device).type == "cpu":
+                fmt = WideFormat(**vars(fmt))
         super().__init__(
             recipe.folder,
             dtype="float32" if scope else dtype,
