@@ -300,7 +300,7 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
         prepare_obrs(stats, batch, comm, cfg, controllers)
     if of_batch := corrections.batch_rejection(cfg):
         row, bound = of_batch
-        values = row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)[batch.mask]
+        values = row.statistic(batch.log_r, cfg.log_ratio_clamp)[batch.mask]
         stats.largest_kept = corrections.largest_kept(comm.cat(values), bound)
     if cfg.advantage == "otb":
         weight, *_ = corrections.weight_and_mask(None, batch, stats, cfg)
@@ -314,11 +314,10 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
 
 def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
     """Compute GEPO's group expectation and mixing coefficient, from whole groups."""
-    mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask)[:, 0]
-    mean_logp_inf = mean_logp_inf.masked_fill(batch.mask.sum(1) == 0, -math.inf)
-    log_mean = corrections.log_group_mean(mean_logp_inf, batch.group)
-    stats.log_group_mean = log_mean[:, None]
-    stats.mixing = corrections.group_mixing(mean_logp_inf, batch.group, cfg.gepo_defence)[:, None]
+    log_q = seq_mean(batch.logp_inf.double(), batch.mask)[:, 0]
+    log_q = log_q.masked_fill(batch.mask.sum(1) == 0, -math.inf)
+    log_mean, mixing = corrections.group_expectation(log_q, batch.group, cfg.gepo_defence)
+    stats.log_group_mean, stats.mixing = log_mean[:, None], mixing[:, None]
 
 
 def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict) -> None:
