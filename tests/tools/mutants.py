@@ -178,9 +178,9 @@ MUTANTS = {
         ("np.arange(self.ids.shape[1]) < lengths[:, None]", "np.arange(self.ids.shape[1]) <= lengths[:, None]"),
     ],
     "objectives.py": [
-        ('{"tbpo_neg_high": math.inf}', "{}"),
+        ('("low", "high", "tbpo_neg_high")', '("low", "high")'),
         ("stats.lam = obrs.solve_lambda(comm.cat(ratios), cfg", "stats.lam = obrs.solve_lambda(ratios, cfg"),
-        ("    return x * x / 2", "    return x.abs() / 2"),
+        ("(x * x / 2)", "(x.abs() / 2)"),
         ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
         ("cut = s.clamp(1 - low, 1 + high) * adv", "cut = s.clamp(1 - high, 1 + low) * adv"),
         ("g, value = geo_ratio(log_ratio, mask, clamp), geo", "g, value = geo_ratio(bounded, mask, clamp), geo"),
