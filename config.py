@@ -2,11 +2,9 @@
 
 python train.py --config=configs/x.toml --key=value
 
-The type of a parameter `cfg` is a group with all flags that the function reads: `def
-rejections(cfg: ObjectiveFlags)`. A flag with the default None is filled from `--objective`
-(presets.py), then by machinery/settings.py; a remaining None means off or no bound. machinery/settings.py also
-reads command lines and TOML files and checks combinations of flags across files. Each file checks
-its own flags."""
+The type of a parameter `cfg` is a group with all flags that the function reads. A flag with the
+default None is filled from `--objective` (presets.py), then by machinery/settings.py; a remaining
+None means off or no bound. Each file checks its own flags, machinery/settings.py combinations."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The run
-# ---------------------------------------------------------------------------------------------------------------------
+COLDEST = 0.01  # lowest temperature above 0: vLLM silently raises a lower temperature to 0.01
 
 
 @dataclass(frozen=True)
@@ -60,11 +56,6 @@ class SizeFlags:
     micro_tokens: int | None = None
     """Token budget (prompts and responses) of one micro-batch on one rank; default: on a GPU the
     largest that the memory plan allows, on a CPU 4096."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The objective
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,14 +162,6 @@ class ActorFlags:
 @dataclass(frozen=True)
 class LossFlags(ObjectiveFlags, ObrsFlags, ActorFlags):
     """All flags of the loss"""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollouts: the source of the mismatch
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-COLDEST = 0.01  # lowest temperature above 0: vLLM silently raises a lower temperature to 0.01
 
 
 @dataclass(frozen=True)
@@ -297,11 +280,6 @@ class RemoteFlags:
     """Stop the run after this many seconds without a group from any sampler."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The learner
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OptimizerFlags:
     """Optimisation"""
@@ -341,11 +319,6 @@ class MemoryFlags:
     third more time, about a tenth of the activations' memory."""
     kernels: Literal["auto", "plain", "liger", "compile"] = "auto"
     """Kernels of decoder layers: of transformers (plain, auto), liger-kernel or torch.compile."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Task and reports
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -419,11 +392,6 @@ class ReportFlags:
 @dataclass(frozen=True)
 class SampleFlags(TaskFlags, PromptFlags, RolloutFlags):
     """Problems and sampling, shared by training and evaluation"""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# All flags
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,7 @@ from sampling import Sampling
 CLAMP = obrs.CLAMP
 KPOP_EDGE = 1e-6  # probabilities are clamped to [edge, 1 - edge]
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ratios from log-ratios (B, T): per token, or one number per response (B, 1)
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Ratios from log-ratios (B, T): per token, or one number per response (B, 1)
 
 
 def token_ratio(log_r, clamp=CLAMP):
@@ -100,9 +98,7 @@ def inside(x, low, high):
     return ((x >= low) & (x <= high)).to(x.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Corrections: -> (weight, keep), each (B, T) or (B, 1), without gradient.
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Corrections: -> (weight, keep), each (B, T) or (B, 1), without gradient.
 
 
 def none(log_r):
@@ -234,8 +230,7 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
     return m, torch.ones_like(m)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# GEPO (HeteroRL, Eq. 9 to 15), `--ratio_base=group`: gspo's ratio divided by the group's
+# -- GEPO (HeteroRL, Eq. 9 to 15), `--ratio_base=group`: gspo's ratio divided by the group's
 # expectation of q, because p / q diverges if a delayed sampler's q of a response is close to 0.
 # p and q are length-normalised, one number per response:
 #
@@ -250,7 +245,6 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 # Theorem 1: Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither
 # length-normalised nor estimated. Its first term has Var(p/q) + 1 = sum p^2/q >= exp KL. If p and q
 # are close, the group expectation can be the worse weight.
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def group_expectation(log_q, group, c: float):
@@ -279,11 +273,6 @@ def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
     k2: d^2 / 2 approximates the KL; prime-rl uses it, with --cppo_beta=0.002."""
     d = logp_inf - logp_new
     return d * d / 2 if how == "k2" else token_k3(d, clamp)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One row per correction
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -531,11 +520,6 @@ def exact_z_known(cfg: Config) -> bool:
     return cfg.actor != "none" and of_ref and actor_is_sampler(cfg)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
     """The preset's values, minus bounds of a correction, rejection or surrogate that another flag
     overrides. axes: the preset."""
@@ -583,7 +567,22 @@ def check(cfg: Config) -> None:
     choice("correction", cfg.correction, list(CORRECTIONS))
     rejections(cfg)
     check_bounds(cfg)
-    check_obrs(cfg)
+    need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
+    need(
+        cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
+        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave "
+        "out one of the two flags",
+    )
+    need(
+        cfg.obrs_z != "exact" or exact_z_known(cfg),
+        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, no "
+        "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
+        "quantization, --keep_sampling_mask=replay, --kv_cache_dtype=auto); use bracket",
+    )
+    need(
+        cfg.correction != "z_tis" or cfg.obrs_target == "ref",
+        "--correction=z_tis is a control for target ref; leave --obrs_target=ref",
+    )
     check_target(cfg)
 
 
@@ -658,24 +657,4 @@ def check_bounds(cfg: ObjectiveFlags) -> None:
         cfg.reject_of == "all" or cfg.reject != "none",
         f"--reject_of={cfg.reject_of}: nothing is rejected; add --reject=NAME, one of "
         f"{', '.join(REJECTIONS)}; or leave --reject_of out",
-    )
-
-
-def check_obrs(cfg: Config) -> None:
-    """Check the flags of OBRS."""
-    need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
-    need(
-        cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
-        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave "
-        "out one of the two flags",
-    )
-    need(
-        cfg.obrs_z != "exact" or exact_z_known(cfg),
-        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, no "
-        "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
-        "quantization, --keep_sampling_mask=replay, --kv_cache_dtype=auto); use bracket",
-    )
-    need(
-        cfg.correction != "z_tis" or cfg.obrs_target == "ref",
-        "--correction=z_tis is a control for target ref; leave --obrs_target=ref",
     )

@@ -23,8 +23,7 @@ P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, and then clipped to [lo, hi]:
     constant      hi
 
 One engine samples for all: it loads the version of each group's sampler. This is exact because
-samples are a pure function of weights and seeds (rollout.py). Old versions stay on disk as long as
-a sampler or a checkpoint needs them."""
+samples are a pure function of weights and seeds (rollout.py)."""
 
 from __future__ import annotations
 

@@ -45,13 +45,11 @@ from corrections import (
 from machinery.flags import choice, need, run_command
 from presets import DEFAULTS, FRAMEWORKS, PAPERS
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
+# -- Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
 #
 # log_ratio: log p_new - log p_base, (B, T), with gradient; adv (B, 1) or (B, T); low, high: the
 # trust region of the ratio is [1 - low, 1 + high] (gmpo bounds log s, dppo a divergence, drpo
 # p_new - p_base); infinite: no bound.
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def reinforce(logp, adv):
@@ -208,9 +206,7 @@ def unregularised(cfg: Config):
     return replace(cfg, kl_coef=0.0, entropy_coef=0.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Once per optimizer step, before any backward
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Once per optimizer step, before any backward
 
 
 @dataclass
@@ -250,7 +246,6 @@ def needs_ref_pass(cfg: Config, controllers: dict, updates: int) -> bool:
         return True
     if cfg.correction not in USES_Z or cfg.obrs_z == "exact":
         return False
-    # the ref pass may add the policy's top-K to the support (model.needs_of_ref_pass)
     own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"
     return cfg.obrs_target == "ref" or controllers.get("kappa") is None or own_topk
 
@@ -330,9 +325,7 @@ def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags) -> None:
     stats.kept_factor = factor[:, None]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# For every micro-batch
-# ---------------------------------------------------------------------------------------------------------------------
+# -- For every micro-batch
 
 
 def with_ref(new, batch):
@@ -468,11 +461,6 @@ def per_response_scale(mask, stats: StepStats, cfg: Config, dtype):
     return 1.0 if cfg.reduction == "seq-mean-token-mean" else cfg.max_tokens / share
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# After the step
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
     """Update the state for the next step: kappa, used with --obrs_target=new, and lambda_distill of
     the closed loop.
@@ -491,11 +479,6 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
         gain = math.exp(DISTILL_GAIN * max(-1.0, min(1.0, (kl - target) / target)))
         now = controllers.get("distill", cfg.distill_lambda) * gain
         controllers["distill"] = min(max(now, 1e-4), DISTILL_LAMBDA_MAX)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def default_bounds(cfg: ObjectiveFlags) -> dict:
@@ -542,11 +525,6 @@ def check(cfg: Config) -> None:
             cfg.actor != "none",
             "--distill_kl_target: there is no actor to distil; name one with --actor",
         )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# python objectives.py
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def catalogue() -> str:

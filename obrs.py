@@ -16,10 +16,9 @@ For every x, a(x) w(x) = Z p_tgt(x)/p_inf(x), so for c1 >= lambda Z
 
     E[Mask | x] min(w, c1) = Z min(p_tgt/p_inf, c1/Z):
 
-in expectation OBRS is truncated importance sampling with cap c1/Z, scaled by Z. At lambda = 1, Z =
-1 - TV(p_inf, p_tgt): contexts in which the two distributions differ more get lower weight. Compared
-with TIS, OBRS has the factor Z, the choice of target, and mask noise. `--obrs_mask=expected`
-(weight a w instead of a random mask) has the same mean and lower variance.
+in expectation OBRS is truncated importance sampling with cap c1/Z, scaled by Z, and Z = 1 -
+TV(p_inf, p_tgt) at lambda = 1: contexts in which the two distributions differ more get lower
+weight. `--obrs_mask=expected` (weight a w instead of a random mask) has lower variance.
 
 Z is a sum over the vocabulary, but an engine returns only its top-K. Let the support S be
 top-K(p_inf) and the sampled token, and p_K the engine's K-th probability. If an actor is the
@@ -36,11 +35,6 @@ import math
 import torch
 
 CLAMP = 20.0  # log-ratios are clamped to +-CLAMP before exp
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The mechanism
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def acceptance(logp_tgt, logp_inf, lam, clamp=CLAMP):
@@ -86,11 +80,6 @@ def correction(
     if obrs_mode == "reweight":
         return rho, torch.ones_like(keep), a
     return rho, keep, keep
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Z from the engine's top-K
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def z_bracket(support_logp_inf, support_logp_tgt, lam, tail=None):

@@ -85,9 +85,7 @@ def int8_qmax() -> float:
     return 127.0 if torch.cuda.is_available() or not x86 or exact else 63.0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Numbers
 
 
 @functools.cache
@@ -168,9 +166,7 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return y.mul_(sx).mul_(sw.t()).to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The aligned linear layer
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The aligned linear layer
 
 
 class StraightThroughMatmul(torch.autograd.Function):
@@ -388,9 +384,7 @@ def refuse_experts(model, flag: str) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tensors for the engine
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Tensors for the engine
 
 
 def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
