@@ -2,11 +2,9 @@
 
 python train.py --config=configs/x.toml --key=value
 
-The type of a parameter `cfg` is a group with all flags that the function reads: `def
-clip_bounds(cfg: ObjectiveFlags)`. A flag with the default None is filled from `--objective`
-(presets.py), then by machinery/settings.py; a remaining None means off or no bound. machinery/settings.py also
-reads command lines and TOML files and checks combinations of flags across files. Each file checks
-its own flags."""
+The type of a parameter `cfg` is a group with all flags that the function reads. A flag with the
+default None is filled from `--objective` (presets.py), then by machinery/settings.py; a remaining
+None means off or no bound. Each file checks its own flags, machinery/settings.py combinations."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The run
-# ---------------------------------------------------------------------------------------------------------------------
+COLDEST = 0.01  # lowest temperature above 0: vLLM silently raises a lower temperature to 0.01
 
 
 @dataclass(frozen=True)
@@ -60,11 +56,6 @@ class SizeFlags:
     micro_tokens: int | None = None
     """Token budget (prompts and responses) of one micro-batch on one rank; default: on a GPU the
     largest that the memory plan allows, on a CPU 4096."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The objective
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -173,18 +164,6 @@ class LossFlags(ObjectiveFlags, ObrsFlags, ActorFlags):
     """All flags of the loss"""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollouts: the source of the mismatch
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-Quant = Literal["none", "int8", "fp8", "w4a16", "w2a16"]
-LearnerQuant = Literal["none", "aligned", "int8", "fp8", "w4a16", "w2a16"]
-
-
-COLDEST = 0.01  # lowest temperature above 0: vLLM silently raises a lower temperature to 0.01
-
-
 @dataclass(frozen=True)
 class SamplingFlags:
     """Sampling"""
@@ -236,9 +215,9 @@ class PrecisionFlags:
 
     lm_head_fp32: bool = False
     """Compute the language-model head in float32 on both sides, also with 16-bit layers."""
-    rollout_quant: Quant = "none"
+    rollout_quant: Literal["none", "int8", "fp8", "w4a16", "w2a16"] = "none"
     """Low-bit rollouts (quant.py): format of the engine's linear layers."""
-    learner_quant: LearnerQuant = "none"
+    learner_quant: Literal["none", "aligned", "int8", "fp8", "w4a16", "w2a16"] = "none"
     """aligned: the learner's copy of the rollout model computes with the engine's low-bit weights
     and, in int8 and fp8, also rounds activations to that format (QaRL); a format: this format,
     independent of the engine's."""
@@ -301,11 +280,6 @@ class RemoteFlags:
     """Stop the run after this many seconds without a group from any sampler."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The learner
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class OptimizerFlags:
     """Optimisation"""
@@ -345,11 +319,6 @@ class MemoryFlags:
     third more time, about a tenth of the activations' memory."""
     kernels: Literal["auto", "plain", "liger", "compile"] = "auto"
     """Kernels of decoder layers: of transformers (plain, auto), liger-kernel or torch.compile."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Task and reports
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -425,11 +394,6 @@ class SampleFlags(TaskFlags, PromptFlags, RolloutFlags):
     """Problems and sampling, shared by training and evaluation"""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All flags
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Config(
     RunFlags,
@@ -500,9 +464,4 @@ HARMLESS = {
 EMBEDDED = {"task": "arith", "max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
 EMBEDDED |= {"rollout_dtype": "float32", "grad_clip": 0.3}
 MICRO_TOKENS = 4096  # --micro_tokens on a CPU
-PROPOSED = {
-    "task": "hf:openai/gsm8k@main/train",
-    "max_tokens": 4096,
-    "lr": 1e-6,
-    "actor_lr": 1e-6,
-}
+PROPOSED = {"task": "hf:openai/gsm8k@main/train", "max_tokens": 4096, "lr": 1e-6, "actor_lr": 1e-6}

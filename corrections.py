@@ -11,12 +11,10 @@
 Log-ratios are clamped to +- `clamp` (`--log_ratio_clamp`, 20) before exp, sequence sums after
 summing.
 
-Each correction is a pure function of tensors and numbers, and a row in CORRECTIONS. To add a
-correction, add a function and a row. Arguments are passed by parameter name: log_r, mask, adv,
-and the like are the batch's, clamp is --log_ratio_clamp; every other parameter is the flag with
-its name, or keeps its default if no flag has this name. The flags take the function's defaults of
-is_cap, rs_low and rs_high. `python objectives.py` prints the first paragraph of each docstring.
-OBRS, Jackpot's correction, is in obrs.py."""
+Each correction is a pure function of tensors and numbers, and a row in CORRECTIONS. Arguments are
+passed by parameter name (`call`): the batch's log_r, mask, adv, ..., or the flag with this name.
+The flags is_cap, rs_low and rs_high take the function's defaults. `python objectives.py` prints the
+first paragraph of each docstring. OBRS, Jackpot's correction, is in obrs.py."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ from sampling import Sampling
 CLAMP = obrs.CLAMP
 KPOP_EDGE = 1e-6  # probabilities are clamped to [edge, 1 - edge]
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Ratios from log-ratios (B, T): per token, or one number per response (B, 1)
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Ratios from log-ratios (B, T): per token, or one number per response (B, 1)
 
 
 def token_ratio(log_r, clamp=CLAMP):
@@ -66,23 +62,15 @@ def token_k2(log_r, clamp=CLAMP):
     return log_r.clamp(-clamp, clamp) ** 2 / 2
 
 
+def token_m2(log_r, clamp=CLAMP):
+    """(log r)^2, (B, T)."""
+    return 2 * token_k2(log_r, clamp)
+
+
 def token_k3(log_r, clamp=CLAMP):
     """r - 1 - log r >= 0, (B, T): each token's term in the k3 estimate of KL(inf || ref)."""
     x = log_r.clamp(-clamp, clamp).double()  # near 0 the two terms cancel to x^2 / 2
     return (torch.expm1(x) - x).to(log_r.dtype)
-
-
-def token_kl(support_logp, support_logp_ref):
-    """KL(inf || ref), (B, T), over the tokens of the support and one token for all others; at most
-    the KL over the vocabulary.
-
-    support_logp: (B, T, S) log p_inf, -inf for entries to ignore; support_logp_ref: log p_ref."""
-    on = support_logp.isfinite()
-    p, p_ref = support_logp.exp(), support_logp_ref.exp() * on
-    terms = torch.where(on, p * (support_logp - support_logp_ref), 0.0)
-    outside = (1 - p.sum(-1)).clamp_min(1e-8)
-    outside_ref = (1 - p_ref.sum(-1)).clamp_min(1e-8)
-    return (terms.sum(-1) + outside * (outside.log() - outside_ref.log())).clamp_min(0.0)
 
 
 def seq_sum(x, mask):
@@ -110,9 +98,7 @@ def inside(x, low, high):
     return ((x >= low) & (x <= high)).to(x.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Corrections: -> (weight, keep), each (B, T) or (B, 1), without gradient.
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Corrections: -> (weight, keep), each (B, T) or (B, 1), without gradient.
 
 
 def none(log_r):
@@ -159,10 +145,10 @@ def areal_drop(log_r, is_cap=5.0, clamp=CLAMP):
     return r, (r <= is_cap).to(r.dtype)
 
 
-def z_tis(log_r, z, obrs_c1, clamp=CLAMP):
-    """weight Z min(r, c1 / Z): OBRS in expectation; the control for OBRS's mask (obrs.py)."""
+def z_tis(log_r, z, obrs_c1, lam=1.0, clamp=CLAMP):
+    """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for OBRS's mask."""
     weight = (z * token_ratio(log_r, clamp)).clamp_max(obrs_c1)
-    return weight, torch.ones_like(weight)
+    return weight, torch.ones_like(weight), obrs.acceptance(log_r, 0.0, lam, clamp)
 
 
 def seq_is(log_r, mask, clamp=CLAMP):
@@ -244,49 +230,34 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
     return m, torch.ones_like(m)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# GEPO's group expectation (HeteroRL, Eq. 9 to 15): a different denominator of gspo's ratio,
-# `--ratio_base=group`
-#
-# If a delayed sampler's q gives a response a probability close to 0, p / q diverges. GEPO divides
-# by the expectation of q over the group. p and q are length-normalised, one number per response:
+# -- GEPO (HeteroRL, Eq. 9 to 15), `--ratio_base=group`: gspo's ratio divided by the group's
+# expectation of q, because p / q diverges if a delayed sampler's q of a response is close to 0.
+# p and q are length-normalised, one number per response:
 #
 #     p = exp(mean_t log p_new),  q = exp(mean_t log p_inf)
 #     E = sum_group q^2 / sum_group q               Eq. 11, an estimate of E_q[q^2] / E_q[q]
 #     w = p / E                                     Eq. 12
 #     w = p / (e sg(p) + (1 - e) E)                 Eq. 15, defensive mixing, e = clip(c Var_group q, 0, 0.99)
 #
-# A group is the responses to one prompt. E is computed once per step from whole groups
-# (objectives.prepare_group), so micro-batches do not change E. E and w are computed in log space,
-# so extreme probabilities stay finite; e is computed from q.
+# E is computed once per step from whole groups (objectives.prepare_group), so micro-batches do not
+# change E. E and w are computed in log space, so extreme probabilities stay finite.
 #
 # Theorem 1: Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither
 # length-normalised nor estimated. Its first term has Var(p/q) + 1 = sum p^2/q >= exp KL. If p and q
 # are close, the group expectation can be the worse weight.
-# ---------------------------------------------------------------------------------------------------------------------
 
 
-def log_group_mean(log_q, group):
-    """log E of each response's group, (B,): Eq. 11.
+def group_expectation(log_q, group, c: float):
+    """(log E, e) of each response's group, both (B,): Eq. 11 and 15, with the population variance.
 
-    log_q: (B,), mean log p_inf, -inf for a response without tokens; group: (B,) ids. The result is
-    0 for a group without tokens."""
-    return (log_group_sum(2 * log_q, group) - log_group_sum(log_q, group)).nan_to_num(0.0)
-
-
-def log_group_sum(x, group):
-    """log sum exp(x) over each response's group: x (B,) -> (B,)."""
-    same = group[:, None] == group[None, :]
-    return torch.where(same, x[None, :], -math.inf).logsumexp(1)
-
-
-def group_mixing(mean_logp_inf, group, c: float):
-    """e = clip(c Var q, 0, 0.99), (B,), with the population variance of q in the group. Eq. 15."""
-    same = (group[:, None] == group[None, :]) & (mean_logp_inf > -math.inf)[None, :]
-    q, n = mean_logp_inf.exp(), same.sum(1).clamp_min(1)
+    log_q: (B,), mean log p_inf, -inf for a response without tokens; group: (B,) ids. log E is 0
+    for a group without tokens."""
+    same = (group[:, None] == group[None, :]) & (log_q > -math.inf)[None, :]
+    sums = [torch.where(same, k * log_q, -math.inf).logsumexp(1) for k in (1, 2)]
+    q, n = log_q.exp(), same.sum(1).clamp_min(1)
     mean = (same * q).sum(1) / n
     variance = (same * (q[None, :] - mean[:, None]) ** 2).sum(1) / n
-    return (c * variance).clamp(0.0, 0.99)
+    return (sums[1] - sums[0]).nan_to_num(0.0), (c * variance).clamp(0.0, 0.99)
 
 
 def group_log_base(mean_logp_new, log_group_mean, mixing):
@@ -304,17 +275,12 @@ def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
     return d * d / 2 if how == "k2" else token_k3(d, clamp)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One row per correction
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Correction:
     """A correction: its function, and the properties that other files use.
 
-    function: (...) -> (weight, keep), or (weight, keep, logs) if needs_z; arguments are passed by
-    parameter name (`call`)."""
+    function: (...) -> (weight, keep), or (weight, keep, accepted) if needs_z; arguments are passed
+    by parameter name (`call`)."""
 
     function: Callable
     drops: bool = False  # the correction rejects tokens or responses
@@ -341,38 +307,6 @@ def call(function, cfg: LossFlags, /, **known):
     return function(**values)
 
 
-def obrs_correction(new, batch, stats, cfg: LossFlags):
-    """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept with probability a (obrs.py).
-    Jackpot."""
-    logp_tgt, *sums = obrs.target_of(new, batch, cfg.obrs_target)
-    logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
-    # p_ref / p_tgt is needed only if the surrogate has the ratio p_new / p_ref
-    moves = cfg.obrs_target == "new" and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"
-    weight, keep, accept = obrs.correction(
-        logp_tgt,
-        batch.logp_inf,
-        batch.logp_ref if moves else None,
-        logs["z"],
-        batch.mask_uniforms,
-        lam=stats.lam,
-        c1=cfg.obrs_c1,
-        c2=cfg.obrs_c2,
-        expected=cfg.obrs_mask == "expected",
-        mode=cfg.obrs_mode,
-        clamp=cfg.log_ratio_clamp,
-    )
-    return weight, keep, {"accept": accept, **logs}
-
-
-def z_tis_correction(new, batch, stats, cfg: LossFlags):
-    """weight Z min(r, c1 / Z): OBRS in expectation. Ours; the control for OBRS's mask."""
-    _, *sums = obrs.target_of(new, batch, "ref")
-    logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
-    weight, keep = z_tis(batch.log_r, logs["z"], cfg.obrs_c1, cfg.log_ratio_clamp)
-    accept = obrs.acceptance(batch.logp_ref, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
-    return weight, keep, {"accept": accept, **logs}
-
-
 CORRECTIONS = {
     "none": Correction(none, plain=True),
     "is": Correction(vanilla_is),
@@ -390,8 +324,8 @@ CORRECTIONS = {
     "geo_rs_seq_tis": Correction(geo_rs_seq_tis, drops=True),
     "tbpo_mismatch": Correction(tbpo_mismatch),
     "vespo": Correction(vespo),
-    "z_tis": Correction(z_tis_correction, needs_z=True),
-    "obrs": Correction(obrs_correction, drops=True, needs_z=True),
+    "z_tis": Correction(z_tis, needs_z=True),
+    "obrs": Correction(obrs.correction, drops=True, needs_z=True),
 }
 USES_Z = {name for name, row in CORRECTIONS.items() if row.needs_z}
 
@@ -425,35 +359,38 @@ def largest_kept(x, bound: float) -> float:
     return float(ordered[kept - 1]) if len(ordered) else math.inf
 
 
-def of_token(estimate):
-    """Statistic of single tokens, (B, T)."""
-    return lambda log_r, mask, clamp: estimate(log_r, clamp)
-
-
 def of_response(estimate, aggregate):
     """Statistic of responses, (B, 1): the tokens' estimates, aggregated (sum, mean, max or min)."""
     return lambda log_r, mask, clamp: aggregate(estimate(log_r, clamp), mask)
 
 
 def seq_max_kl(mask, support_logp, support_logp_ref):
-    """The largest KL(inf || ref) of a response's tokens, (B, 1). TRM, arXiv 2512.23075, which
-    bounds the KL over the whole vocabulary."""
-    return seq_max(token_kl(support_logp, support_logp_ref), mask)
+    """The largest KL(inf || ref) of a response's tokens, (B, 1), over the tokens of the support and
+    one token for all others. TRM, arXiv 2512.23075, bounds the KL over the whole vocabulary, which
+    is at least this KL.
+
+    support_logp: (B, T, S) log p_inf, -inf for entries to ignore; support_logp_ref: log p_ref."""
+    on = support_logp.isfinite()
+    p, p_ref = support_logp.exp(), support_logp_ref.exp() * on
+    terms = torch.where(on, p * (support_logp - support_logp_ref), 0.0)
+    outside = (1 - p.sum(-1)).clamp_min(1e-8)
+    outside_ref = (1 - p_ref.sum(-1)).clamp_min(1e-8)
+    kl = terms.sum(-1) + outside * (outside.log() - outside_ref.log())
+    return seq_max(kl.clamp_min(0.0), mask)
 
 
 # k2 and k3 estimate KL(inf || ref) and are nonnegative: their default lower bound is 0. The names of
 # the k2 and k3 statistics are verl's; verl's token_k1, seq_sum_k1 and seq_mean_k1 are token, sequence
 # and geo here
 REJECTIONS = {
-    "token": Rejection(of_token(token_ratio), 0.5, 5.0),
+    "token": Rejection(token_ratio, 0.5, 5.0),
     "sequence": Rejection(seq_ratio, 0.0, 4.0),
     "geo": Rejection(geo_ratio, 0.9, 1.1),
     "seq_max": Rejection(of_response(token_ratio, seq_max), 0.0, 100.0),
     "seq_min": Rejection(of_response(token_ratio, seq_min), 1e-4, math.inf),
-    "token_k2": Rejection(of_token(token_k2)),
-    "token_k3": Rejection(of_token(token_k3)),
-    # (log r)^2
-    "token_m2": Rejection(of_token(lambda *x: 2 * token_k2(*x)), 0.0, 0.04, of_batch=True),
+    "token_k2": Rejection(token_k2),
+    "token_k3": Rejection(token_k3),
+    "token_m2": Rejection(token_m2, 0.0, 0.04, of_batch=True),
     "seq_sum_k2": Rejection(of_response(token_k2, seq_sum)),
     "seq_sum_k3": Rejection(of_response(token_k3, seq_sum)),
     "seq_mean_k2": Rejection(of_response(token_k2, seq_mean)),
@@ -495,20 +432,29 @@ def rejections(cfg: ObjectiveFlags) -> list[tuple[Rejection, float, float]]:
 
 
 def weight_and_mask(new, batch, stats, cfg: LossFlags):
-    """(weight, keep) or (weight, keep, logs) of --correction for one micro-batch."""
-    return call(
-        CORRECTIONS[cfg.correction].function,
+    """(weight, keep, logs) of --correction for one micro-batch."""
+    row = CORRECTIONS[cfg.correction]
+    of_obrs, logs = {}, {}
+    if row.needs_z:
+        logp_tgt, *sums = obrs.target_of(new, batch, cfg.obrs_target)
+        logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
+        of_obrs = {"z": logs["z"], "lam": stats.lam, "u": batch.mask_uniforms, "logp_tgt": logp_tgt}
+        # p_ref / p_tgt is needed only if the surrogate has the ratio p_new / p_ref
+        moves = (
+            cfg.obrs_target == "new" and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"
+        )
+        of_obrs["logp_ref"] = batch.logp_ref if moves else None
+    weight, keep, *accepted = call(
+        row.function,
         cfg,
-        new=new,
-        batch=batch,
-        stats=stats,
-        cfg=cfg,
         log_r=batch.log_r,
         logp_inf=batch.logp_inf,
         mask=batch.mask,
         adv=batch.adv,
         clamp=cfg.log_ratio_clamp,
+        **of_obrs,
     )
+    return weight, keep, {"accept": accepted[0], **logs} if accepted else {}
 
 
 def apply_correction(new, batch, stats, cfg: LossFlags):
@@ -520,7 +466,7 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
     benefit and changes the policy a lot."""
     if cfg.correction_target == "new":
         batch = replace(batch, logp_ref=new.logp.detach(), support_logp_ref=new.support_logp)
-    weight, keep, *logs = weight_and_mask(new, batch, stats, cfg)
+    weight, keep, logs = weight_and_mask(new, batch, stats, cfg)
     for row, low, high in rejections(cfg):
         high = stats.largest_kept if row.of_batch else high
         statistic = call(
@@ -534,7 +480,7 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
         )
         kept = inside(statistic, low, high)
         keep = keep * (kept if cfg.reject_of == "all" else torch.where(batch.adv < 0, kept, 1.0))
-    return weight, keep, logs[0] if logs else {}
+    return weight, keep, logs
 
 
 def batch_rejection(cfg: ObjectiveFlags) -> tuple[Rejection, float] | None:
@@ -572,11 +518,6 @@ def exact_z_known(cfg: Config) -> bool:
     that is the sampler."""
     of_ref = cfg.obrs_target == "ref" and not cfg.obrs_accept_rate
     return cfg.actor != "none" and of_ref and actor_is_sampler(cfg)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def still_read(axes: dict, cfg: ObjectiveFlags) -> dict:
@@ -625,9 +566,23 @@ def check(cfg: Config) -> None:
     """Raise UserError, one sentence, if flags of corrections contradict each other."""
     choice("correction", cfg.correction, list(CORRECTIONS))
     rejections(cfg)
-    check_caps(cfg)
-    check_rejection(cfg)
-    check_obrs(cfg)
+    check_bounds(cfg)
+    need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
+    need(
+        cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
+        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave "
+        "out one of the two flags",
+    )
+    need(
+        cfg.obrs_z != "exact" or exact_z_known(cfg),
+        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, no "
+        "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
+        "quantization, --keep_sampling_mask=replay, --kv_cache_dtype=auto); use bracket",
+    )
+    need(
+        cfg.correction != "z_tis" or cfg.obrs_target == "ref",
+        "--correction=z_tis is a control for target ref; leave --obrs_target=ref",
+    )
     check_target(cfg)
 
 
@@ -635,8 +590,9 @@ def check_target(cfg: LossFlags) -> None:
     """Check --correction_target, and that weights and masks are known before the update if a flag
     needs them."""
     of_new = cfg.correction_target == "new"
+    uses_z = cfg.correction in USES_Z
     need(
-        not of_new or cfg.correction not in USES_Z,
+        not (of_new and uses_z),
         f"--correction_target=new: --correction={cfg.correction} has a separate target; use --obrs_target",
     )
     plain = CORRECTIONS[cfg.correction].plain or cfg.surrogate == "reinforce"
@@ -645,7 +601,6 @@ def check_target(cfg: LossFlags) -> None:
         "--correction_target=new: weights p_new / p_inf replace the ratio; use --surrogate=reinforce or "
         f"--ratio_base=new, not {cfg.ratio_base}",
     )
-    uses_z = cfg.correction in USES_Z
     late = of_new or (uses_z and cfg.obrs_target == "new")
     early = {
         "loss_denominator=kept": cfg.loss_denominator == "kept" and can_drop(cfg),
@@ -660,8 +615,8 @@ def check_target(cfg: LossFlags) -> None:
         )
 
 
-def check_caps(cfg: ObjectiveFlags) -> None:
-    """Raise UserError if --is_cap or --is_floor does not fit the correction."""
+def check_bounds(cfg: ObjectiveFlags) -> None:
+    """Check --is_cap, --is_floor, --reject, --rs_low and --rs_high."""
     bounds = CORRECTIONS[cfg.correction].bounds
     need(
         cfg.is_cap is None or "is_cap" in bounds,
@@ -679,11 +634,7 @@ def check_caps(cfg: ObjectiveFlags) -> None:
         cfg.correction != "tbpo_mismatch" or max(1.0, cfg.is_floor) < cfg.is_cap,
         f"--is_cap={cfg.is_cap}: tbpo_mismatch clamps to [1/C, C], so C must be above 1",
     )
-
-
-def check_rejection(cfg: ObjectiveFlags) -> None:
-    """Check --reject, --rs_low and --rs_high."""
-    rejects = "rs_low" in CORRECTIONS[cfg.correction].bounds
+    rejects = "rs_low" in bounds
     need(
         not (rejects and cfg.reject in REJECTIONS),
         f"--reject={cfg.reject}: --correction={cfg.correction} already rejects by --rs_low and --rs_high; give the "
@@ -706,24 +657,4 @@ def check_rejection(cfg: ObjectiveFlags) -> None:
         cfg.reject_of == "all" or cfg.reject != "none",
         f"--reject_of={cfg.reject_of}: nothing is rejected; add --reject=NAME, one of "
         f"{', '.join(REJECTIONS)}; or leave --reject_of out",
-    )
-
-
-def check_obrs(cfg: Config) -> None:
-    """Check the flags of OBRS."""
-    need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
-    need(
-        cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
-        f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave "
-        "out one of the two flags",
-    )
-    need(
-        cfg.obrs_z != "exact" or exact_z_known(cfg),
-        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, no "
-        "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
-        "quantization, --keep_sampling_mask=replay, --kv_cache_dtype=auto); use bracket",
-    )
-    need(
-        cfg.correction != "z_tis" or cfg.obrs_target == "ref",
-        "--correction=z_tis is a control for target ref; leave --obrs_target=ref",
     )

@@ -23,8 +23,7 @@ P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, and then clipped to [lo, hi]:
     constant      hi
 
 One engine samples for all: it loads the version of each group's sampler. This is exact because
-samples are a pure function of weights and seeds (rollout.py). Old versions stay on disk as long as
-a sampler or a checkpoint needs them."""
+samples are a pure function of weights and seeds (rollout.py)."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from statistics import NormalDist
 
 from config import Config
 from machinery.checkpoint.tensors import read_tensors, write_tensors
-from machinery.flags import UserError, need
+from machinery.flags import need
 from machinery.ranks import from_all
 from rollout import Rollout, uniforms
 from source import LocalSource
@@ -221,7 +220,7 @@ class DelaySource(LocalSource):
 
 
 def check(cfg: Config) -> None:
-    """Raise UserError, one sentence, if flags of delays contradict each other."""
+    """Raise UserError, one sentence, if flags of delayed or remote samplers contradict each other."""
     need(
         0 < cfg.delay_min <= cfg.delay_max < math.inf,
         f"--delay_min={cfg.delay_min} --delay_max={cfg.delay_max}: "
@@ -232,26 +231,23 @@ def check(cfg: Config) -> None:
         f"--delay={cfg.delay}: two quantiles need --delay_min below --delay_max; use --delay=constant",
     )
     most = cfg.max_staleness
-    if most is not None and cfg.sync_every - 1 > most:
-        raise UserError(
-            f"--max_staleness={most}: with --sync_every={cfg.sync_every} even the newest weights are "
-            f"up to {cfg.sync_every - 1} updates old; broadcast more often"
-        )
+    need(
+        most is None or cfg.sync_every - 1 <= most,
+        f"--max_staleness={most}: with --sync_every={cfg.sync_every} even the newest weights are "
+        f"up to {cfg.sync_every - 1} updates old; broadcast more often",
+    )
+    delayed = cfg.delay != "none"
     remote = cfg.samplers != "local"
-    if cfg.delay == "none" and not remote and (cfg.sync_every > 1 or cfg.max_staleness is not None):
-        raise UserError(
-            f"--max_staleness={cfg.max_staleness} --sync_every={cfg.sync_every}: there are no delayed samplers; "
-            "name a distribution with --delay, or an address or a folder with --samplers"
-        )
-    if cfg.delay != "none" and remote:
-        raise UserError(
-            f"--delay={cfg.delay} simulates samplers inside this process, and --samplers={cfg.samplers} has real "
-            "samplers; leave out one of the two flags"
-        )
-
-
-def check_remote(cfg: Config) -> None:
-    """Raise UserError, one sentence, if flags of remote samplers contradict each other."""
+    need(
+        delayed or remote or (cfg.sync_every <= 1 and most is None),
+        f"--max_staleness={most} --sync_every={cfg.sync_every}: there are no delayed samplers; "
+        "name a distribution with --delay, or an address or a folder with --samplers",
+    )
+    need(
+        not (delayed and remote),
+        f"--delay={cfg.delay} simulates samplers inside this process, and --samplers={cfg.samplers} has real "
+        "samplers; leave out one of the two flags",
+    )
     need(cfg.samplers.strip(), "--samplers is empty: write local, tcp://HOST:PORT or a folder")
     is_local = "://" not in cfg.samplers or cfg.samplers.startswith("tcp://127.0.0.1:")
     need(

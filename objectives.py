@@ -6,17 +6,13 @@
     surrogate    objective that is maximised, with a trust region
     reduction    denominator of the sum, the same for all ranks and micro-batches
 
-Policies: `inf` is the policy that sampled; it can differ from the learner in engine, actor, precision,
-staleness or sampling settings. `ref` is the learner before the first update on this rollout batch.
-`new` is the learner now.
+Policies: `inf` sampled; it can differ from the learner in engine, actor, precision, staleness or
+sampling settings. `ref` is the learner before the first update on this rollout batch, `new` is the
+learner now.
 
-Surrogates and regularisers are pure functions of tensors and numbers. Presets are in presets.py,
-advantages in batching.py. `python objectives.py` prints corrections and surrogates with formula and
-source, rejections with default bounds, and presets with their flags.
-
-`prepare` runs once per optimizer step, over all ranks, before any backward pass. `loss` is called
-for each micro-batch. `update_controllers` keeps state for the next update (kappa, the weight of
-distillation).
+Presets are in presets.py, advantages in batching.py. `python objectives.py` prints all names with
+formula and source. `prepare` runs once per optimizer step, over all ranks, before any backward
+pass, `loss` for each micro-batch, `update_controllers` after the step.
 
 Jackpot: `obrs.correction` computes a, keep, w and rho; `ppo` is the surrogate; `loss` multiplies.
 """
@@ -49,13 +45,11 @@ from corrections import (
 from machinery.flags import choice, need, run_command
 from presets import DEFAULTS, FRAMEWORKS, PAPERS
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
+# -- Surrogates: -> (value to maximise (B, T), clipped (B, T) bool, ratio (B, T) or None)
 #
 # log_ratio: log p_new - log p_base, (B, T), with gradient; adv (B, 1) or (B, T); low, high: the
 # trust region of the ratio is [1 - low, 1 + high] (gmpo bounds log s, dppo a divergence, drpo
 # p_new - p_base); infinite: no bound.
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def reinforce(logp, adv):
@@ -166,11 +160,6 @@ def clip_surrogate(s, adv, low, high, dual_clip=0.0):
     return value, clipped
 
 
-def clip_bounds(cfg: ObjectiveFlags) -> tuple[float, float]:
-    """(low, high) of the trust region; infinite with --clip=False."""
-    return (cfg.clip_low, cfg.clip_high) if cfg.clip else (math.inf, math.inf)
-
-
 # one row per surrogate; arguments are passed by parameter name (corrections.call)
 SURROGATES = {
     "reinforce": reinforce,
@@ -188,8 +177,9 @@ SURROGATES = {
 
 def surrogate_of(logp, base, adv, mask, cfg: LossFlags):
     """(value to maximise, clip mask, ratio) of --surrogate. base: log p_base, (B, T)."""
-    low, high = clip_bounds(cfg)
-    edge = {} if cfg.clip else {"tbpo_neg_high": math.inf}
+    bounds = {"low": cfg.clip_low, "high": cfg.clip_high}
+    if not cfg.clip:
+        bounds = dict.fromkeys(("low", "high", "tbpo_neg_high"), math.inf)
     return call(
         SURROGATES[cfg.surrogate],
         cfg,
@@ -198,10 +188,8 @@ def surrogate_of(logp, base, adv, mask, cfg: LossFlags):
         log_ratio=logp - base,
         adv=adv,
         mask=mask,
-        low=low,
-        high=high,
         clamp=cfg.log_ratio_clamp,
-        **edge,
+        **bounds,
     )
 
 
@@ -213,28 +201,12 @@ CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # of a length-normalised r
 CLIPS |= {"gmpo": (0.4, 0.4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05), "drpo": (12.5, 12.5)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Regularisers: KL to the frozen model that the run started from (`start`; `ref` in verl and TRL)
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def kl_estimate(logp, logp_start):
-    """Per-token estimate of KL(p || start), (B, T) nats, with gradient: k2 = log(p_start / p)^2 / 2.
-
-    Over tokens of p its mean is near the KL, and the mean of its gradient is the KL's gradient.
-    Schulman's k3 would have the gradient of KL(start || p), and k1 a gradient of mean zero."""
-    x = logp_start - logp
-    return x * x / 2
-
-
 def unregularised(cfg: Config):
     """The flags with kl_coef and entropy_coef at 0: worth.py scores corrections without them."""
     return replace(cfg, kl_coef=0.0, entropy_coef=0.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Once per optimizer step, before any backward
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Once per optimizer step, before any backward
 
 
 @dataclass
@@ -274,7 +246,6 @@ def needs_ref_pass(cfg: Config, controllers: dict, updates: int) -> bool:
         return True
     if cfg.correction not in USES_Z or cfg.obrs_z == "exact":
         return False
-    # the ref pass may add the policy's top-K to the support (model.needs_of_ref_pass)
     own_topk = cfg.actor != "none" or cfg.obrs_z == "approx"
     return cfg.obrs_target == "ref" or controllers.get("kappa") is None or own_topk
 
@@ -300,7 +271,7 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
         prepare_obrs(stats, batch, comm, cfg, controllers)
     if of_batch := corrections.batch_rejection(cfg):
         row, bound = of_batch
-        values = row.statistic(batch.log_r, batch.mask, cfg.log_ratio_clamp)[batch.mask]
+        values = row.statistic(batch.log_r, cfg.log_ratio_clamp)[batch.mask]
         stats.largest_kept = corrections.largest_kept(comm.cat(values), bound)
     if cfg.advantage == "otb":
         weight, *_ = corrections.weight_and_mask(None, batch, stats, cfg)
@@ -314,11 +285,10 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
 
 def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
     """Compute GEPO's group expectation and mixing coefficient, from whole groups."""
-    mean_logp_inf = seq_mean(batch.logp_inf.double(), batch.mask)[:, 0]
-    mean_logp_inf = mean_logp_inf.masked_fill(batch.mask.sum(1) == 0, -math.inf)
-    log_mean = corrections.log_group_mean(mean_logp_inf, batch.group)
-    stats.log_group_mean = log_mean[:, None]
-    stats.mixing = corrections.group_mixing(mean_logp_inf, batch.group, cfg.gepo_defence)[:, None]
+    log_q = seq_mean(batch.logp_inf.double(), batch.mask)[:, 0]
+    log_q = log_q.masked_fill(batch.mask.sum(1) == 0, -math.inf)
+    log_mean, mixing = corrections.group_expectation(log_q, batch.group, cfg.gepo_defence)
+    stats.log_group_mean, stats.mixing = log_mean[:, None], mixing[:, None]
 
 
 def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict) -> None:
@@ -355,9 +325,7 @@ def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags) -> None:
     stats.kept_factor = factor[:, None]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# For every micro-batch
-# ---------------------------------------------------------------------------------------------------------------------
+# -- For every micro-batch
 
 
 def with_ref(new, batch):
@@ -402,8 +370,10 @@ def loss(new, batch, stats: StepStats, cfg: Config):
     unreduced = -keep * weight * surrogate
     if cfg.kl_coef:
         on_new = keep * weight * (1.0 if ratio is None else ratio.detach())
-        start_kl = kl_estimate(new.logp, batch.logp_start)
-        unreduced = unreduced + cfg.kl_coef * on_new * start_kl
+        # k2: the mean of its gradient over tokens of p_new is the gradient of KL(new || start);
+        # Schulman's k3 would have the gradient of KL(start || new), and k1 one of mean zero
+        x = batch.logp_start - new.logp
+        unreduced = unreduced + cfg.kl_coef * on_new * (x * x / 2)
     if stats.kept_factor is not None:
         unreduced = unreduced * stats.kept_factor.to(unreduced)
     if cfg.entropy_coef:
@@ -491,11 +461,6 @@ def per_response_scale(mask, stats: StepStats, cfg: Config, dtype):
     return 1.0 if cfg.reduction == "seq-mean-token-mean" else cfg.max_tokens / share
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# After the step
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
     """Update the state for the next step: kappa, used with --obrs_target=new, and lambda_distill of
     the closed loop.
@@ -516,11 +481,6 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
         controllers["distill"] = min(max(now, 1e-4), DISTILL_LAMBDA_MAX)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def default_bounds(cfg: ObjectiveFlags) -> dict:
     """Defaults that depend on other flags: caps, bounds and clips."""
     low, high = CLIPS.get(cfg.surrogate, CLIP)
@@ -533,25 +493,6 @@ def check(cfg: Config) -> None:
     """Raise UserError, one sentence, if flags of the objective contradict each other."""
     choice("surrogate", cfg.surrogate, list(SURROGATES))
     corrections.check(cfg)
-    check_ratio(cfg)
-    need(
-        cfg.dual_clip == 0 or (cfg.dual_clip > 1 and cfg.clip and cfg.surrogate in ("ppo", "gspo")),
-        f"--dual_clip={cfg.dual_clip}: needs a value above 1 (3 is usual), --clip=True and --surrogate=ppo or gspo",
-    )
-    if cfg.distill_kl_target > 0:
-        need(
-            0 < cfg.distill_lambda <= DISTILL_LAMBDA_MAX,
-            f"--distill_lambda={cfg.distill_lambda}: --distill_kl_target starts from it; give a value above 0, at most "
-            f"{DISTILL_LAMBDA_MAX:g}",
-        )
-        need(
-            cfg.actor != "none",
-            "--distill_kl_target: there is no actor to distil; name one with --actor",
-        )
-
-
-def check_ratio(cfg: ObjectiveFlags) -> None:
-    """Check the denominator of the surrogate's ratio."""
     base = f"--ratio_base={cfg.ratio_base}"
     need(
         cfg.ratio_base not in ("inf", "group") or cfg.correction == "none",
@@ -570,11 +511,20 @@ def check_ratio(cfg: ObjectiveFlags) -> None:
         cfg.ratio_base == "ref" or cfg.surrogate != "reinforce",
         f"{base}: --surrogate=reinforce has no ratio; use --surrogate=ppo",
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# python objectives.py
-# ---------------------------------------------------------------------------------------------------------------------
+    need(
+        cfg.dual_clip == 0 or (cfg.dual_clip > 1 and cfg.clip and cfg.surrogate in ("ppo", "gspo")),
+        f"--dual_clip={cfg.dual_clip}: needs a value above 1 (3 is usual), --clip=True and --surrogate=ppo or gspo",
+    )
+    if cfg.distill_kl_target > 0:
+        need(
+            0 < cfg.distill_lambda <= DISTILL_LAMBDA_MAX,
+            f"--distill_lambda={cfg.distill_lambda}: --distill_kl_target starts from it; give a value above 0, at most "
+            f"{DISTILL_LAMBDA_MAX:g}",
+        )
+        need(
+            cfg.actor != "none",
+            "--distill_kl_target: there is no actor to distil; name one with --actor",
+        )
 
 
 def catalogue() -> str:

@@ -16,10 +16,9 @@ For every x, a(x) w(x) = Z p_tgt(x)/p_inf(x), so for c1 >= lambda Z
 
     E[Mask | x] min(w, c1) = Z min(p_tgt/p_inf, c1/Z):
 
-in expectation OBRS is truncated importance sampling with cap c1/Z, scaled by Z. At lambda = 1, Z =
-1 - TV(p_inf, p_tgt): contexts in which the two distributions differ more get lower weight. Compared
-with TIS, OBRS has the factor Z, the choice of target, and mask noise. `--obrs_mask=expected`
-(weight a w instead of a random mask) has the same mean and lower variance.
+in expectation OBRS is truncated importance sampling with cap c1/Z, scaled by Z, and Z = 1 -
+TV(p_inf, p_tgt) at lambda = 1: contexts in which the two distributions differ more get lower
+weight. `--obrs_mask=expected` (weight a w instead of a random mask) has lower variance.
 
 Z is a sum over the vocabulary, but an engine returns only its top-K. Let the support S be
 top-K(p_inf) and the sampled token, and p_K the engine's K-th probability. If an actor is the
@@ -38,11 +37,6 @@ import torch
 CLAMP = 20.0  # log-ratios are clamped to +-CLAMP before exp
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The mechanism
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def acceptance(logp_tgt, logp_inf, lam, clamp=CLAMP):
     """a = min(1, p_tgt / (lambda p_inf)), elementwise, in (0, 1]. Jackpot Eq. 3."""
     return ((logp_tgt - logp_inf).clamp(-clamp, clamp) - math.log(lam)).clamp_max(0.0).exp()
@@ -59,36 +53,33 @@ def correction(
     logp_ref,
     z,
     u,
-    *,
     lam=1.0,
-    c1=3.0,
-    c2=1.3,
-    expected=False,
-    mode="both",
+    obrs_c1=3.0,
+    obrs_c2=1.3,
+    obrs_mask="bernoulli",
+    obrs_mode="both",
     clamp=CLAMP,
 ):
-    """OBRS as a correction of a surrogate on p_new / p_ref: (weight, keep, accepted), each (B, T),
-    no gradient. accepted, for the metrics: keep, or a if mode is `reweight`.
+    """weight min(w, c1) min(p_ref / p_tgt, c2), tokens kept with probability a (obrs.py).
+    Jackpot.
 
-    u: uniforms in [0, 1), one per token. logp_ref: None if p_ref / p_tgt is not needed. expected:
-    keep is the expectation a instead of a Bernoulli draw. mode: `mask` or `reweight` alone (Tables
-    6, 7). Each alone is biased: neither a nor w is proportional to p_tgt / p_inf, but a w is."""
+    Returns (weight, keep, accepted), each (B, T), no gradient. accepted, for the metrics: keep, or
+    a if obrs_mode is `reweight`. u: uniforms in [0, 1), one per token. logp_ref: None if p_ref /
+    p_tgt is not needed. obrs_mask `expected`: keep is the expectation a instead of a Bernoulli
+    draw. obrs_mode: `mask` or `reweight` alone (Tables 6, 7). Each alone is biased: neither a nor w
+    is proportional to p_tgt / p_inf, but a w is."""
     a = acceptance(logp_tgt, logp_inf, lam, clamp)  # Eq. 3:   min(1, p_tgt / (lambda p_inf))
-    keep = a if expected else (u < a).to(a.dtype)  # Eq. 5:   Mask ~ Bernoulli(a), or its mean
+    # Eq. 5:   Mask ~ Bernoulli(a), or its mean
+    keep = a if obrs_mask == "expected" else (u < a).to(a.dtype)
     w = weight(z, logp_tgt, logp_inf, lam, clamp)  # line 23: Z max(lambda, p_tgt / p_inf)
-    rho = w.clamp_max(c1)  # line 24: min(w, c1) min(p_ref / p_tgt, c2)
+    rho = w.clamp_max(obrs_c1)  # line 24: min(w, c1) min(p_ref / p_tgt, c2)
     if logp_ref is not None:
-        rho = rho * (logp_ref - logp_tgt).clamp(-clamp, clamp).exp().clamp_max(c2)
-    if mode == "mask":
+        rho = rho * (logp_ref - logp_tgt).clamp(-clamp, clamp).exp().clamp_max(obrs_c2)
+    if obrs_mode == "mask":
         return torch.ones_like(rho), keep, keep
-    if mode == "reweight":
+    if obrs_mode == "reweight":
         return rho, torch.ones_like(keep), a
     return rho, keep, keep
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Z from the engine's top-K
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def z_bracket(support_logp_inf, support_logp_tgt, lam, tail=None):

@@ -14,22 +14,19 @@ DEFAULTS = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref"
 DEFAULTS |= {"advantage": "grpo", "reject": "none", "reject_of": "all", "correction_target": "ref"}
 DEFAULTS |= {"cppo_beta": 0.0, "cppo_kl": "official"}
 DR_GRPO = {"advantage": "grpo_no_std", "reduction": "seq-mean-token-sum-norm"}
+
+
+def with_ppo(*corrections: str) -> dict[str, dict]:
+    """One preset per correction, of the same name, with the surrogate ppo."""
+    return {name: {"correction": name, "surrogate": "ppo"} for name in corrections}
+
+
 PAPERS = {
-    "none": {"correction": "none", "surrogate": "ppo"},  # the mismatch is ignored
-    # the same; clip and token mean are DAPO's
-    "grpo": {"correction": "none", "surrogate": "ppo"},
+    **with_ppo("none"),  # the mismatch is ignored
+    "grpo": {"correction": "none", "surrogate": "ppo"},  # the same; clip and token mean are DAPO's
     "reinforce": {"correction": "none", "surrogate": "reinforce"},
-    "is": {"correction": "is", "surrogate": "ppo"},
-    "tis": {"correction": "tis", "surrogate": "ppo"},
-    "icepop": {"correction": "icepop", "surrogate": "ppo"},
-    "kpop": {"correction": "kpop", "surrogate": "ppo"},
-    "areal_drop": {"correction": "areal_drop", "surrogate": "ppo"},
-    "z_tis": {"correction": "z_tis", "surrogate": "ppo"},
-    "seq_is": {"correction": "seq_is", "surrogate": "ppo"},
-    "seq_tis": {"correction": "seq_tis", "surrogate": "ppo"},
-    "prefix_tis": {"correction": "prefix_tis", "surrogate": "ppo"},
-    "retrace": {"correction": "retrace", "surrogate": "ppo"},
-    "retrace_seq": {"correction": "retrace_seq", "surrogate": "ppo"},
+    **with_ppo("is", "tis", "icepop", "kpop", "areal_drop", "z_tis", "seq_is", "seq_tis"),
+    **with_ppo("prefix_tis", "retrace", "retrace_seq"),
     # ours (results/worth.md): retrace_seq that also drops tokens with A < 0 and r < 0.9. Similar:
     # PPO's clip on p_new / p_inf, and DeepSeek-V3.2's mask of whole responses with A < 0 by their
     # mean log-ratio
@@ -40,15 +37,11 @@ PAPERS = {
     "m2po": {"correction": "none", "surrogate": "ppo", "reject": "token_m2"},
     "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
     "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": PER_RESPONSE},
-    "geo_rs": {"correction": "geo_rs", "surrogate": "ppo"},
-    "geo_rs_seq_tis": {"correction": "geo_rs_seq_tis", "surrogate": "ppo"},
+    **with_ppo("geo_rs", "geo_rs_seq_tis"),
     "ppo_is": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
-    "tis_adjusted": {
-        "correction": "tis",
-        "surrogate": "ppo",
-        "ratio_base": "new",
-        "correction_target": "new",
-    },
+    "tis_adjusted": dict(
+        correction="tis", surrogate="ppo", ratio_base="new", correction_target="new"
+    ),
     "jackpot": {"correction": "obrs", "surrogate": "ppo"},
     "jackpot_adjusted": dict(
         correction="obrs", surrogate="ppo", ratio_base="new", obrs_target="new"

@@ -9,10 +9,9 @@ master weights W, but its linear layers compute with the engine's low-bit number
     backward    dx = g Wq      straight through the rounding, in high precision;
                 dW = g^T Xq    gradient of the master weights; no gradient through the scales
 
-The engine receives the same q_w and s_w, so each version of the weights is quantized
-once (under FSDP once per use, with the same result). Embedding, head and
-the routers of a mixture of experts stay in high precision. Each matrix of each expert is quantized
-separately.
+The engine receives the same q_w and s_w, so each version of the weights is quantized once (under
+FSDP once per use, with the same result). Embedding, head and routers stay in high precision. Each
+matrix of each expert is quantized separately.
 
     format   weights q_w             scales s_w     activations q_x   largest rounding error
     int8     int8 in +-127           one per row    int8, per token   s / 2,  s = max|row| / 127
@@ -21,9 +20,8 @@ separately.
     w2a16    int4 in +-1             one per group  full precision    s / 2,  s = max|group|
 
 A row of a weight matrix is one output channel; a group is `--quant_group` consecutive entries of a
-row. Quantization is symmetric: zero stays zero. A row of zeros has scale 1. w2a16 is
-a stress test for models that w4a16 hardly affects. On x86 processors without VNNI, int8 products
-saturate, so int8 weights are limited to +-63 (`int8_qmax`)."""
+row. Quantization is symmetric: zero stays zero. A row of zeros has scale 1. w2a16 is a stress test
+for models that w4a16 hardly affects. int8_qmax: 63 where int8 products saturate."""
 
 from __future__ import annotations
 
@@ -69,7 +67,8 @@ def format_of(name: str, group: int = 64) -> Format | None:
     if name == "fp8":
         return Format(name, 448.0, torch.float8_e4m3fn, True)
     weights_only = {"w4a16": 7.0, "w2a16": 1.0}
-    # on a GPU vLLM stores int4 scales in the model dtype, here bfloat16; on a CPU vLLM gets dequantized weights
+    # on a GPU vLLM stores int4 scales in the model dtype, here bfloat16; on a CPU vLLM gets
+    # dequantized weights
     scales = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return Format(name, weights_only[name], torch.int8, False, group, scales)
 
@@ -79,20 +78,14 @@ def int8_qmax() -> float:
     """Largest magnitude of an int8 weight on this machine: 127, or 63 if products saturate.
 
     They saturate on x86 processors without VNNI, which add pairs of products in 16 bits."""
-    if torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() not in (
-        "AVX2",
-        "AVX512",
-    ):
-        return 127.0
+    x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     cpuinfo = Path("/proc/cpuinfo")  # features of this processor
     flags = cpuinfo.read_text().split() if cpuinfo.is_file() else []
-    saturates = not any("vnni" in flag or flag.startswith("amx_int8") for flag in flags)
-    return 63.0 if saturates else 127.0
+    exact = any("vnni" in flag or flag.startswith("amx_int8") for flag in flags)
+    return 127.0 if torch.cuda.is_available() or not x86 or exact else 63.0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Numbers
 
 
 @functools.cache
@@ -147,9 +140,8 @@ def dequantize(
 ) -> torch.Tensor:
     """s q: (..., K) and (..., K / group) -> (..., K), multiplied in float32. On a GPU one kernel
     multiplies and rounds."""
-    q = (
-        q if q.dtype == torch.int8 else q.to(torch.bfloat16)
-    )  # exact; torch does not multiply float8
+    if q.dtype != torch.int8:
+        q = q.to(torch.bfloat16)  # exact; torch does not multiply float8
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     torch.mul(q.reshape(*s.shape, -1), s[..., None], out=out.view(*s.shape, -1))
     return out
@@ -174,9 +166,7 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return y.mul_(sx).mul_(sw.t()).to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The aligned linear layer
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The aligned linear layer
 
 
 class StraightThroughMatmul(torch.autograd.Function):
@@ -281,17 +271,17 @@ class LowBitExperts(LowBit, nn.Module):
         self.use_format(fmt)
         self.train(experts.training)
 
-    def matrices(self, name: str) -> list[tuple]:
-        """(master weight, q_w, s_w) of each expert."""
-        return list(zip(getattr(self, name).unbind(), *self.quantized(name), strict=True))
-
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """Weighted sum of the chosen experts' outputs, (n, H), from hidden_states (n, H), and the
         experts chosen for each token and their weights, both (n, k)."""
         out, x, device = torch.zeros_like(hidden_states), hidden_states, hidden_states.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        gate_up, down = self.matrices("gate_up_proj"), self.matrices("down_proj")
+        # (master weight, q_w, s_w) of each expert
+        gate_up, down = (
+            list(zip(getattr(self, name).unbind(), *self.quantized(name), strict=True))
+            for name in ("gate_up_proj", "down_proj")
+        )
         setting = (self.format, nn.functional.linear)
         with torch.autocast(device, enabled=False):
             for e in top_k_index.unique().tolist():
@@ -349,9 +339,8 @@ def matrices_of(model) -> dict[str, tuple[nn.Module, str]]:
 
 def learner_format(cfg: PrecisionFlags) -> Format | None:
     """The learner's format of the rollout model; None: high precision."""
-    return format_of(
-        cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant, cfg.quant_group
-    )
+    name = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
+    return format_of(name, cfg.quant_group)
 
 
 def align(model, fmt: Format | None):
@@ -363,26 +352,20 @@ def align(model, fmt: Format | None):
     if fmt is None:
         return model
     refuse_experts(model, "--rollout_quant, --learner_quant")
-    low_bit = {}
-    for name, linear in quantized_linears(model).items():
-        check_groups(name, linear.in_features, fmt)
-        low_bit[linear] = LowBitLinear.from_linear(linear, fmt)
-    for name, experts in experts_of(model).items():
-        for p in experts.parameters():
-            check_groups(name, p.shape[-1], fmt)
-        low_bit[experts] = LowBitExperts(experts, fmt)
+    for name, (layer, kind) in matrices_of(model).items():
+        columns = getattr(layer, kind).shape[-1]
+        need(
+            not fmt.group or columns % fmt.group == 0,
+            f"--quant_group={fmt.group}: {name.rpartition('.')[0]} has rows of {columns}, not a multiple of the group; "
+            "choose a divisor",
+        )
+    low_bit = {m: LowBitLinear.from_linear(m, fmt) for m in quantized_linears(model).values()}
+    low_bit |= {m: LowBitExperts(m, fmt) for m in experts_of(model).values()}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child in low_bit:
                 setattr(parent, name, low_bit[child])
     return model
-
-
-def check_groups(name: str, columns: int, fmt: Format) -> None:
-    need(
-        not fmt.group or columns % fmt.group == 0,
-        f"--quant_group={fmt.group}: {name} has rows of {columns}, not a multiple of the group; choose a divisor",
-    )
 
 
 def refuse_experts(model, flag: str) -> None:
@@ -401,9 +384,7 @@ def refuse_experts(model, flag: str) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tensors for the engine
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Tensors for the engine
 
 
 def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
@@ -500,12 +481,8 @@ def by_expert(named_tensors, experts):
             yield name, x
             continue
         for e, matrix in enumerate(x):
-            halves = (
-                dict(zip(("gate", "up"), matrix.chunk(2), strict=True))
-                if kind == "gate_up"
-                else {"down": matrix}
-            )
-            for half, rows in halves.items():
+            halves = kind.split("_")  # gate, up; or down
+            for half, rows in zip(halves, matrix.chunk(len(halves)), strict=True):
                 yield f"{layer}.experts.{e}.{half}_proj.weight{part}", rows
 
 
@@ -527,10 +504,9 @@ def check(cfg: PrecisionFlags) -> None:
 
 def check_routing(cfg: RolloutFlags) -> None:
     """Raise UserError if --router_replay is set and the engine cannot report its chosen experts."""
+    reports = cfg.rollout == "hf" or torch.cuda.is_available()  # vLLM's implementation is in Triton
     need(
-        not cfg.router_replay
-        or cfg.rollout == "hf"
-        or torch.cuda.is_available(),  # vLLM's implementation is in Triton
+        not cfg.router_replay or reports,
         "--router_replay: on a CPU vLLM does not report its expert choices; use --rollout=hf",
     )
     need(
@@ -542,13 +518,9 @@ def check_routing(cfg: RolloutFlags) -> None:
 
 def check_products(cfg: RolloutFlags) -> None:
     """Raise UserError if vLLM on this host's GPU cannot multiply in the rollout format."""
-    low = (
-        cfg.rollout_quant in ("int8", "fp8", "w4a16")
-        and cfg.rollout == "vllm"
-        and torch.cuda.is_available()
-    )
+    low = cfg.rollout_quant in ("int8", "fp8", "w4a16") and cfg.rollout == "vllm"
     need(
-        not low or cfg.rollout_dtype != "float32",
+        not (low and torch.cuda.is_available()) or cfg.rollout_dtype != "float32",
         f"--rollout_quant={cfg.rollout_quant}: on a GPU vLLM layers of this format return only 16-bit numbers; add "
         "--rollout_dtype=bfloat16",
     )

@@ -16,9 +16,7 @@ weights: with top_p = 0.8 and full-vocabulary scoring, the mean of p_ref / p_inf
                 (keep-sampling-mask in DeepSeek-V3.2)
 
 Sets of allowed tokens are stored as ragged lists (offsets, ids), never as a (B, T, V) mask.
-Source: Mismatch Praxis, section 2.
-
-"""
+Source: Mismatch Praxis, section 2."""
 
 from __future__ import annotations
 
@@ -35,14 +33,11 @@ KEPT_MAX = 256  # largest recorded set of allowed tokens if only top_p or min_p 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Transforms of logits before sampling: temperature, then min_p, top_k, top_p.
-
-    The default is the softmax of the logits."""
+    """Transforms of logits before sampling: temperature, then min_p, top_k, top_p; by default none."""
 
     temperature: float = 1.0
-    top_p: float = (
-        1.0  # the smallest set of most likely tokens with at least this total probability
-    )
+    # the smallest set of most likely tokens with at least this total probability
+    top_p: float = 1.0
     top_k: int = 0  # the k most likely tokens; 0: all
     min_p: float = 0.0  # tokens with at least this share of the largest token probability
     max_tokens: int = 32  # maximum response length
@@ -58,9 +53,8 @@ class Sampling:
     def of_policy(cls, cfg: SamplingFlags) -> Sampling:
         """Settings of the learner's distribution; truncated unless --keep_sampling_mask=off."""
         law = cls.of(cfg)
-        return (
-            replace(law, top_p=1.0, top_k=0, min_p=0.0) if cfg.keep_sampling_mask == "off" else law
-        )
+        whole = replace(law, top_p=1.0, top_k=0, min_p=0.0)
+        return whole if cfg.keep_sampling_mask == "off" else law
 
     @property
     def truncates(self) -> bool:

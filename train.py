@@ -7,7 +7,7 @@
     publish -> rollout -> [ref pass] -> minibatch -> prepare -> forward, loss, backward -> step -> metrics
 
 `objectives.loss` multiplies the weight and mask of a correction (corrections.py) by a surrogate.
-presets.py maps --objective=jackpot to --correction=obrs: `corrections.obrs_correction` calls
+presets.py maps --objective=jackpot to --correction=obrs: `corrections.weight_and_mask` calls
 `obrs.correction` for mask and weight. Z is exact by default if an actor is the sampler
 (`corrections.exact_z_known` has the conditions). Otherwise kappa (`obrs.kappa_from`) scales Z_low
 or Z_approx: `objectives.prepare_obrs` computes kappa before the update. With --obrs_target=new

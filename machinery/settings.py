@@ -213,7 +213,6 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     sampling.check_kl(cfg)
     quant.check(cfg)
     delay.check(cfg)
-    delay.check_remote(cfg)
     objectives.check(cfg)
     check_models(cfg)
     lora.check(cfg)

@@ -78,9 +78,10 @@ def test_the_kl_of_trm_is_over_a_coarser_vocabulary():
     q = torch.tensor([0.3, 0.3, 0.1, 0.05, 0.25], dtype=f64)
     support = torch.tensor([[[1, 0, 1, 2]]])  # column 0: the sampled token, again in column 2
     logp = p.log()[support].masked_fill(torch.tensor([False, False, True, False]), -math.inf)
+    on = torch.tensor([[True]])
     coarse = sum(a * math.log(a / b) for a, b in [(0.5, 0.3), (0.2, 0.3), (0.15, 0.1), (0.15, 0.3)])
-    assert corrections.token_kl(logp, q.log()[support]).item() == pytest.approx(coarse)
-    whole = corrections.token_kl(p.log()[None, None], q.log()[None, None]).item()
+    assert corrections.seq_max_kl(on, logp, q.log()[support]).item() == pytest.approx(coarse)
+    whole = corrections.seq_max_kl(on, p.log()[None, None], q.log()[None, None]).item()
     assert whole == pytest.approx(float((p * (p / q).log()).sum())) and coarse < whole
 
 

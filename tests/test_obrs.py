@@ -63,11 +63,11 @@ def test_both_masks_are_unbiased_for_z_times_target_and_expected_has_less_varian
     z = accepted(P, Q, lam)[1]
     f = torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0], dtype=f64)  # any function of the token
     want = z * float((P * f).sum())
-    w, a, _ = obrs.correction(P.log(), Q.log(), None, z, None, lam=lam, c1=100.0, expected=True)
+    w, a, _ = obrs.correction(P.log(), Q.log(), None, z, None, lam=lam, obrs_c1=100.0, obrs_mask="expected")
     assert float((Q * a * w * f).sum()) == pytest.approx(want, rel=1e-12)
     # Bernoulli: integrate over u exactly, from draws on a fine grid of midpoints
     u = ((torch.arange(20000, dtype=f64) + 0.5) / 20000)[:, None].expand(-1, 5)
-    w, keep, _ = obrs.correction(P.log(), Q.log(), None, z, u, lam=lam, c1=100.0)
+    w, keep, _ = obrs.correction(P.log(), Q.log(), None, z, u, lam=lam, obrs_c1=100.0)
     x = keep * w * f
     assert float((Q * x.mean(0)).sum()) == pytest.approx(want, rel=1e-3)
     # law of total variance: the gap is E[Var(Mask)] w^2 f^2 = sum q a (1 - a) w^2 f^2

@@ -178,9 +178,9 @@ MUTANTS = {
         ("np.arange(self.ids.shape[1]) < lengths[:, None]", "np.arange(self.ids.shape[1]) <= lengths[:, None]"),
     ],
     "objectives.py": [
-        ('{"tbpo_neg_high": math.inf}', "{}"),
+        ('("low", "high", "tbpo_neg_high")', '("low", "high")'),
         ("stats.lam = obrs.solve_lambda(comm.cat(ratios), cfg", "stats.lam = obrs.solve_lambda(ratios, cfg"),
-        ("    return x * x / 2", "    return x.abs() / 2"),
+        ("(x * x / 2)", "(x.abs() / 2)"),
         ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
         ("cut = s.clamp(1 - low, 1 + high) * adv", "cut = s.clamp(1 - high, 1 + low) * adv"),
         ("g, value = geo_ratio(log_ratio, mask, clamp), geo", "g, value = geo_ratio(bounded, mask, clamp), geo"),
@@ -199,7 +199,7 @@ MUTANTS = {
         ("        logp_inf=batch.logp_inf,\n        mask=", "        logp_inf=batch.logp_ref,\n        mask="),
         (".clamp_max(0), mask, clamp", ", mask, clamp).clamp_max(1"),
         ("return token_ratio((log_r * mask).cumsum(1), clamp)", "return token_ratio(log_r.cumsum(1), clamp)"),
-        (" - log_group_sum(log_q, group)", ""),
+        ("(sums[1] - sums[0])", "sums[1]"),
         ("2).sum(1) / n", "2).sum(1) / (n - 1)"),
         (
             "mean_logp_new, torch.log1p(-mixing) + log_group_mean",
@@ -229,7 +229,7 @@ MUTANTS = {
     ],
     "obrs.py": [
         ("clamp) - math", "clamp) + math"),
-        ("keep = a if expected else (u < a)", "keep = a if expected else (u[:, :1] < a)"),
+        ("else (u < a)", "else (u[:, :1] < a)"),
         ("rho = rho * (logp_ref - logp_tgt).clamp", "rho = rho * (logp_tgt - logp_ref).clamp"),
         (" / lam).sum(-1)", ").sum(-1) / lam"),
         (" kappa * low", " low"),
