@@ -78,27 +78,16 @@ def product(x, weight):
     zero-padded."""
     if x.dtype == torch.bfloat16:
         x, weight = x.float(), weight.float()
-    out = x.new_empty(len(x), len(weight))
-    for at in pieces(len(x), ROWS):
-        rows = x[at]
-        if len(rows) < ROWS:
-            padded = torch.cat([rows, rows.new_zeros(ROWS - len(rows), rows.shape[1])])
-            out[at] = (padded @ weight.t())[: len(rows)]
-        else:
-            torch.mm(rows, weight.t(), out=out[at])
-    return out
+    padded = longer(x, -len(x) % ROWS)
+    out = x.new_empty(len(padded), len(weight))
+    for rows, products in zip(padded.split(ROWS), out.split(ROWS), strict=True):
+        torch.mm(rows, weight.t(), out=products)
+    return out[: len(x)]
 
 
 def rounded_product(x, weight):
     """`product` in the dtype of x."""
     return product(x, weight).to(x.dtype)
-
-
-def pieces(n: int, size: int) -> list[slice]:
-    """Slices of length `size` that cover n rows. The last slice overlaps the previous one instead
-    of being shorter."""
-    starts = [*range(0, n - size, size), max(n - size, 0)]
-    return [slice(start, start + size) for start in starts]
 
 
 def longer(x, more: int):
@@ -107,11 +96,8 @@ def longer(x, more: int):
 
 
 def taken(x, places):
-    """The entries (B, H, n, D) of x (B, H, K, D) at the positions `places` (B, n) of its third
-    axis."""
-    B, H, K, D = x.shape
-    first = K * torch.arange(B * H, device=x.device).view(B, H, 1)
-    return x.reshape(-1, D).index_select(0, (first + places[:, None]).flatten()).view(B, H, -1, D)
+    """The entries (B, H, n, D) of x (B, H, K, D) at the positions `places` (B, n)."""
+    return x.take_along_dim(places[:, None, :, None], 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,11 +172,7 @@ class ExactLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
             flat, weight = x.reshape(-1, x.shape[-1]).to(dtype), self.rounded(dtype)
-            y = (
-                Multiply.apply(flat, self.weight, weight)
-                if torch.is_grad_enabled()
-                else rounded_product(flat, weight)
-            )
+            y = Multiply.apply(flat, self.weight, weight)
         y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(dtype)
 
@@ -205,11 +187,7 @@ class SiLU(nn.Module):
     """x / (1 + exp(-x))."""
 
     def forward(self, x):
-        return (
-            WithGradientOf.apply(quotient, torch_silu, x)
-            if torch.is_grad_enabled()
-            else quotient(x)
-        )
+        return WithGradientOf.apply(quotient, torch_silu, x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,12 +245,9 @@ def attention(module, query, key, value, attention_mask: Seen, scaling: float, *
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     exact = functools.partial(exact_attention, attention_mask, scaling, dtype)
+    ordinary = functools.partial(ordinary_attention, attention_mask.mask, scaling)
     with torch.autocast(device, enabled=False):
-        if torch.is_grad_enabled():
-            ordinary = functools.partial(ordinary_attention, attention_mask.mask, scaling)
-            out = WithGradientOf.apply(exact, ordinary, query, key, value)
-        else:
-            out = exact(query, key, value)
+        out = WithGradientOf.apply(exact, ordinary, query, key, value)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -373,7 +348,7 @@ class InOrder(DynamicLayer):
 
 def apply(model):
     """Install the functions above in a model, also in its low-bit layers (call quant.align
-    earlier), and return it."""
+    earlier)."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # seconds to load
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -388,7 +363,6 @@ def apply(model):
     ALL_ATTENTION_FUNCTIONS.register("exact", attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("exact", seen)
     model.set_attn_implementation("exact")
-    return model
 
 
 def product_of(layer):
@@ -398,10 +372,9 @@ def product_of(layer):
 
 def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
     """Change an engine's float32 model so that it computes logits exactly as the learner
-    (PolicyAndActor), in the compute type `dtype`; returns it."""
+    (PolicyAndActor), in the compute type `dtype`."""
     apply(model.requires_grad_(False))
     model.forward = functools.partial(forward, model, getattr(torch, dtype), head_fp32, vocabulary)
-    return model
 
 
 def forward(

@@ -5,12 +5,7 @@ naive loss keeps five copies. Here the hidden states of the response tokens, pac
 multiplied with the head's weight (V, H) one chunk at a time. All statistics of the distribution are
 computed from a chunk before it is freed. Backward recomputes each chunk's logits, overwrites them
 with their gradient, and accumulates the gradients of hidden states and weight in place. This takes
-one more product than the naive way (4 instead of 3), and no memory grows with N times V.
-
-    Head          scale, bias and soft cap of a model's logits
-    ChunkedHead   the statistics of model/__init__.py on all tokens' logits, chunk by chunk, with their gradient
-    score         log-probabilities of whole sequences, without gradient
-"""
+one more product than the naive way (4 instead of 3), and no memory grows with N times V."""
 
 from __future__ import annotations
 
@@ -146,7 +141,7 @@ class ChunkedHead(torch.autograd.Function):
         models = in_threes(tensors, casts)
         N = len(tensors[0])
         outs = None
-        for at in chunks(max(N, 1), chunk, N):  # N = 0: empty outputs
+        for at in chunks(N, chunk):
             got = rows(
                 [head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)],
                 at,
@@ -173,8 +168,7 @@ class ChunkedHead(torch.autograd.Function):
             torch.zeros_like(x) if n else None
             for x, n in zip(tensors, ctx.needs_input_grad[4:], strict=True)
         ]
-        N = len(tensors[0])
-        for at in chunks(N, ctx.chunk, N):
+        for at in chunks(len(tensors[0]), ctx.chunk):
             logits = [
                 head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)
             ]
@@ -198,7 +192,7 @@ def score(head: Head, layer, hidden, ids):
     flat = hidden.flatten(0, 1)
     following = ids.roll(-1, 1).flatten()[:, None]  # the last position of a row is removed below
     out = flat.new_empty(len(flat), dtype=torch.float32)
-    for at in chunks(len(flat), chunk_rows(len(layer.weight)), len(flat)):
+    for at in chunks(len(flat), chunk_rows(len(layer.weight))):
         z = head.of_layer(layer, flat[at])
         chosen, most = z.gather(1, following[at]), z.amax(1, keepdim=True)
         total = z.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)  # z.logsumexp, in place
@@ -231,9 +225,9 @@ def in_threes(tensors, casts) -> list[tuple]:
     return [(h, w.to(h.dtype) if cast is None else cast, b) for h, w, b, cast in threes]
 
 
-def chunks(total: int, size: int, end: int) -> list[slice]:
-    """Slices of `size` tokens that cover 0 .. total, cut off at `end`."""
-    return [slice(start, min(start + size, end)) for start in range(0, total, size)]
+def chunks(N: int, size: int) -> list[slice]:
+    """Slices of at most `size` tokens that cover N tokens; an empty one for N = 0."""
+    return [slice(start, min(start + size, N)) for start in range(0, max(N, 1), size)]
 
 
 def memory_of(device) -> int:
