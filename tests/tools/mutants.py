@@ -295,7 +295,7 @@ MUTANTS = {
     ],
     "model/agreement.py": [
         ("stats.actor_logp if learner.has_actor else stats.logp).exp().double()", "stats.logp).exp().double()"),
-        ("    if not found.gap <= limit:", "    if found.gap > limit:"),
+        ("    if found.gap <= limit:", "    if not found.gap > limit:"),
     ],
     "model/kernels.py": [
         (" is None:\n", " is not None:\n"),
@@ -306,7 +306,7 @@ MUTANTS = {
         ("(batch.prompt_len + batch.length).sum()", "batch.length.sum()"),
     ],
     "model/memory.py": [
-        ("filled_layer, **more),\n           ", "None, **more),"),
+        ("past_key_values=filled_layer,", "past_key_values=None,"),
         ("            layer.forward = functools.partial(forward_again, layer.forward, i)", "            pass"),
         ("param_dtype=compute", "param_dtype=None"),
         ("            layer.cache_quantized = False", "            pass"),
