@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 import quant
 from config import Config, RolloutFlags
@@ -40,10 +41,6 @@ from sampling import Sampling, pick, truncate
 from sync import checksums
 
 LOCAL_WORLD_SIZE = from_environment("LOCAL_WORLD_SIZE", 1)  # read before vLLM overwrites it
-
-# ---------------------------------------------------------------------------------------------------------------------
-# vLLM, in this process
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class VLLMEngine:
@@ -322,11 +319,6 @@ class VLLMEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Plain torch
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 CACHE_GIB = 4.0  # GiB of KV cache on every machine, so that runs can be repeated elsewhere
 
 
@@ -450,11 +442,8 @@ class HFEngine:
     ) -> list[Response]:
         """All N responses of one batch, decoded token by token."""
         T = sampling.max_tokens
-        all_seeds = list(chain.from_iterable(seeds))
-        # (N, T)
-        u = torch.from_numpy(np.stack([uniforms(T, "sample", seed) for seed in all_seeds])).to(
-            self.device
-        )
+        u = np.stack([uniforms(T, "sample", seed) for seed in chain.from_iterable(seeds)])
+        u = torch.from_numpy(u).to(self.device)  # (N, T)
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, max(topk, max_allowed), self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
@@ -483,19 +472,16 @@ class HFEngine:
 
     def _read_prompts(self, prompts, group_sizes: list[int]):
         """(logits (N, V) of each response's first token, Rows for the decoding)."""
-        P = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), P, dtype=torch.long)
-        mask = torch.zeros(len(prompts), P, dtype=torch.long)
-        for i, prompt in enumerate(prompts):  # padded on the left, so that all prompts end together
-            ids[i, P - len(prompt) :] = torch.as_tensor(np.asarray(prompt, np.int64))
-            mask[i, P - len(prompt) :] = 1
-        ids, mask = ids.to(self.device), mask.to(self.device)
+        # padded on the left, so that all prompts end together
+        left = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        sequences = [torch.as_tensor(np.asarray(prompt, np.int64)) for prompt in prompts]
+        ids = left(sequences).to(self.device)
+        mask = left([torch.ones_like(x) for x in sequences]).to(self.device)
         position = (mask.cumsum(1) - 1).clamp_min(0)
         padded = bool((mask == 0).any())
         # Each response starts from the cache of its group's prompt.
         sizes = torch.tensor(group_sizes, device=self.device)
         prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
-        indices = torch.arange(len(prompt_of), device=self.device)
         logits, cache = self._forward(
             ids, attention_mask=mask if padded else None, position_ids=position
         )
@@ -510,7 +496,10 @@ class HFEngine:
         if self.exact:
             cache.layers, padded = [InOrder(layer, position) for layer in cache.layers], False
         rows = Rows(
-            index=indices, position=position, mask=mask[prompt_of] if padded else None, cache=cache
+            index=torch.arange(len(prompt_of), device=self.device),
+            position=position,
+            mask=mask[prompt_of] if padded else None,
+            cache=cache,
         )
         return logits[prompt_of], rows
 
@@ -585,11 +574,6 @@ class HFEngine:
         return bool(condition)
 
     def close(self) -> None: ...
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Choice by the flags
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def evaluated_by(cfg: Config, name: str) -> str:

@@ -23,11 +23,6 @@ LEAST_CHUNK, MOST_CHUNK = 128 << 20, 1 << 30
 CUT = -1e30  # logit of a token that cannot be sampled; finite, so that 0 log 0 is 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Logits of a model
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def product(hidden, weight):
     """h W^T (n, V) in float32 (or float64); 16-bit inputs are summed and returned in float32."""
     if hidden.dtype not in (torch.bfloat16, torch.float16):
@@ -112,11 +107,6 @@ def check_head(flag: str, config) -> None:
         f"lacks (logits differ by {gap:.3g} of their deviation); choose a different model, or add the operation to "
         "head.Head",
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics in chunks: the whole (B, T, V) logits never exist
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class ChunkedHead(torch.autograd.Function):

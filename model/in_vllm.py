@@ -272,11 +272,6 @@ def own_shared_memory(ranks):
             left.unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checksums of vLLM's weights
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def note_packing(model) -> None:
     """Make each layer of vLLM's model record the checksums of its weights before a kernel packs
     them.

@@ -24,10 +24,6 @@ from machinery.checkpoint.models import load_model, read_config
 from machinery.flags import need
 from model import exact, lora
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading weights
-# ---------------------------------------------------------------------------------------------------------------------
-
 
 def unread(folder: Path | str):
     """The model of a folder, with its parameters on the meta device, where they take no memory;
@@ -81,11 +77,6 @@ def read(model, folder: Path | str) -> None:
         lora.copy_into(x, loaded[names[i]] if loaded else empty)  # the first rank's is used
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | None) -> nn.Module:
     """Wrap the models by FSDP2 and return them: each rank owns a shard of every parameter, each
     layer is a group, and the root group has embeddings and heads.
@@ -125,11 +116,6 @@ def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | N
         isinstance(m, (quant.LowBit, exact.ExactLinear, nn.LayerNorm)) for m in model.modules()
     )
     return None if needs_float32 else compute
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Activations
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def recompute(model) -> None:
