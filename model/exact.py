@@ -13,14 +13,13 @@ the same functions on a CPU with float32 weights, and with bfloat16 both run und
     p v and softmax, sums over keys   number of keys        `room`: padding to fixed numbers of keys;
                                                                 padded keys add exactly 0
     p v, with a padded prompt         place of the padding  `Seen`: puts the keys in order first
-    means of norms                    nothing: per token    unchanged
+    means of norms, rotary angles     nothing: per token    unchanged
     softmax and truncation of logits  nothing: same length  both sides cut them to the vocabulary
     silu (no sum, but the ends of a   place in the tensor   `quotient`: an exp without special ends,
       tensor are rounded differently)                       correctly rounded sums and quotients
     int8 products                     nothing: integers     unchanged (quant.py)
     w4a16 products                    rows of the batch     `product`
     temperature (no sum)              method of division    times 1 / temperature in float32
-    embedding, rotary angles          nothing: per token    unchanged
     gathered weights (FSDP2)          nothing, but 16 bits  layers are gathered in float32
                                       would round them      (memory.travels_in)
 
@@ -245,18 +244,17 @@ def attention(module, query, key, value, attention_mask: Seen, scaling: float, *
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     exact = functools.partial(exact_attention, attention_mask, scaling, dtype)
-    ordinary = functools.partial(ordinary_attention, attention_mask.mask, scaling)
+
+    def ordinary(*inputs):
+        """The same in float32 by torch, for the gradient."""
+        query, key, value = (x.float() for x in inputs)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask.mask, scale=scaling, enable_gqa=True
+        )
+
     with torch.autocast(device, enabled=False):
         out = WithGradientOf.apply(exact, ordinary, query, key, value)
     return out.transpose(1, 2).contiguous(), None
-
-
-def ordinary_attention(mask, scaling: float, query, key, value):
-    """Attention (B, heads, Q, D) in float32 by torch, for the gradient."""
-    query, key, value = query.float(), key.float(), value.float()
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
-    )
 
 
 def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, value):
@@ -308,7 +306,7 @@ class InOrder(DynamicLayer):
         """Append the key and value (B, H, 1, D) of a new token; returns all keys and values, with
         unused positions at the end of a row."""
         self.keys, self.values = (
-            longer(x, self.width() - x.shape[2]) for x in (self.keys, self.values)
+            longer(x, self.get_seq_length() - x.shape[2]) for x in (self.keys, self.values)
         )
         B, H, K, _ = self.keys.shape
         rows = (
@@ -320,20 +318,18 @@ class InOrder(DynamicLayer):
         self.longest += 1
         return self.keys, self.values
 
-    def width(self) -> int:
-        """Number of positions of a row, with one more token."""
-        return room(self.longest + 1)
-
     def mask(self):
         """(B, positions) bool: positions that the next token attends to, itself included."""
-        return torch.arange(self.width(), device=self.lengths.device) <= self.lengths[:, None]
+        place = torch.arange(self.get_seq_length(), device=self.lengths.device)
+        return place <= self.lengths[:, None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.width(), 0
+        return self.get_seq_length(), 0
 
     def get_seq_length(self) -> int:
-        """The number of positions: transformers must not mask any; `mask` has the visible ones."""
-        return self.width()
+        """Number of positions of a row, with one more token: transformers must not mask any; `mask`
+        has the visible ones."""
+        return room(self.longest + 1)
 
     def reorder_cache(self, rows) -> None:
         self.keys, self.values, self.lengths = (
@@ -374,32 +370,23 @@ def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
     """Change an engine's float32 model so that it computes logits exactly as the learner
     (PolicyAndActor), in the compute type `dtype`."""
     apply(model.requires_grad_(False))
-    model.forward = functools.partial(forward, model, getattr(torch, dtype), head_fp32, vocabulary)
+    head, layer = Head.of(model.config, vocabulary, product), model.get_output_embeddings()
+    compute = getattr(torch, dtype)
 
+    def forward(input_ids, logits_to_keep=0, **more):
+        """Logits (B, S, V) in float32 of the last `logits_to_keep` positions (0: all)."""
+        cache = more.get("past_key_values")
+        if cache is not None:
+            more["attention_mask"] = cache.layers[0].mask()
+        with torch.autocast(input_ids.device.type, compute, enabled=dtype != "float32"):
+            out = model.base_model(input_ids=input_ids, **more)
+        hidden = out.last_hidden_state[:, -logits_to_keep:]
+        hidden = hidden.to(torch.float32 if head_fp32 else compute)
+        logits = head.logits(hidden.flatten(0, 1), layer.rounded(hidden.dtype), layer.bias)
+        logits = logits.unflatten(0, hidden.shape[:2])
+        return SimpleNamespace(logits=logits, past_key_values=out.past_key_values)
 
-def forward(
-    model,
-    dtype: torch.dtype,
-    head_fp32: bool,
-    vocabulary: int | None,
-    input_ids,
-    logits_to_keep=0,
-    **more,
-):
-    """A model's forward pass: logits (B, S, V) in float32 of the last `logits_to_keep` positions
-    (0: all)."""
-    cache = more.get("past_key_values")
-    if cache is not None:
-        more["attention_mask"] = cache.layers[0].mask()
-    with torch.autocast(input_ids.device.type, dtype, enabled=dtype != torch.float32):
-        out = model.base_model(input_ids=input_ids, **more)
-    hidden = out.last_hidden_state[:, -logits_to_keep:].to(torch.float32 if head_fp32 else dtype)
-    layer = model.get_output_embeddings()
-    made = Head.of(model.config, vocabulary, product)
-    logits = made.logits(hidden.flatten(0, 1), layer.rounded(hidden.dtype), layer.bias)
-    return SimpleNamespace(
-        logits=logits.unflatten(0, hidden.shape[:2]), past_key_values=out.past_key_values
-    )
+    model.forward = forward
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -128,14 +128,11 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, chunk, heads, casts, *tensors):
-        models = in_threes(tensors, casts)
+        models = models_of(heads, tensors, casts)
         N = len(tensors[0])
         outs = None
         for at in chunks(N, chunk):
-            got = rows(
-                [head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)],
-                at,
-            )
+            got = rows([head.logits(h[at], w, b) for head, h, w, b in models], at)
             if outs is None:
                 outs = {
                     name: got[name].new_empty((N,) + got[name].shape[1:]) for name in rows.outputs
@@ -151,23 +148,21 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        tensors, rows, heads = ctx.saved_tensors, ctx.rows, ctx.heads
-        models = in_threes(tensors, ctx.casts)
+        tensors, rows = ctx.saved_tensors, ctx.rows
+        models = models_of(ctx.heads, tensors, ctx.casts)
         grads = grads[: rows.differentiable]
         d_tensors = [
             torch.zeros_like(x) if n else None
             for x, n in zip(tensors, ctx.needs_input_grad[4:], strict=True)
         ]
         for at in chunks(len(tensors[0]), ctx.chunk):
-            logits = [
-                head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)
-            ]
-            slopes = [head.slope(z) for head, z in zip(heads, logits, strict=True)]
+            logits = [head.logits(h[at], w, b) for head, h, w, b in models]
+            slopes = [head.slope(z) for head, z in zip(ctx.heads, logits, strict=True)]
             d_logits = rows.backward(
                 logits, at, [None if g is None else g[at, None] for g in grads]
             )
             del logits
-            for m, (hidden, weight, _) in enumerate(models):
+            for m, (_, hidden, weight, _) in enumerate(models):
                 if d_logits[m] is not None:
                     dz = d_logits[m] if slopes[m] is None else d_logits[m].mul_(slopes[m])
                     dz = dz.to(hidden.dtype)
@@ -209,10 +204,11 @@ def accumulate(d_model, dz, hidden, weight, at) -> None:
         d_bias[read] += dz.sum(0)
 
 
-def in_threes(tensors, casts) -> list[tuple]:
-    """(hidden, weight, bias) of each model, with the weight in the dtype of the hidden states."""
-    threes = zip(tensors[::3], tensors[1::3], tensors[2::3], casts, strict=True)
-    return [(h, w.to(h.dtype) if cast is None else cast, b) for h, w, b, cast in threes]
+def models_of(heads, tensors, casts) -> list[tuple]:
+    """(head, hidden, weight, bias) of each model, with the weight in the dtype of the hidden
+    states."""
+    models = zip(heads, tensors[::3], tensors[1::3], tensors[2::3], casts, strict=True)
+    return [(head, h, w.to(h.dtype) if cast is None else cast, b) for head, h, w, b, cast in models]
 
 
 def chunks(N: int, size: int) -> list[slice]:

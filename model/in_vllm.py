@@ -216,11 +216,10 @@ def vllm_leaves_no_trace():
 
     The environment variables of vLLM remain, because vLLM reads some of them later."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    generator = torch.get_rng_state()
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
-        torch.set_rng_state(generator)
         os.environ.pop("LOCAL_WORLD_SIZE", None)
         if local_world_size is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local_world_size

@@ -39,8 +39,7 @@ class StreamedModel:
         Computed in float32 with weights rounded to `dtype`. nudge > 0: in the last half of the
         rows, each module's output is multiplied by 1 + nudge u with u uniform in [-1, 1], as a
         model of rounding errors."""
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         stream = TensorStream(named_tensors, getattr(torch, dtype), device)
         layer, hooks = self.model.get_output_embeddings(), []
         layer.forward = functools.partial(score, Head.of(self.model.config, self.vocabulary), layer)

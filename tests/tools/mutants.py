@@ -268,7 +268,7 @@ MUTANTS = {
         ('return p / p.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else p', "return p"),
     ],
     "model/head.py": [
-        ("], dz, hidden, weight, ", "], dz, models[0][0], weight, "),
+        ("], dz, hidden, weight, ", "], dz, models[0][1], weight, "),
         ("d_weight[read].addmm_(dz.t(), hidden[at])", "d_weight[read].copy_(dz.t() @ hidden[at])"),
         ("d_logits[m].mul_(slopes[m])", "d_logits[m]"),
         ("self.multiply(hidden, weight[: self.width])", "self.multiply(hidden, weight)"),
@@ -319,7 +319,7 @@ MUTANTS = {
         ("torch.cat(outs, 1).transpose(1, 2).reshape", "torch.cat(outs, 1).reshape"),
         ("if self.cached is None or self.cached[0] != version:", "if self.cached is None:"),
         ("                child.multiply = rounded_product", "                pass"),
-        ("torch.float32 if head_fp32 else dtype)", "torch.float32)"),
+        ("torch.float32 if head_fp32 else compute)", "torch.float32)"),
         ("gap <= 0 or", "not gap > 0 or"),
         ("<= self.lengths[:, None]", "< self.lengths[:, None]"),
     ],
