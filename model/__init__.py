@@ -6,8 +6,8 @@ pass, so policy and actor are in one module, which also computes distillation an
 both distributions. Linear layers may be replaced in place: `PolicyAndActor.policy` is an ordinary
 transformers model.
 
-A new statistic of one model is a field of TokenStats, a flag of Needs, a name in `asked` and its
-formula in `OneModelRows.stats`; of two models, in `TwoModelRows.__call__`.
+A new statistic of one model is a field of TokenStats, a flag of Needs and its formula in
+`OneModelRows.stats`; of two models, in `TwoModelRows.__call__`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class TokenStats:
     distill_loss: torch.Tensor | None = None  # (B, T)    gradient only to the actor
     z: torch.Tensor | None = None  # (B, T)    exact Z of p_inf := actor, p_tgt := policy
     kl: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
-    # (B, T)    KL(policy || distribution of the accepted tokens)
-    kl_after: torch.Tensor | None = None
+    kl_after: torch.Tensor | None = None  # (B, T)    KL(policy || accepted distribution)
     sum_p2: torch.Tensor | None = None  # (B, T)    sum over the vocabulary of p_new^2
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's top-K tokens
     top_logp: torch.Tensor | None = None  # (B, T, K)
@@ -335,11 +334,6 @@ def check_replay(model) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Outputs of a forward pass, by configuration
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def needs_of_ref_pass(cfg: Config, has_actor: bool) -> Needs:
     """Outputs of the ref pass. Z can be computed from the actor only if the actor sampled with
     these weights."""
@@ -460,18 +454,16 @@ class OneModelRows:
         self.support_ids = support_ids
         self.support_on = support_on
         self.p_kth = p_kth
-        asked = {"entropy": needs.entropy, "support_logp": needs.support, "tail": needs.tail}
-        asked |= {"sum_p2": needs.sum_p2, "top_ids": needs.topk, "top_logp": needs.topk}
-        self.outputs = ("logp", *(name for name, wanted in asked.items() if wanted))
-        self.differentiable = 1 + needs.entropy_gradient
+        self.differentiable = ("logp", "entropy") if needs.entropy_gradient else ("logp",)
 
     def __call__(self, logits, at) -> dict:
         return self.stats(self.log_softmax(logits.pop(), at), at)
 
     def backward(self, logits, at, grads):
-        if len(grads) == 2:
-            return [self.pull_both(self.log_softmax(logits.pop(), at), at, *grads)]
-        return [self.pull(self.scored.transform(logits.pop(), at).softmax(-1), at, grads[0])]
+        if self.needs.entropy_gradient:
+            return [self.pull_both(self.log_softmax(logits.pop(), at), at, grads)]
+        p = self.scored.transform(logits.pop(), at).softmax(-1)
+        return [self.pull(p, at, grads.get("logp"))]
 
     def log_softmax(self, z, at):
         return self.scored.transform(z, at).log_softmax(-1)
@@ -487,16 +479,18 @@ class OneModelRows:
             g = g * (p.gather(1, target) > 0)
         return self.scored.by_temperature(p.mul_(-g).scatter_add_(1, target, g), at)
 
-    def pull_both(self, logp, at, g, g_entropy):
-        """The gradient of the logits for gradients of logp and of the entropy H, (n, 1) or None.
+    def pull_both(self, logp, at, grads):
+        """The gradient of the logits for the gradients of logp and of the entropy H, if given.
 
         dH / dz = - p (log p + H) / temperature."""
-        if g_entropy is None:
-            return self.pull(logp.exp_(), at, g)
+        if "entropy" not in grads:
+            return self.pull(logp.exp_(), at, grads.get("logp"))
         p = logp.exp()
         H = -torch.linalg.vecdot(p, logp)[:, None]
-        dz = self.scored.by_temperature(logp.add_(H).mul_(p).mul_(-g_entropy.to(p.dtype)), at)
-        d_logp = self.pull(p, at, g)
+        dz = self.scored.by_temperature(
+            logp.add_(H).mul_(p).mul_(-grads["entropy"].to(p.dtype)), at
+        )
+        d_logp = self.pull(p, at, grads.get("logp"))
         return dz if d_logp is None else dz.add_(d_logp)
 
     def stats(self, logp, at) -> dict:
@@ -539,15 +533,7 @@ class TwoModelRows:
         self.policy = OneModelRows(scored, needs, *support)
         self.actor = OneModelRows(scored, Needs(entropy=needs.entropy))
         self.needs = needs
-        distills = ("distill_loss",) if needs.distill else ()
-        self.differentiable = 2 + len(distills) + needs.entropy_gradient
-        asked = {
-            ("actor_entropy",): needs.entropy,
-            ("z", "kl_after"): needs.exact_z,
-            ("top_actor_logp",): needs.topk,
-        }
-        extra = [name for names, wanted in asked.items() if wanted for name in names]
-        self.outputs = ("logp", "actor_logp", *distills, *self.policy.outputs[1:], "kl", *extra)
+        self.differentiable = (*self.policy.differentiable, "actor_logp", "distill_loss")
 
     def __call__(self, logits, at) -> dict:
         logq, logp = self.log_softmax(logits, at)
@@ -570,14 +556,13 @@ class TwoModelRows:
     def backward(self, logits, at, grads):
         logq, logp = self.log_softmax(logits, at)
         q, dz = logq.exp(), None
-        g = dict(zip(self.outputs, grads, strict=False))
-        if g.get("distill_loss") is not None:
-            dz = (q - logp.exp()).mul_(g["distill_loss"])
+        if "distill_loss" in grads:
+            dz = (q - logp.exp()).mul_(grads["distill_loss"])
             dz = self.actor.scored.by_temperature(dz, at)
-        d_actor = self.actor.pull(q, at, g["actor_logp"])
+        d_actor = self.actor.pull(q, at, grads.get("actor_logp"))
         if d_actor is not None:
             dz = d_actor if dz is None else dz.add_(d_actor)
-        return [self.policy.pull_both(logp, at, g["logp"], g.get("entropy")), dz]
+        return [self.policy.pull_both(logp, at, grads), dz]
 
     def log_softmax(self, logits, at):
         """(log q, log p), each (n, V); pops both logits from the list, the actor's first."""

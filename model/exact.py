@@ -13,7 +13,7 @@ the same functions on a CPU with float32 weights, and with bfloat16 both run und
     p v and softmax, sums over keys   number of keys        `room`: padding to fixed numbers of keys;
                                                                 padded keys add exactly 0
     p v, with a padded prompt         place of the padding  `Seen`: puts the keys in order first
-    means of norms, rotary angles     nothing: per token    unchanged
+    norms, embedding, rotary angles   nothing: per token    unchanged
     softmax and truncation of logits  nothing: same length  both sides cut them to the vocabulary
     silu (no sum, but the ends of a   place in the tensor   `quotient`: an exp without special ends,
       tensor are rounded differently)                       correctly rounded sums and quotients
@@ -68,7 +68,7 @@ FAMILIES = ("granite", "llama", "mistral", "qwen2", "qwen3")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Products
+# Products and layers
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -97,11 +97,6 @@ def longer(x, more: int):
 def taken(x, places):
     """The entries (B, H, n, D) of x (B, H, K, D) at the positions `places` (B, n)."""
     return x.take_along_dim(places[:, None, :, None], 2)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Multiply(torch.autograd.Function):
@@ -338,7 +333,7 @@ class InOrder(DynamicLayer):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Models
+# Supported models and flags
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -387,11 +382,6 @@ def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
         return SimpleNamespace(logits=logits, past_key_values=out.past_key_values)
 
     model.forward = forward
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Supported flags and models
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def check(cfg: RolloutFlags) -> None:

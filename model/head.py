@@ -110,47 +110,46 @@ def check_head(flag: str, config) -> None:
 
 
 class ChunkedHead(torch.autograd.Function):
-    """The outputs of `rows` on the logits of all N tokens, as a tuple in the order of
+    """The outputs of `rows` on the logits of all N tokens, as a tuple; their names are written to
     `rows.outputs`.
 
     Arguments: rows, chunk (tokens per chunk), heads (a Head for each model), casts (each model's
     weight in the type of its hidden states, or None: cast here), hidden_1 (N, H1), weight_1
     (V, H1), bias_1 (V,) or None, and hidden_2, weight_2, bias_2 of a second model. `rows` has
 
-        outputs, differentiable        names of outputs; the first `differentiable` carry gradient
+        differentiable                 names of the outputs that carry gradient
         rows(logits, at)               [logits (n, V) of each model], slice of tokens
                                        -> {name: (n, ...)}
-        rows.backward(logits, at, g)   logits, slice, [gradient (n, 1) of a differentiable output]
-                                       -> [gradient (n, V) of each model's logits]
+        rows.backward(logits, at, g)   logits, slice, {name: gradient (n, 1) of this output}
+                                       -> [gradient (n, V) of each model's logits, or None]
 
-    A gradient may be None. `rows` pops the logits from the list, so that they are freed as soon as
+    `rows` pops the logits from the list, so that they are freed as soon as
     they are used."""
 
     @staticmethod
     def forward(ctx, rows, chunk, heads, casts, *tensors):
         models = models_of(heads, tensors, casts)
         N = len(tensors[0])
-        outs = None
+        outs = {}
         for at in chunks(N, chunk):
-            got = rows([head.logits(h[at], w, b) for head, h, w, b in models], at)
-            if outs is None:
-                outs = {
-                    name: got[name].new_empty((N,) + got[name].shape[1:]) for name in rows.outputs
-                }
-            for name in rows.outputs:
-                outs[name][at] = got[name]
+            logits = [head.logits(h[at], w, b) for head, h, w, b in models]
+            for name, x in rows(logits, at).items():
+                if name not in outs:
+                    outs[name] = x.new_empty((N,) + x.shape[1:])
+                outs[name][at] = x
+        rows.outputs = tuple(outs)
         ctx.rows, ctx.chunk, ctx.heads, ctx.casts = rows, chunk, heads, casts
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        outs = tuple(outs.values())
-        ctx.mark_non_differentiable(*outs[rows.differentiable :])
-        return outs
+        constant = outs.keys() - set(rows.differentiable)
+        ctx.mark_non_differentiable(*(outs[name] for name in constant))
+        return tuple(outs.values())
 
     @staticmethod
     def backward(ctx, *grads):
         tensors, rows = ctx.saved_tensors, ctx.rows
         models = models_of(ctx.heads, tensors, ctx.casts)
-        grads = grads[: rows.differentiable]
+        grads = {name: g for name, g in zip(rows.outputs, grads, strict=True) if g is not None}
         d_tensors = [
             torch.zeros_like(x) if n else None
             for x, n in zip(tensors, ctx.needs_input_grad[4:], strict=True)
@@ -158,9 +157,7 @@ class ChunkedHead(torch.autograd.Function):
         for at in chunks(len(tensors[0]), ctx.chunk):
             logits = [head.logits(h[at], w, b) for head, h, w, b in models]
             slopes = [head.slope(z) for head, z in zip(ctx.heads, logits, strict=True)]
-            d_logits = rows.backward(
-                logits, at, [None if g is None else g[at, None] for g in grads]
-            )
+            d_logits = rows.backward(logits, at, {name: g[at, None] for name, g in grads.items()})
             del logits
             for m, (_, hidden, weight, _) in enumerate(models):
                 if d_logits[m] is not None:
