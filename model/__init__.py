@@ -335,8 +335,7 @@ def check_replay(model) -> None:
 
 
 def needs_of_ref_pass(cfg: Config, has_actor: bool) -> Needs:
-    """Outputs of the ref pass. Z can be computed from the actor only if the actor sampled with
-    these weights."""
+    """Outputs of the ref pass. The actor gives Z only if it sampled with these weights."""
     uses_z = cfg.correction in corrections.USES_Z
     sums = uses_z and cfg.obrs_z != "exact"  # Z from sums over the support
     sampler_known = has_actor and corrections.actor_is_sampler(cfg)
@@ -358,14 +357,13 @@ def needs_of_update(cfg: Config, has_actor: bool, has_ref: bool) -> Needs:
     uses_z = cfg.correction in corrections.USES_Z
     # Z from sums over the support
     sums = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
+    rejects = corrections.rejects_by_support(cfg)
+    rejects = rejects and (cfg.correction_target == "new" or not has_ref)
     return Needs(
         entropy=True,
         entropy_gradient=cfg.entropy_coef > 0,
         start=cfg.kl_coef > 0 and not has_ref,
-        support=sums
-        or (
-            corrections.rejects_by_support(cfg) and (cfg.correction_target == "new" or not has_ref)
-        ),
+        support=sums or rejects,
         tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
         lam=cfg.obrs_lambda,
@@ -508,11 +506,8 @@ class OneModelRows:
             out["top_logp"], out["top_ids"] = logp.topk(needs.topk, -1)
         if needs.tail:
             p_kth = self.p_kth[at, None].to(p.dtype)
-            of_support = (
-                torch.minimum(out["support_logp"].exp() / needs.lam, p_kth)
-                .mul_(self.support_on[at])
-                .sum(-1)
-            )
+            inside = torch.minimum(out["support_logp"].exp() / needs.lam, p_kth)
+            of_support = inside.mul_(self.support_on[at]).sum(-1)
             of_all = torch.minimum(p.div_(needs.lam), p_kth, out=p).sum(-1)
             out["tail"] = (of_all - of_support).clamp_min_(0.0)
         if self.scored.cuts:

@@ -182,12 +182,9 @@ class VLLMEngine:
         before, offset = self._of_all_ranks((list(prompts), seeds))
         for their_prompts, their_seeds in before:
             for prompt, group in zip(their_prompts, their_seeds, strict=True):
-                # the salt is part of the prefix cache's key, so prefixes of older weights are not
-                # used
-                request = {
-                    "prompt_token_ids": [int(t) for t in prompt],
-                    "cache_salt": str(self.loads),
-                }
+                # the salt is part of the prefix cache's key: no prefixes of older weights are used
+                salt = str(self.loads)
+                request = {"prompt_token_ids": [int(t) for t in prompt], "cache_salt": salt}
                 for seed in group:
                     requests.append(request)
                     params.append(self.make_params(**settings, seed=seed))
@@ -293,12 +290,10 @@ class VLLMEngine:
         """Checksums of the engine's tensors by vLLM's names (sync.py), summed over its ranks: of
         the tensors in memory, and of tensors before a kernel packed them."""
         of_ranks, _ = self._of_all_ranks(self.llm.apply_model(in_vllm.checksums_of)[0])
-        in_memory, packed = (in_vllm.summed(parts) for parts in zip(*of_ranks, strict=True))
-        return in_memory, packed
+        return tuple(in_vllm.summed(parts) for parts in zip(*of_ranks, strict=True))
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L -
-        1)."""
+        """log p(ids[t] | ids[:t]), t >= 1, temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
         self._wake()
         params = self.make_params(
             max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
@@ -307,11 +302,10 @@ class VLLMEngine:
         rows = []
         for output in self.llm.generate(requests, params, use_tqdm=False):
             flat = output.prompt_logprobs
-            # empty for the first token
             spans = zip(flat.start_indices, flat.end_indices, strict=True)
-            rows.append(
-                [flat.logprobs[start] for start, end in spans if end > start][-(ids.shape[1] - 1) :]
-            )
+            # empty for the first token
+            logp = [flat.logprobs[start] for start, end in spans if end > start]
+            rows.append(logp[1 - ids.shape[1] :])
         return np.array(rows, np.float32)
 
     def close(self) -> None:
@@ -556,8 +550,7 @@ class HFEngine:
 
     @torch.no_grad()
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L -
-        1)."""
+        """log p(ids[t] | ids[:t]), t >= 1, temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
         at_once = rows_at_once(self.model.config, ids.shape[1])
         parts = []
         for rows in torch.from_numpy(ids).to(self.device).split(at_once):

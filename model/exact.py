@@ -304,9 +304,8 @@ class InOrder(DynamicLayer):
             longer(x, self.get_seq_length() - x.shape[2]) for x in (self.keys, self.values)
         )
         B, H, K, _ = self.keys.shape
-        rows = (
-            K * torch.arange(B * H, device=self.lengths.device).view(B, H) + self.lengths[:, None]
-        )
+        first = K * torch.arange(B * H, device=self.lengths.device).view(B, H)
+        rows = first + self.lengths[:, None]
         for x, new in ((self.keys, key), (self.values, value)):
             x.view(B * H * K, -1).index_copy_(0, rows.flatten(), new.float().flatten(0, 2))
         self.lengths = self.lengths + 1

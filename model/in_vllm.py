@@ -17,8 +17,6 @@ from machinery.flags import UserError
 from quant import ROUTERS, Format
 from sync import SyncError, checksums, wrap
 
-SHARED = Path("/dev/shm")
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Patches of vLLM, and state that vLLM must not change
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,9 +172,8 @@ def without_amx(check_cpu_sgl_kernel):
 def change(owner, name: str, replacement) -> None:
     """Replace vLLM's function owner.name by replacement(original), once in this process.
 
-    Raises UserError if this version of vLLM has no such function. If a
-    patch does not fit a version, the check of shapes in `VLLMEngine._responses` or the check of the
-    first weight sync (sync.py) fails."""
+    Raises UserError if this version of vLLM has no such function. If a patch does not fit a
+    version, the check of shapes in `VLLMEngine._responses` or of the first weight sync fails."""
     import vllm
 
     original = getattr(owner, name, None)
@@ -267,7 +264,7 @@ def own_shared_memory(ranks):
     finally:
         Launched._distributed_args = met
         dist.barrier(group=ranks)
-        for left in SHARED.glob(f"*{prefix}-*"):
+        for left in Path("/dev/shm").glob(f"*{prefix}-*"):
             left.unlink(missing_ok=True)
 
 

@@ -261,7 +261,7 @@ MUTANTS = {
         ("p.mul_(-g).scatter_add_(1, target, g)", "p.mul_(g).scatter_add_(1, target, -g)"),
         ("return x if self.inv_temperature is None else x.mul_(self.inv_temperature[at])", "return x"),
         ("g = g * (p.gather(1, target) > 0)", "g = g * 1"),
-        (".mul_(self.support_on[at])\n                .sum(-1)", ".sum(-1)"),
+        ("inside.mul_(self.support_on[at])", "inside"),
         (" - log_lam", ""),
         ("dz = (q - logp.exp())", "dz = (logp.exp() - q)"),
         ("gone[row, ids[first:last]] = False", "gone[row, ids[: last - first]] = False"),
