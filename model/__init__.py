@@ -6,14 +6,8 @@ pass, so policy and actor are in one module, which also computes distillation an
 both distributions. Linear layers may be replaced in place: `PolicyAndActor.policy` is an ordinary
 transformers model.
 
-    Needs          outputs requested from a forward pass
-    TokenStats     outputs of a forward pass: one tensor for each statistic
-    Routing        experts chosen by the routers of a mixture of experts
-    OneModelRows   statistics of one model's logits, chunk by chunk, and their gradient
-    TwoModelRows   the same for policy and actor together
-
-A new statistic of one model is a field of TokenStats, a flag of Needs, a name in `asked` and its
-formula in `OneModelRows.stats`; of two models, in `TwoModelRows.__call__`.
+A new statistic of one model is a field of TokenStats, a flag of Needs and its formula in
+`OneModelRows.stats`; of two models, in `TwoModelRows.__call__`.
 """
 
 from __future__ import annotations
@@ -23,6 +17,7 @@ import functools
 import math
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -52,8 +47,7 @@ class TokenStats:
     distill_loss: torch.Tensor | None = None  # (B, T)    gradient only to the actor
     z: torch.Tensor | None = None  # (B, T)    exact Z of p_inf := actor, p_tgt := policy
     kl: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
-    # (B, T)    KL(policy || distribution of the accepted tokens)
-    kl_after: torch.Tensor | None = None
+    kl_after: torch.Tensor | None = None  # (B, T)    KL(policy || accepted distribution)
     sum_p2: torch.Tensor | None = None  # (B, T)    sum over the vocabulary of p_new^2
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's top-K tokens
     top_logp: torch.Tensor | None = None  # (B, T, K)
@@ -87,21 +81,15 @@ class Needs:
     sum_p2: bool = False
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The module
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class PolicyAndActor(nn.Module):
     """Policy and optional actor as one module: (batch, needs) -> the fields of TokenStats as a
     dict, which DDP and FSDP2 expect. With `share` a prompt is processed once for all its responses
     in the batch, not once for each response.
 
     vocabulary: number of token ids; later embedding rows are padding and are not scored. None: no
-    padding. replay: the learner's copy of the rollout model sends each token to the
-    experts in batch.routed. start: the
-    frozen starting policy for --kl_coef; None with LoRA, because the policy without its adapters is
-    the starting policy."""
+    padding. replay: the learner's copy of the rollout model sends each token to the experts in
+    batch.routed. start: the frozen starting policy for --kl_coef; None with LoRA, because the
+    policy without its adapters is the starting policy."""
 
     def __init__(
         self,
@@ -135,7 +123,11 @@ class PolicyAndActor(nn.Module):
         replays = self.routing is not None and batch.routed is not None
         if replays:
             self.routing.given = batch.routed[:, :-1].flatten(0, 1)
-        outs = self._statistics(batch, at, needs, share)
+        kind, models = OneModelRows, [self.policy]
+        if self.actor is not None:
+            kind, models = TwoModelRows, [self.policy, self.actor]
+        rows = kind(Scored.of(batch, at), needs, *support_of(batch, at))
+        outs = self._through_heads(models, rows, batch, at, share)
         if replays:
             outs["routed_alike"] = self.routing.alike()[places(batch, at)]
         if needs.start:
@@ -146,16 +138,6 @@ class PolicyAndActor(nn.Module):
             for name, x in outs.items()
         }
 
-    def _statistics(self, batch, at, needs: Needs, share: bool) -> dict[str, torch.Tensor]:
-        """The statistics, by name, of the tokens at the flat positions `at` in (B, T)."""
-        scored = Scored.of(batch, at)
-        rows = OneModelRows(scored, needs, *support_of(batch, at, needs))
-        models = [self.policy]
-        if self.actor is not None:
-            rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=needs.entropy)), needs)
-            models.append(self.actor)
-        return self._through_heads(models, rows, batch, at, share)
-
     def _logp_start(self, batch, at, share: bool):
         """log p_start(token), without gradient. With LoRA p_start is the policy with its adapters
         switched off."""
@@ -165,7 +147,8 @@ class PolicyAndActor(nn.Module):
             return self._through_heads([frozen], rows, batch, at, share)["logp"]
 
     def _through_heads(self, models, rows, batch, at, share: bool) -> dict[str, torch.Tensor]:
-        """The outputs of `rows`, computed from the models' logits in chunks."""
+        """The outputs of `rows` for the tokens at the flat positions `at` in (B, T), by name,
+        computed from the models' logits in chunks."""
         layers = [lm.get_output_embeddings() for lm in models]
         width = min(len(layer.weight) for layer in layers)  # the models' paddings may differ
         width = min(width, self.vocabulary or width)
@@ -188,9 +171,6 @@ class PolicyAndActor(nn.Module):
     def casts_kept(self):
         """Cast weights to the compute type once inside this context, not in every forward pass. The
         weights must not change inside."""
-        if self.autocast is None:
-            yield
-            return
         self.casts = {}
         try:  # autocast keeps its cache until its outermost scope ends
             with torch.autocast(next(self.parameters()).device.type, enabled=False):
@@ -354,14 +334,8 @@ def check_replay(model) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Outputs of a forward pass, by configuration
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def needs_of_ref_pass(cfg: Config, has_actor: bool) -> Needs:
-    """Outputs of the ref pass. Z can be computed from the actor only if the actor sampled with
-    these weights."""
+    """Outputs of the ref pass. The actor gives Z only if it sampled with these weights."""
     uses_z = cfg.correction in corrections.USES_Z
     sums = uses_z and cfg.obrs_z != "exact"  # Z from sums over the support
     sampler_known = has_actor and corrections.actor_is_sampler(cfg)
@@ -383,14 +357,13 @@ def needs_of_update(cfg: Config, has_actor: bool, has_ref: bool) -> Needs:
     uses_z = cfg.correction in corrections.USES_Z
     # Z from sums over the support
     sums = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
+    rejects = corrections.rejects_by_support(cfg)
+    rejects = rejects and (cfg.correction_target == "new" or not has_ref)
     return Needs(
         entropy=True,
         entropy_gradient=cfg.entropy_coef > 0,
         start=cfg.kl_coef > 0 and not has_ref,
-        support=sums
-        or (
-            corrections.rejects_by_support(cfg) and (cfg.correction_target == "new" or not has_ref)
-        ),
+        support=sums or rejects,
         tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
         exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
         lam=cfg.obrs_lambda,
@@ -423,13 +396,10 @@ class Scored:
         known = batch.known
         allowed = None
         if batch.allowed is not None:
-            sizes = torch.cat([torch.as_tensor(offsets).diff() for offsets, _ in batch.allowed]).to(
-                at.device
-            )
-            ids = torch.cat([torch.as_tensor(i, dtype=torch.long) for _, i in batch.allowed]).to(
-                at.device
-            )
-            allowed = (torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]), ids)
+            sizes = np.concatenate([np.diff(offsets) for offsets, _ in batch.allowed])
+            offsets = np.concatenate([[0], sizes.cumsum()])
+            ids = np.concatenate([ids for _, ids in batch.allowed]).astype(np.int64)
+            allowed = tuple(torch.from_numpy(x).to(at.device) for x in (offsets, ids))
         return cls(
             target=batch.tokens.flatten()[at],
             inv_temperature=1.0 / temperature if known.has_temperature else None,
@@ -440,6 +410,10 @@ class Scored:
     @property
     def cuts(self) -> bool:
         return self.allowed is not None or self.rule is not None
+
+    def by_temperature(self, x, at):
+        """x (n, V) divided by the temperature, in place."""
+        return x if self.inv_temperature is None else x.mul_(self.inv_temperature[at])
 
     def transform(self, z, at):
         """Logits (n, V) of the scoring distribution: divided by the temperature, and truncated."""
@@ -458,16 +432,11 @@ class Scored:
         return z
 
 
-def support_of(batch: Batch, at, needs: Needs):
-    """(ids (N, S), validity (N, S), p_K (N,)) of the OBRS support; None for values not needed."""
-    ids = on = p_kth = None
-    if needs.support:
-        ids = batch.support_ids.flatten(0, 1)[at]
-        # a duplicate of a token has log-probability -inf, so that the token counts once
-        on = batch.support_logp.flatten(0, 1)[at].isfinite()
-    if needs.tail:
-        p_kth = batch.p_kth.flatten()[at]
-    return ids, on, p_kth
+def support_of(batch: Batch, at):
+    """(ids (N, S), validity (N, S), p_K (N,)) of the OBRS support."""
+    # a duplicate of a token has log-probability -inf, so that the token counts once
+    on = batch.support_logp.flatten(0, 1)[at].isfinite()
+    return batch.support_ids.flatten(0, 1)[at], on, batch.p_kth.flatten()[at]
 
 
 class OneModelRows:
@@ -483,18 +452,16 @@ class OneModelRows:
         self.support_ids = support_ids
         self.support_on = support_on
         self.p_kth = p_kth
-        asked = {"entropy": needs.entropy, "support_logp": needs.support, "tail": needs.tail}
-        asked |= {"sum_p2": needs.sum_p2, "top_ids": needs.topk, "top_logp": needs.topk}
-        self.outputs = ("logp", *(name for name, wanted in asked.items() if wanted))
-        self.differentiable = 1 + needs.entropy_gradient
+        self.differentiable = ("logp", "entropy") if needs.entropy_gradient else ("logp",)
 
     def __call__(self, logits, at) -> dict:
         return self.stats(self.log_softmax(logits.pop(), at), at)
 
     def backward(self, logits, at, grads):
-        if len(grads) == 2:
-            return [self.pull_both(self.log_softmax(logits.pop(), at), at, *grads)]
-        return [self.pull(self.scored.transform(logits.pop(), at).softmax(-1), at, grads[0])]
+        if self.needs.entropy_gradient:
+            return [self.pull_both(self.log_softmax(logits.pop(), at), at, grads)]
+        p = self.scored.transform(logits.pop(), at).softmax(-1)
+        return [self.pull(p, at, grads.get("logp"))]
 
     def log_softmax(self, z, at):
         return self.scored.transform(z, at).log_softmax(-1)
@@ -508,23 +475,20 @@ class OneModelRows:
         if self.scored.cuts:
             # a sampled token outside the truncation has the constant log-probability FLOOR
             g = g * (p.gather(1, target) > 0)
-        dz = p.mul_(-g).scatter_add_(1, target, g)
-        return (
-            dz if self.scored.inv_temperature is None else dz.mul_(self.scored.inv_temperature[at])
-        )
+        return self.scored.by_temperature(p.mul_(-g).scatter_add_(1, target, g), at)
 
-    def pull_both(self, logp, at, g, g_entropy):
-        """The gradient of the logits for gradients of logp and of the entropy H, (n, 1) or None.
+    def pull_both(self, logp, at, grads):
+        """The gradient of the logits for the gradients of logp and of the entropy H, if given.
 
         dH / dz = - p (log p + H) / temperature."""
-        if g_entropy is None:
-            return self.pull(logp.exp_(), at, g)
+        if "entropy" not in grads:
+            return self.pull(logp.exp_(), at, grads.get("logp"))
         p = logp.exp()
         H = -torch.linalg.vecdot(p, logp)[:, None]
-        dz = logp.add_(H).mul_(p).mul_(-g_entropy.to(p.dtype))
-        if self.scored.inv_temperature is not None:
-            dz.mul_(self.scored.inv_temperature[at])
-        d_logp = self.pull(p, at, g)
+        dz = self.scored.by_temperature(
+            logp.add_(H).mul_(p).mul_(-grads["entropy"].to(p.dtype)), at
+        )
+        d_logp = self.pull(p, at, grads.get("logp"))
         return dz if d_logp is None else dz.add_(d_logp)
 
     def stats(self, logp, at) -> dict:
@@ -542,11 +506,8 @@ class OneModelRows:
             out["top_logp"], out["top_ids"] = logp.topk(needs.topk, -1)
         if needs.tail:
             p_kth = self.p_kth[at, None].to(p.dtype)
-            of_support = (
-                torch.minimum(out["support_logp"].exp() / needs.lam, p_kth)
-                .mul_(self.support_on[at])
-                .sum(-1)
-            )
+            inside = torch.minimum(out["support_logp"].exp() / needs.lam, p_kth)
+            of_support = inside.mul_(self.support_on[at]).sum(-1)
             of_all = torch.minimum(p.div_(needs.lam), p_kth, out=p).sum(-1)
             out["tail"] = (of_all - of_support).clamp_min_(0.0)
         if self.scored.cuts:
@@ -563,19 +524,11 @@ class TwoModelRows:
 
     distill_loss is KL(sg p || q), Jackpot Eq. 7: dz = g (q - p)."""
 
-    def __init__(self, policy: OneModelRows, actor: OneModelRows, needs: Needs):
-        self.policy = policy
-        self.actor = actor
+    def __init__(self, scored: Scored, needs: Needs, *support):
+        self.policy = OneModelRows(scored, needs, *support)
+        self.actor = OneModelRows(scored, Needs(entropy=needs.entropy))
         self.needs = needs
-        distills = ("distill_loss",) if needs.distill else ()
-        self.differentiable = 2 + len(distills) + needs.entropy_gradient
-        asked = {
-            ("actor_entropy",): needs.entropy,
-            ("z", "kl_after"): needs.exact_z,
-            ("top_actor_logp",): needs.topk,
-        }
-        extra = [name for names, wanted in asked.items() if wanted for name in names]
-        self.outputs = ("logp", "actor_logp", *distills, *policy.outputs[1:], "kl", *extra)
+        self.differentiable = (*self.policy.differentiable, "actor_logp", "distill_loss")
 
     def __call__(self, logits, at) -> dict:
         logq, logp = self.log_softmax(logits, at)
@@ -598,15 +551,13 @@ class TwoModelRows:
     def backward(self, logits, at, grads):
         logq, logp = self.log_softmax(logits, at)
         q, dz = logq.exp(), None
-        g = dict(zip(self.outputs, grads, strict=False))
-        if g.get("distill_loss") is not None:
-            dz = (q - logp.exp()).mul_(g["distill_loss"])
-            if self.actor.scored.inv_temperature is not None:
-                dz.mul_(self.actor.scored.inv_temperature[at])
-        d_actor = self.actor.pull(q, at, g["actor_logp"])
+        if "distill_loss" in grads:
+            dz = (q - logp.exp()).mul_(grads["distill_loss"])
+            dz = self.actor.scored.by_temperature(dz, at)
+        d_actor = self.actor.pull(q, at, grads.get("actor_logp"))
         if d_actor is not None:
             dz = d_actor if dz is None else dz.add_(d_actor)
-        return [self.policy.pull_both(logp, at, g["logp"], g.get("entropy")), dz]
+        return [self.policy.pull_both(logp, at, grads), dz]
 
     def log_softmax(self, logits, at):
         """(log q, log p), each (n, V); pops both logits from the list, the actor's first."""

@@ -56,19 +56,19 @@ def check_agreement(cfg: RolloutFlags, found: Agreement) -> str:
     --learner_quant is neither aligned nor the engine's format, or --kv_cache_dtype is not auto, a
     larger difference is expected and gets the warning."""
     limit = max(AGREES, LIMIT * found.floor)
+    if found.gap <= limit:
+        return ""
     aligned = cfg.learner_quant in ("aligned", cfg.rollout_quant)
     gap = (
         f"on the first rollouts, with the same weights, |p_learner - p_engine| is {found.gap:.3g} on average "
         f"and rounding explains at most {limit:.2g}"
     )
-    if not found.gap <= limit:
-        if not aligned or cfg.kv_cache_dtype != "auto":
-            return f"{gap}: the mismatch of --rollout_quant={cfg.rollout_quant} --kv_cache_dtype={cfg.kv_cache_dtype}"
-        raise UserError(
-            f"learner and engine compute different policies: {gap}; check whether the model (config.json) or the "
-            "engine caps, scales or shifts the logits; --check_sync=False trains without this check"
-        )
-    return ""
+    if not aligned or cfg.kv_cache_dtype != "auto":
+        return f"{gap}: the mismatch of --rollout_quant={cfg.rollout_quant} --kv_cache_dtype={cfg.kv_cache_dtype}"
+    raise UserError(
+        f"learner and engine compute different policies: {gap}; check whether the model (config.json) or the "
+        "engine caps, scales or shifts the logits; --check_sync=False trains without this check"
+    )
 
 
 def expects_agreement(cfg: Config) -> bool:

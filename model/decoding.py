@@ -21,8 +21,8 @@ def responses_of(ids, logp, ends, finish_reasons, topk: int, max_allowed: int) -
     of allowed tokens has more than K tokens."""
     if max_allowed:
         offsets, allowed_ids = allowed_sets(ids[:, 1:], logp[:, 1:], ids[:, 0], max_allowed)
-    responses, start = [], 0
-    for end, finish_reason in zip(ends, finish_reasons, strict=True):
+    responses = []
+    for start, end, finish_reason in zip([0, *ends[:-1]], ends, finish_reasons, strict=True):
         response = Response(
             tokens=ids[start:end, 0].copy(),
             loss_mask=np.ones(end - start, bool),
@@ -35,7 +35,6 @@ def responses_of(ids, logp, ends, finish_reasons, topk: int, max_allowed: int) -
             response.allowed_offsets = offsets[start : end + 1] - offsets[start]
             response.allowed_ids = allowed_ids[offsets[start] : offsets[end]].copy()
         responses.append(response)
-        start = end
     return responses
 
 

@@ -25,40 +25,22 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 import quant
 from config import Config, RolloutFlags
 from machinery.checkpoint.models import load_model
 from machinery.flags import from_environment, is_first_rank, need
-from model import Routing
+from model import Routing, in_vllm
 from model.decoding import Records, Rows, give_routed, grouped, responses_of
 from model.exact import InOrder, as_sampler
 from model.head import Head, rows_at_once
-from model.in_vllm import (
-    VLLM_VERSION,
-    among_ranks,
-    change_vllm,
-    checksums_of,
-    engine_config,
-    fused_modules,
-    has_head,
-    import_vllm,
-    in_one_sentence,
-    note_packing,
-    own_shared_memory,
-    summed_over,
-    vllm_leaves_no_trace,
-)
 from model.memory import unread
 from rollout import Response, uniforms
 from sampling import Sampling, pick, truncate
 from sync import checksums
 
 LOCAL_WORLD_SIZE = from_environment("LOCAL_WORLD_SIZE", 1)  # read before vLLM overwrites it
-
-# ---------------------------------------------------------------------------------------------------------------------
-# vLLM, in this process
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class VLLMEngine:
@@ -103,22 +85,29 @@ class VLLMEngine:
         routing: bool = False,
         sleep_level: int = 0,
     ):
-        make_llm, self.make_params = import_vllm()
+        make_llm, self.make_params = in_vllm.import_vllm()
         self.dtype, self.fmt = dtype, fmt
         cuda = torch.cuda.is_available()
         shell = unread(folder)
         self.experts = set(quant.expert_parameters(shell))  # vLLM loads each expert's matrices
-        has_kernel = fmt is not None and (
+        # whether vLLM has a kernel for low-bit tensors; if not, it loads exactly dequantized ones
+        self.packed = fmt is not None and (
             fmt.activations or (cuda and fmt.qmax == 7 and not self.experts)
         )
-        self.packed = has_kernel  # True: it loads low-bit tensors; False: exactly dequantized ones
-        change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
+        in_vllm.change_vllm(low_bits_on_cpu=fmt is not None and not cuda)
         if fmt is not None and not self.packed:
             print(
                 f"{fmt.name}: vLLM has no kernel for this format here; the engine gets the exactly dequantized "
                 "weights, which compute the same function",
                 file=sys.stderr,
             )
+        self.sleep_level, self.asleep = sleep_level if cuda else 0, False
+        self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
+        overrides = {"head_dtype": "float32"} if head_fp32 else {}
+        if vocabulary is not None:
+            overrides["vocab_size"] = vocabulary
+        if self.packed:
+            overrides["quantization_config"] = in_vllm.engine_config(fmt)
         settings = dict(
             dtype=dtype,
             kv_cache_dtype=kv_cache,
@@ -132,34 +121,29 @@ class VLLMEngine:
             enable_chunked_prefill=None if cuda else False,
             disable_log_stats=True,
             use_tqdm_on_load=False,  # the run has its own progress bar
+            enable_sleep_mode=self.sleep_level > 0,
+            enable_return_routed_experts=routing,
+            hf_overrides=overrides,
         )
         if cuda:
-            memory = {"gpu_memory_utilization": share_of_gpu(memory_gib or 0.25)}
-            memory["max_num_seqs"] = min(max(rows, 16), 1024)
+            settings["gpu_memory_utilization"] = share_of_gpu(memory_gib or 0.25)
+            settings["max_num_seqs"] = min(max(rows, 16), 1024)
         else:
             of_a_token = cache_of_a_token(shell.config, getattr(torch, dtype).itemsize)
             most = psutil.virtual_memory().available // (4 * LOCAL_WORLD_SIZE)
             wanted = min(cache_size(of_a_token, max_len, rows), most)
-            memory = {"kv_cache_memory_bytes": int(memory_gib * 2**30) or wanted}
-        self.sleep_level, self.asleep = sleep_level if cuda else 0, False
-        self.ranks = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
-        settings |= memory | among_ranks(tp)
-        settings["enable_sleep_mode"] = self.sleep_level > 0
-        settings["enable_return_routed_experts"] = routing
-        overrides = {"head_dtype": "float32"} if head_fp32 else {}
-        if vocabulary is not None:
-            overrides["vocab_size"] = vocabulary
-        if self.packed:
-            overrides["quantization_config"] = engine_config(fmt)
+            settings["kv_cache_memory_bytes"] = int(memory_gib * 2**30) or wanted
+        if dist.is_initialized() and dist.get_world_size() > 1:  # under torchrun
+            settings["distributed_executor_backend"] = "external_launcher"
+            settings["tensor_parallel_size"] = tp
         if fmt is not None:
             settings["load_format"] = "dummy"  # the quantized weights are loaded below
-        settings["hf_overrides"] = overrides
         self.tp, self.kv_cache, self.held_rows = tp, kv_cache, vocabulary
         self.loads = 0  # number of weight loads
         with (
-            in_one_sentence(f"it does not start with {folder}"),
-            vllm_leaves_no_trace(),
-            own_shared_memory(self.ranks),
+            in_vllm.in_one_sentence(f"it does not start with {folder}"),
+            in_vllm.vllm_leaves_no_trace(),
+            in_vllm.own_shared_memory(self.ranks),
         ):
             started = time.perf_counter()
             self.llm = make_llm(folder, **settings)
@@ -198,12 +182,9 @@ class VLLMEngine:
         before, offset = self._of_all_ranks((list(prompts), seeds))
         for their_prompts, their_seeds in before:
             for prompt, group in zip(their_prompts, their_seeds, strict=True):
-                # the salt is part of the prefix cache's key, so prefixes of older weights are not
-                # used
-                request = {
-                    "prompt_token_ids": [int(t) for t in prompt],
-                    "cache_salt": str(self.loads),
-                }
+                # the salt is part of the prefix cache's key: no prefixes of older weights are used
+                salt = str(self.loads)
+                request = {"prompt_token_ids": [int(t) for t in prompt], "cache_salt": salt}
                 for seed in group:
                     requests.append(request)
                     params.append(self.make_params(**settings, seed=seed))
@@ -268,7 +249,8 @@ class VLLMEngine:
         if ids.shape != (ends[-1], K + 1):
             raise RuntimeError(
                 f"vLLM returned log-probabilities of shape {ids.shape} for {ends[-1]} tokens and K = {K}: "
-                f"lean_logprobs (model/in_vllm.py), written for vLLM {VLLM_VERSION}, does not fit the version here"
+                f"lean_logprobs (model/in_vllm.py), written for vLLM {in_vllm.VLLM_VERSION}, does not fit the version "
+                "here"
             )
         ids, logp = ids.astype(np.int32, copy=False), logp.astype(np.float32, copy=False)
         reasons = [output.finish_reason for output in outputs]
@@ -287,10 +269,10 @@ class VLLMEngine:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=["weights"])
         if not self.loads:
-            self.llm.apply_model(note_packing)
-        if not all(self.llm.apply_model(has_head)):
+            self.llm.apply_model(in_vllm.note_packing)
+        if not all(self.llm.apply_model(in_vllm.has_head)):
             named_tensors = ((name, x) for name, x in named_tensors if name != "lm_head.weight")
-        with in_one_sentence("it cannot load the published weights"):
+        with in_vllm.in_one_sentence("it cannot load the published weights"):
             tensors = quant.by_expert(named_tensors, self.experts)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         if self.asleep:
@@ -302,17 +284,16 @@ class VLLMEngine:
     @functools.cached_property
     def fused(self) -> dict[str, list[str]]:
         """Name of a fused module -> names of the published modules in it."""
-        return self.llm.apply_model(fused_modules)[0]
+        return self.llm.apply_model(in_vllm.fused_modules)[0]
 
     def held(self) -> tuple[dict, dict]:
         """Checksums of the engine's tensors by vLLM's names (sync.py), summed over its ranks: of
         the tensors in memory, and of tensors before a kernel packed them."""
-        in_memory, packed = self.llm.apply_model(checksums_of)[0]
-        return summed_over(self.ranks, in_memory), summed_over(self.ranks, packed)
+        of_ranks, _ = self._of_all_ranks(self.llm.apply_model(in_vllm.checksums_of)[0])
+        return tuple(in_vllm.summed(parts) for parts in zip(*of_ranks, strict=True))
 
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L -
-        1)."""
+        """log p(ids[t] | ids[:t]), t >= 1, temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
         self._wake()
         params = self.make_params(
             max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
@@ -321,21 +302,15 @@ class VLLMEngine:
         rows = []
         for output in self.llm.generate(requests, params, use_tqdm=False):
             flat = output.prompt_logprobs
-            # empty for the first token
             spans = zip(flat.start_indices, flat.end_indices, strict=True)
-            rows.append(
-                [flat.logprobs[start] for start, end in spans if end > start][-(ids.shape[1] - 1) :]
-            )
+            # empty for the first token
+            logp = [flat.logprobs[start] for start, end in spans if end > start]
+            rows.append(logp[1 - ids.shape[1] :])
         return np.array(rows, np.float32)
 
     def close(self) -> None:
         """Shut vLLM down. This also destroys torch's process group, if there is one."""
         self.llm.llm_engine.engine_core.shutdown()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Plain torch
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 CACHE_GIB = 4.0  # GiB of KV cache on every machine, so that runs can be repeated elsewhere
@@ -384,7 +359,6 @@ class HFEngine:
     """A batched sampler around a transformers model: each group's prompt is processed once.
 
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
-    batch_tokens     maximum number of tokens in the KV cache; None: as many as fit into CACHE_GIB
     exact            compute each sum in the learner's order (model/exact.py), with float32 weights
     the rest         as for VLLMEngine"""
 
@@ -394,12 +368,12 @@ class HFEngine:
         *,
         dtype: str = "float32",
         device: str = "cpu",
-        batch_tokens: int | None = None,
         exact: bool = False,
         logprobs_mode: str = "processed",
         head_fp32: bool = False,
         fmt: quant.Format | None = None,
         vocabulary: int | None = None,
+        routing: bool = False,
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
@@ -415,19 +389,13 @@ class HFEngine:
         if exact:
             as_sampler(self.model, dtype, head_fp32, vocabulary)
         self.device = device
-        self.batch_tokens = batch_tokens or cached_tokens(
-            model.config, getattr(torch, dtype).itemsize
-        )
+        # maximum number of tokens in the KV cache
+        self.batch_tokens = cached_tokens(model.config, getattr(torch, dtype).itemsize)
         self.raw = logprobs_mode == "raw"
         self.head_fp32, self.vocabulary = head_fp32 and not exact, vocabulary
         self.kv_cache, self.fused, self.tp, self.held_rows = "auto", {}, 1, None
-        self.routing: Routing | None = None
+        self.routing = Routing(self.model) if routing else None
         self.routed = None  # experts of the last forward pass, (n, tokens, layers, k) int16
-
-    def record_routing(self) -> HFEngine:
-        """Record the experts of each token that is sampled from now on (Response.routed)."""
-        self.routing = Routing(self.model)
-        return self
 
     def generate(
         self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed=0, finished=None
@@ -468,11 +436,8 @@ class HFEngine:
     ) -> list[Response]:
         """All N responses of one batch, decoded token by token."""
         T = sampling.max_tokens
-        all_seeds = list(chain.from_iterable(seeds))
-        # (N, T)
-        u = torch.from_numpy(np.stack([uniforms(T, "sample", seed) for seed in all_seeds])).to(
-            self.device
-        )
+        u = np.stack([uniforms(T, "sample", seed) for seed in chain.from_iterable(seeds)])
+        u = torch.from_numpy(u).to(self.device)  # (N, T)
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, max(topk, max_allowed), self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
@@ -501,19 +466,16 @@ class HFEngine:
 
     def _read_prompts(self, prompts, group_sizes: list[int]):
         """(logits (N, V) of each response's first token, Rows for the decoding)."""
-        P = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), P, dtype=torch.long)
-        mask = torch.zeros(len(prompts), P, dtype=torch.long)
-        for i, prompt in enumerate(prompts):  # padded on the left, so that all prompts end together
-            ids[i, P - len(prompt) :] = torch.as_tensor(np.asarray(prompt, np.int64))
-            mask[i, P - len(prompt) :] = 1
-        ids, mask = ids.to(self.device), mask.to(self.device)
+        # padded on the left, so that all prompts end together
+        left = functools.partial(pad_sequence, batch_first=True, padding_side="left")
+        sequences = [torch.as_tensor(np.asarray(prompt, np.int64)) for prompt in prompts]
+        ids = left(sequences).to(self.device)
+        mask = left([torch.ones_like(x) for x in sequences]).to(self.device)
         position = (mask.cumsum(1) - 1).clamp_min(0)
         padded = bool((mask == 0).any())
         # Each response starts from the cache of its group's prompt.
         sizes = torch.tensor(group_sizes, device=self.device)
         prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
-        indices = torch.arange(len(prompt_of), device=self.device)
         logits, cache = self._forward(
             ids, attention_mask=mask if padded else None, position_ids=position
         )
@@ -528,7 +490,10 @@ class HFEngine:
         if self.exact:
             cache.layers, padded = [InOrder(layer, position) for layer in cache.layers], False
         rows = Rows(
-            index=indices, position=position, mask=mask[prompt_of] if padded else None, cache=cache
+            index=torch.arange(len(prompt_of), device=self.device),
+            position=position,
+            mask=mask[prompt_of] if padded else None,
+            cache=cache,
         )
         return logits[prompt_of], rows
 
@@ -585,19 +550,14 @@ class HFEngine:
 
     @torch.no_grad()
     def logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """log p(ids[t] | ids[:t]) for t >= 1 at temperature 1, in nats: (R, L) -> float32 (R, L -
-        1)."""
-        rows = (
-            torch.from_numpy(ids)
-            .to(self.device)
-            .split(rows_at_once(self.model.config, ids.shape[1]))
-        )
-        return torch.cat([self._logprobs_of(chunk) for chunk in rows]).cpu().numpy()
-
-    def _logprobs_of(self, ids):
-        """`logprobs` of a tensor, all rows at once."""
-        logits = self._logits(ids, 0, use_cache=False)[0][:, :-1]
-        return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        """log p(ids[t] | ids[:t]), t >= 1, temperature 1, in nats: (R, L) -> float32 (R, L - 1)."""
+        at_once = rows_at_once(self.model.config, ids.shape[1])
+        parts = []
+        for rows in torch.from_numpy(ids).to(self.device).split(at_once):
+            logp = self._logits(rows, 0, use_cache=False)[0][:, :-1].log_softmax(-1)
+            parts.append(logp.gather(2, rows[:, 1:, None])[..., 0])
+            del logp  # free it before the next rows' logits are computed
+        return torch.cat(parts).cpu().numpy()
 
     def sleep(self) -> None:
         """Do nothing: the memory is shared with the learner through torch."""
@@ -609,19 +569,12 @@ class HFEngine:
     def close(self) -> None: ...
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Choice by the flags
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def evaluated_by(cfg: Config, name: str) -> str:
     """Sampler of an evaluation (--eval_engine). "own": the engine that samples this model's
     rollouts; "second": a second engine; "torch": HFEngine on the learner's weights."""
     samples = "policy" if cfg.actor == "none" else "actor"
-    if cfg.eval_engine == "torch" or (name == samples and cfg.samplers != "local"):
-        return "torch"
     if name == samples:
-        return "own"
+        return "own" if cfg.samplers == "local" and cfg.eval_engine != "torch" else "torch"
     return "second" if cfg.eval_engine == "second" else "torch"
 
 
@@ -651,16 +604,20 @@ def make_engine(
         head_fp32=cfg.lm_head_fp32,
         fmt=quant.format_of(cfg.rollout_quant, cfg.quant_group),
         vocabulary=vocabulary,
+        routing=cfg.router_replay,
     )
     if cfg.rollout == "hf":
-        engine = HFEngine(folder, device=device, exact=cfg.exact, **shared)
-        return engine.record_routing() if cfg.router_replay else engine
-    common = dict(
-        seed=cfg.seed, memory_gib=cfg.rollout_memory, kv_cache=cfg.kv_cache_dtype, tp=cfg.rollout_tp
-    )
-    common["routing"] = cfg.router_replay
+        return HFEngine(folder, device=device, exact=cfg.exact, **shared)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    common["rows"] = getattr(cfg, "rollout_batch", 1024) * cfg.rollout_tp // ranks
     return VLLMEngine(
-        folder, max_len=max_len, max_logprobs=topk, sleep_level=sleep_level, **common, **shared
+        folder,
+        max_len=max_len,
+        max_logprobs=topk,
+        seed=cfg.seed,
+        memory_gib=cfg.rollout_memory,
+        rows=getattr(cfg, "rollout_batch", 1024) * cfg.rollout_tp // ranks,
+        kv_cache=cfg.kv_cache_dtype,
+        tp=cfg.rollout_tp,
+        sleep_level=sleep_level,
+        **shared,
     )

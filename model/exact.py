@@ -13,14 +13,13 @@ the same functions on a CPU with float32 weights, and with bfloat16 both run und
     p v and softmax, sums over keys   number of keys        `room`: padding to fixed numbers of keys;
                                                                 padded keys add exactly 0
     p v, with a padded prompt         place of the padding  `Seen`: puts the keys in order first
-    means of norms                    nothing: per token    unchanged
+    norms, embedding, rotary angles   nothing: per token    unchanged
     softmax and truncation of logits  nothing: same length  both sides cut them to the vocabulary
     silu (no sum, but the ends of a   place in the tensor   `quotient`: an exp without special ends,
       tensor are rounded differently)                       correctly rounded sums and quotients
     int8 products                     nothing: integers     unchanged (quant.py)
     w4a16 products                    rows of the batch     `product`
     temperature (no sum)              method of division    times 1 / temperature in float32
-    embedding, rotary angles          nothing: per token    unchanged
     gathered weights (FSDP2)          nothing, but 16 bits  layers are gathered in float32
                                       would round them      (memory.travels_in)
 
@@ -69,7 +68,7 @@ FAMILIES = ("granite", "llama", "mistral", "qwen2", "qwen3")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Products
+# Products and layers
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -78,27 +77,16 @@ def product(x, weight):
     zero-padded."""
     if x.dtype == torch.bfloat16:
         x, weight = x.float(), weight.float()
-    out = x.new_empty(len(x), len(weight))
-    for at in pieces(len(x), ROWS):
-        rows = x[at]
-        if len(rows) < ROWS:
-            padded = torch.cat([rows, rows.new_zeros(ROWS - len(rows), rows.shape[1])])
-            out[at] = (padded @ weight.t())[: len(rows)]
-        else:
-            torch.mm(rows, weight.t(), out=out[at])
-    return out
+    padded = longer(x, -len(x) % ROWS)
+    out = x.new_empty(len(padded), len(weight))
+    for rows, products in zip(padded.split(ROWS), out.split(ROWS), strict=True):
+        torch.mm(rows, weight.t(), out=products)
+    return out[: len(x)]
 
 
 def rounded_product(x, weight):
     """`product` in the dtype of x."""
     return product(x, weight).to(x.dtype)
-
-
-def pieces(n: int, size: int) -> list[slice]:
-    """Slices of length `size` that cover n rows. The last slice overlaps the previous one instead
-    of being shorter."""
-    starts = [*range(0, n - size, size), max(n - size, 0)]
-    return [slice(start, start + size) for start in starts]
 
 
 def longer(x, more: int):
@@ -107,16 +95,8 @@ def longer(x, more: int):
 
 
 def taken(x, places):
-    """The entries (B, H, n, D) of x (B, H, K, D) at the positions `places` (B, n) of its third
-    axis."""
-    B, H, K, D = x.shape
-    first = K * torch.arange(B * H, device=x.device).view(B, H, 1)
-    return x.reshape(-1, D).index_select(0, (first + places[:, None]).flatten()).view(B, H, -1, D)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers
-# ---------------------------------------------------------------------------------------------------------------------
+    """The entries (B, H, n, D) of x (B, H, K, D) at the positions `places` (B, n)."""
+    return x.take_along_dim(places[:, None, :, None], 2)
 
 
 class Multiply(torch.autograd.Function):
@@ -186,11 +166,7 @@ class ExactLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         with torch.autocast(device, enabled=False):
             flat, weight = x.reshape(-1, x.shape[-1]).to(dtype), self.rounded(dtype)
-            y = (
-                Multiply.apply(flat, self.weight, weight)
-                if torch.is_grad_enabled()
-                else rounded_product(flat, weight)
-            )
+            y = Multiply.apply(flat, self.weight, weight)
         y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(dtype)
 
@@ -205,11 +181,7 @@ class SiLU(nn.Module):
     """x / (1 + exp(-x))."""
 
     def forward(self, x):
-        return (
-            WithGradientOf.apply(quotient, torch_silu, x)
-            if torch.is_grad_enabled()
-            else quotient(x)
-        )
+        return WithGradientOf.apply(quotient, torch_silu, x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,21 +239,17 @@ def attention(module, query, key, value, attention_mask: Seen, scaling: float, *
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     exact = functools.partial(exact_attention, attention_mask, scaling, dtype)
+
+    def ordinary(*inputs):
+        """The same in float32 by torch, for the gradient."""
+        query, key, value = (x.float() for x in inputs)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask.mask, scale=scaling, enable_gqa=True
+        )
+
     with torch.autocast(device, enabled=False):
-        if torch.is_grad_enabled():
-            ordinary = functools.partial(ordinary_attention, attention_mask.mask, scaling)
-            out = WithGradientOf.apply(exact, ordinary, query, key, value)
-        else:
-            out = exact(query, key, value)
+        out = WithGradientOf.apply(exact, ordinary, query, key, value)
     return out.transpose(1, 2).contiguous(), None
-
-
-def ordinary_attention(mask, scaling: float, query, key, value):
-    """Attention (B, heads, Q, D) in float32 by torch, for the gradient."""
-    query, key, value = query.float(), key.float(), value.float()
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True
-    )
 
 
 def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, value):
@@ -333,32 +301,29 @@ class InOrder(DynamicLayer):
         """Append the key and value (B, H, 1, D) of a new token; returns all keys and values, with
         unused positions at the end of a row."""
         self.keys, self.values = (
-            longer(x, self.width() - x.shape[2]) for x in (self.keys, self.values)
+            longer(x, self.get_seq_length() - x.shape[2]) for x in (self.keys, self.values)
         )
         B, H, K, _ = self.keys.shape
-        rows = (
-            K * torch.arange(B * H, device=self.lengths.device).view(B, H) + self.lengths[:, None]
-        )
+        first = K * torch.arange(B * H, device=self.lengths.device).view(B, H)
+        rows = first + self.lengths[:, None]
         for x, new in ((self.keys, key), (self.values, value)):
             x.view(B * H * K, -1).index_copy_(0, rows.flatten(), new.float().flatten(0, 2))
         self.lengths = self.lengths + 1
         self.longest += 1
         return self.keys, self.values
 
-    def width(self) -> int:
-        """Number of positions of a row, with one more token."""
-        return room(self.longest + 1)
-
     def mask(self):
         """(B, positions) bool: positions that the next token attends to, itself included."""
-        return torch.arange(self.width(), device=self.lengths.device) <= self.lengths[:, None]
+        place = torch.arange(self.get_seq_length(), device=self.lengths.device)
+        return place <= self.lengths[:, None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.width(), 0
+        return self.get_seq_length(), 0
 
     def get_seq_length(self) -> int:
-        """The number of positions: transformers must not mask any; `mask` has the visible ones."""
-        return self.width()
+        """Number of positions of a row, with one more token: transformers must not mask any; `mask`
+        has the visible ones."""
+        return room(self.longest + 1)
 
     def reorder_cache(self, rows) -> None:
         self.keys, self.values, self.lengths = (
@@ -367,13 +332,13 @@ class InOrder(DynamicLayer):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Models
+# Supported models and flags
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def apply(model):
     """Install the functions above in a model, also in its low-bit layers (call quant.align
-    earlier), and return it."""
+    earlier)."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # seconds to load
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -388,7 +353,6 @@ def apply(model):
     ALL_ATTENTION_FUNCTIONS.register("exact", attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("exact", seen)
     model.set_attn_implementation("exact")
-    return model
 
 
 def product_of(layer):
@@ -398,40 +362,25 @@ def product_of(layer):
 
 def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
     """Change an engine's float32 model so that it computes logits exactly as the learner
-    (PolicyAndActor), in the compute type `dtype`; returns it."""
+    (PolicyAndActor), in the compute type `dtype`."""
     apply(model.requires_grad_(False))
-    model.forward = functools.partial(forward, model, getattr(torch, dtype), head_fp32, vocabulary)
-    return model
+    head, layer = Head.of(model.config, vocabulary, product), model.get_output_embeddings()
+    compute = getattr(torch, dtype)
 
+    def forward(input_ids, logits_to_keep=0, **more):
+        """Logits (B, S, V) in float32 of the last `logits_to_keep` positions (0: all)."""
+        cache = more.get("past_key_values")
+        if cache is not None:
+            more["attention_mask"] = cache.layers[0].mask()
+        with torch.autocast(input_ids.device.type, compute, enabled=dtype != "float32"):
+            out = model.base_model(input_ids=input_ids, **more)
+        hidden = out.last_hidden_state[:, -logits_to_keep:]
+        hidden = hidden.to(torch.float32 if head_fp32 else compute)
+        logits = head.logits(hidden.flatten(0, 1), layer.rounded(hidden.dtype), layer.bias)
+        logits = logits.unflatten(0, hidden.shape[:2])
+        return SimpleNamespace(logits=logits, past_key_values=out.past_key_values)
 
-def forward(
-    model,
-    dtype: torch.dtype,
-    head_fp32: bool,
-    vocabulary: int | None,
-    input_ids,
-    logits_to_keep=0,
-    **more,
-):
-    """A model's forward pass: logits (B, S, V) in float32 of the last `logits_to_keep` positions
-    (0: all)."""
-    cache = more.get("past_key_values")
-    if cache is not None:
-        more["attention_mask"] = cache.layers[0].mask()
-    with torch.autocast(input_ids.device.type, dtype, enabled=dtype != torch.float32):
-        out = model.base_model(input_ids=input_ids, **more)
-    hidden = out.last_hidden_state[:, -logits_to_keep:].to(torch.float32 if head_fp32 else dtype)
-    layer = model.get_output_embeddings()
-    made = Head.of(model.config, vocabulary, product)
-    logits = made.logits(hidden.flatten(0, 1), layer.rounded(hidden.dtype), layer.bias)
-    return SimpleNamespace(
-        logits=logits.unflatten(0, hidden.shape[:2]), past_key_values=out.past_key_values
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Supported flags and models
-# ---------------------------------------------------------------------------------------------------------------------
+    model.forward = forward
 
 
 def check(cfg: RolloutFlags) -> None:

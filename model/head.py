@@ -5,12 +5,7 @@ naive loss keeps five copies. Here the hidden states of the response tokens, pac
 multiplied with the head's weight (V, H) one chunk at a time. All statistics of the distribution are
 computed from a chunk before it is freed. Backward recomputes each chunk's logits, overwrites them
 with their gradient, and accumulates the gradients of hidden states and weight in place. This takes
-one more product than the naive way (4 instead of 3), and no memory grows with N times V.
-
-    Head          scale, bias and soft cap of a model's logits
-    ChunkedHead   the statistics of model/__init__.py on all tokens' logits, chunk by chunk, with their gradient
-    score         log-probabilities of whole sequences, without gradient
-"""
+one more product than the naive way (4 instead of 3), and no memory grows with N times V."""
 
 from __future__ import annotations
 
@@ -26,11 +21,6 @@ from machinery.flags import need
 # large products are faster there; on a CPU LEAST_CHUNK
 LEAST_CHUNK, MOST_CHUNK = 128 << 20, 1 << 30
 CUT = -1e30  # logit of a token that cannot be sampled; finite, so that 0 log 0 is 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Logits of a model
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def product(hidden, weight):
@@ -119,71 +109,57 @@ def check_head(flag: str, config) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics in chunks: the whole (B, T, V) logits never exist
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class ChunkedHead(torch.autograd.Function):
-    """The outputs of `rows` on the logits of all N tokens, as a tuple in the order of
+    """The outputs of `rows` on the logits of all N tokens, as a tuple; their names are written to
     `rows.outputs`.
 
     Arguments: rows, chunk (tokens per chunk), heads (a Head for each model), casts (each model's
     weight in the type of its hidden states, or None: cast here), hidden_1 (N, H1), weight_1
     (V, H1), bias_1 (V,) or None, and hidden_2, weight_2, bias_2 of a second model. `rows` has
 
-        outputs, differentiable        names of outputs; the first `differentiable` carry gradient
+        differentiable                 names of the outputs that carry gradient
         rows(logits, at)               [logits (n, V) of each model], slice of tokens
                                        -> {name: (n, ...)}
-        rows.backward(logits, at, g)   logits, slice, [gradient (n, 1) of a differentiable output]
-                                       -> [gradient (n, V) of each model's logits]
+        rows.backward(logits, at, g)   logits, slice, {name: gradient (n, 1) of this output}
+                                       -> [gradient (n, V) of each model's logits, or None]
 
-    A gradient may be None. `rows` pops the logits from the list, so that they are freed as soon as
+    `rows` pops the logits from the list, so that they are freed as soon as
     they are used."""
 
     @staticmethod
     def forward(ctx, rows, chunk, heads, casts, *tensors):
-        models = in_threes(tensors, casts)
+        models = models_of(heads, tensors, casts)
         N = len(tensors[0])
-        outs = None
-        for at in chunks(max(N, 1), chunk, N):  # N = 0: empty outputs
-            got = rows(
-                [head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)],
-                at,
-            )
-            if outs is None:
-                outs = {
-                    name: got[name].new_empty((N,) + got[name].shape[1:]) for name in rows.outputs
-                }
-            for name in rows.outputs:
-                outs[name][at] = got[name]
+        outs = {}
+        for at in chunks(N, chunk):
+            logits = [head.logits(h[at], w, b) for head, h, w, b in models]
+            for name, x in rows(logits, at).items():
+                if name not in outs:
+                    outs[name] = x.new_empty((N,) + x.shape[1:])
+                outs[name][at] = x
+        rows.outputs = tuple(outs)
         ctx.rows, ctx.chunk, ctx.heads, ctx.casts = rows, chunk, heads, casts
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        outs = tuple(outs.values())
-        ctx.mark_non_differentiable(*outs[rows.differentiable :])
-        return outs
+        constant = outs.keys() - set(rows.differentiable)
+        ctx.mark_non_differentiable(*(outs[name] for name in constant))
+        return tuple(outs.values())
 
     @staticmethod
     def backward(ctx, *grads):
-        tensors, rows, heads = ctx.saved_tensors, ctx.rows, ctx.heads
-        models = in_threes(tensors, ctx.casts)
-        grads = grads[: rows.differentiable]
+        tensors, rows = ctx.saved_tensors, ctx.rows
+        models = models_of(ctx.heads, tensors, ctx.casts)
+        grads = {name: g for name, g in zip(rows.outputs, grads, strict=True) if g is not None}
         d_tensors = [
             torch.zeros_like(x) if n else None
             for x, n in zip(tensors, ctx.needs_input_grad[4:], strict=True)
         ]
-        N = len(tensors[0])
-        for at in chunks(N, ctx.chunk, N):
-            logits = [
-                head.logits(h[at], w, b) for head, (h, w, b) in zip(heads, models, strict=True)
-            ]
-            slopes = [head.slope(z) for head, z in zip(heads, logits, strict=True)]
-            d_logits = rows.backward(
-                logits, at, [None if g is None else g[at, None] for g in grads]
-            )
+        for at in chunks(len(tensors[0]), ctx.chunk):
+            logits = [head.logits(h[at], w, b) for head, h, w, b in models]
+            slopes = [head.slope(z) for head, z in zip(ctx.heads, logits, strict=True)]
+            d_logits = rows.backward(logits, at, {name: g[at, None] for name, g in grads.items()})
             del logits
-            for m, (hidden, weight, _) in enumerate(models):
+            for m, (_, hidden, weight, _) in enumerate(models):
                 if d_logits[m] is not None:
                     dz = d_logits[m] if slopes[m] is None else d_logits[m].mul_(slopes[m])
                     dz = dz.to(hidden.dtype)
@@ -198,7 +174,7 @@ def score(head: Head, layer, hidden, ids):
     flat = hidden.flatten(0, 1)
     following = ids.roll(-1, 1).flatten()[:, None]  # the last position of a row is removed below
     out = flat.new_empty(len(flat), dtype=torch.float32)
-    for at in chunks(len(flat), chunk_rows(len(layer.weight)), len(flat)):
+    for at in chunks(len(flat), chunk_rows(len(layer.weight))):
         z = head.of_layer(layer, flat[at])
         chosen, most = z.gather(1, following[at]), z.amax(1, keepdim=True)
         total = z.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)  # z.logsumexp, in place
@@ -225,15 +201,16 @@ def accumulate(d_model, dz, hidden, weight, at) -> None:
         d_bias[read] += dz.sum(0)
 
 
-def in_threes(tensors, casts) -> list[tuple]:
-    """(hidden, weight, bias) of each model, with the weight in the dtype of the hidden states."""
-    threes = zip(tensors[::3], tensors[1::3], tensors[2::3], casts, strict=True)
-    return [(h, w.to(h.dtype) if cast is None else cast, b) for h, w, b, cast in threes]
+def models_of(heads, tensors, casts) -> list[tuple]:
+    """(head, hidden, weight, bias) of each model, with the weight in the dtype of the hidden
+    states."""
+    models = zip(heads, tensors[::3], tensors[1::3], tensors[2::3], casts, strict=True)
+    return [(head, h, w.to(h.dtype) if cast is None else cast, b) for head, h, w, b, cast in models]
 
 
-def chunks(total: int, size: int, end: int) -> list[slice]:
-    """Slices of `size` tokens that cover 0 .. total, cut off at `end`."""
-    return [slice(start, min(start + size, end)) for start in range(0, total, size)]
+def chunks(N: int, size: int) -> list[slice]:
+    """Slices of at most `size` tokens that cover N tokens; an empty one for N = 0."""
+    return [slice(start, min(start + size, N)) for start in range(0, max(N, 1), size)]
 
 
 def memory_of(device) -> int:

@@ -1,14 +1,4 @@
-"""vLLM in this process: import, patched functions, shared memory of its ranks, and checksums.
-
-import_vllm             import vLLM's classes, set up to run in this process
-change_vllm             replace some functions of vLLM
-vllm_leaves_no_trace    restore global state that vLLM overwrites at its start
-among_ranks             settings under torchrun, where several ranks form one engine
-own_shared_memory       give each run its own names in /dev/shm
-checksums_of            compute checksums of the weights
-engine_config           describe low-bit tensors to vLLM
-has_head                whether vLLM's model has a module for `lm_head.weight`
-"""
+"""vLLM in this process: import, patched functions, shared memory of its ranks, and checksums."""
 
 from __future__ import annotations
 
@@ -26,8 +16,6 @@ import torch.distributed as dist
 from machinery.flags import UserError
 from quant import ROUTERS, Format
 from sync import SyncError, checksums, wrap
-
-SHARED = Path("/dev/shm")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Patches of vLLM, and state that vLLM must not change
@@ -184,9 +172,8 @@ def without_amx(check_cpu_sgl_kernel):
 def change(owner, name: str, replacement) -> None:
     """Replace vLLM's function owner.name by replacement(original), once in this process.
 
-    Raises UserError if this version of vLLM has no such function. If a
-    patch does not fit a version, the check of shapes in `VLLMEngine._responses` or the check of the
-    first weight sync (sync.py) fails."""
+    Raises UserError if this version of vLLM has no such function. If a patch does not fit a
+    version, the check of shapes in `VLLMEngine._responses` or of the first weight sync fails."""
     import vllm
 
     original = getattr(owner, name, None)
@@ -226,11 +213,10 @@ def vllm_leaves_no_trace():
 
     The environment variables of vLLM remain, because vLLM reads some of them later."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    generator = torch.get_rng_state()
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
-        torch.set_rng_state(generator)
         os.environ.pop("LOCAL_WORLD_SIZE", None)
         if local_world_size is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local_world_size
@@ -257,19 +243,6 @@ def import_vllm():
     return LLM, SamplingParams
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several ranks that form one engine
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def among_ranks(tp: int) -> dict:
-    """vLLM's settings under torchrun: each rank has its own GPU, and `tp` consecutive ranks form
-    one engine."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return {}
-    return {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": tp}
-
-
 @contextmanager
 def own_shared_memory(ranks):
     """Make names of shared memory unique to this run while an engine of these ranks starts. ranks
@@ -291,13 +264,8 @@ def own_shared_memory(ranks):
     finally:
         Launched._distributed_args = met
         dist.barrier(group=ranks)
-        for left in SHARED.glob(f"*{prefix}-*"):
+        for left in Path("/dev/shm").glob(f"*{prefix}-*"):
             left.unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checksums of vLLM's weights
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def note_packing(model) -> None:
@@ -308,20 +276,14 @@ def note_packing(model) -> None:
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         process = getattr(method, "process_weights_after_loading", None)
-        if process is not None and not getattr(process, "notes", False):
-            method.process_weights_after_loading = noting(process)
+        if process is not None and getattr(process, "func", None) is not note:
+            method.process_weights_after_loading = functools.partial(note, process)
 
 
-def noting(process):
-    """A wrapper of `process_weights_after_loading` that first records a layer's loaded weights."""
-
-    @functools.wraps(process)
-    def note(layer):
-        layer.handed_over = checksums(dict(layer.named_parameters(recurse=False)))
-        process(layer)
-
-    note.notes = True
-    return note
+def note(process, layer) -> None:
+    """Record a layer's loaded weights, then call its `process_weights_after_loading`."""
+    layer.handed_over = checksums(dict(layer.named_parameters(recurse=False)))
+    process(layer)
 
 
 def checksums_of(model) -> tuple[dict, dict]:
@@ -342,16 +304,11 @@ def fused_modules(model) -> dict[str, list[str]]:
     return {**getattr(model, "packed_modules_mapping", {}), **experts}
 
 
-def summed_over(ranks, known: dict) -> dict:
-    """`known`, name -> (checksum, type), with checksums summed over the ranks of an engine; ranks
-    None: a single rank."""
-    if ranks is None:
-        return known
-    sums = [None] * ranks.size()
-    dist.all_gather_object(sums, {name: value for name, (value, _) in known.items()}, group=ranks)
+def summed(of_ranks) -> dict:
+    """name -> (checksum, type), with the checksums of an engine's ranks summed."""
     return {
-        name: (wrap(sum(sums_of_rank[name] for sums_of_rank in sums)), dtype)
-        for name, (_, dtype) in known.items()
+        name: (wrap(sum(known[name][0] for known in of_ranks)), dtype)
+        for name, (_, dtype) in of_ranks[0].items()
     }
 
 

@@ -113,34 +113,22 @@ def is_adapters(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On disk, in peft's format
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def write(model, whole, folder: Path, base: str, first: bool) -> None:
     """Write the model's adapters in peft's format, on the `first` rank. whole: gathers a tensor from
     all ranks; base: folder of the base model. Collective if the adapters are sharded."""
     from safetensors.torch import save_file
 
     adapters = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
-    tensors = {in_file(name): whole(x).cpu().contiguous() for name, x in adapters.items()}
+    tensors = {
+        "base_model.model." + name.replace(f".{NAME}.", "."): whole(x).cpu().contiguous()
+        for name, x in adapters.items()
+    }
     if first:
         config = copy.copy(model.peft_config[NAME])
         config.base_model_name_or_path = str(base)
         config.inference_mode = True
         config.save_pretrained(folder)
         save_file(tensors, folder / FILE, metadata={"format": "pt"})
-
-
-def in_file(name: str) -> str:
-    """A parameter's name in peft's file."""
-    return "base_model.model." + name.replace(f".{NAME}.", ".")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def check(cfg: Config) -> None:

@@ -1,10 +1,5 @@
 """Memory of models: the placement of weights, gradients and activations.
 
-    unread      a model with parameters that take no memory until they are placed
-    shard       FSDP2: each rank owns a shard of every parameter, and gathers one layer at a time
-    fill        allocate the parameters, and read their values from the files
-    recompute   recompute activations inside a layer in the backward pass (--gradient_checkpointing)
-
 Master weights, gradients and optimizer states are float32 for every precision of the files, and
 with FSDP2 they are sharded. During training no GPU has the whole model in float32, except with a
 single rank or with DDP; the first rank has the whole model in host memory while the files are read
@@ -28,10 +23,6 @@ from config import OptimizerFlags
 from machinery.checkpoint.models import load_model, read_config
 from machinery.flags import need
 from model import exact, lora
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading weights
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def unread(folder: Path | str):
@@ -86,14 +77,9 @@ def read(model, folder: Path | str) -> None:
         lora.copy_into(x, loaded[names[i]] if loaded else empty)  # the first rank's is used
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | None) -> nn.Module:
-    """Wrap the models by FSDP2 and return them: each layer is a group, and the root group has
-    embeddings and heads.
+    """Wrap the models by FSDP2 and return them: each rank owns a shard of every parameter, each
+    layer is a group, and the root group has embeddings and heads.
 
     compute: the 16-bit dtype of the products, or None. Layers are gathered in it if possible
     (`travels_in`), and gradients are summed in float32. The root is gathered in float32, the dtype
@@ -132,13 +118,9 @@ def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | N
     return None if needs_float32 else compute
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Activations
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def recompute(model) -> None:
-    """Make each decoder layer of the model keep only its input for the backward pass.
+    """Make each decoder layer keep only its input for the backward pass
+    (--gradient_checkpointing).
 
     It replaces transformers' gradient checkpointing, which requires training mode and drops the
     keys and values of a prompt that several responses share."""
@@ -155,10 +137,7 @@ def forward_again(forward, i: int, *args, past_key_values=None, **more):
     if not torch.is_grad_enabled():
         return forward(*args, past_key_values=past_key_values, **more)
     # layers draw no random numbers, because dropout is off
-    options = {
-        "use_reentrant": False,
-        "preserve_rng_state": False,
-    }
+    options = {"use_reentrant": False, "preserve_rng_state": False}
     if past_key_values is None:
         return checkpoint(forward, *args, **options, **more)
     layer = past_key_values.layers[i]
@@ -166,11 +145,8 @@ def forward_again(forward, i: int, *args, past_key_values=None, **more):
 
     def run(known, *args):
         filled_layer = filled(type(layer)(), *known)
-        return (
-            forward(*args, past_key_values=filled_layer, **more),
-            filled_layer.keys,
-            filled_layer.values,
-        )
+        out = forward(*args, past_key_values=filled_layer, **more)
+        return out, filled_layer.keys, filled_layer.values
 
     out, *new = checkpoint(run, known, *args, **options)
     if not known:  # a prompt; the keys and values of responses are not read again

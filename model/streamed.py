@@ -39,8 +39,7 @@ class StreamedModel:
         Computed in float32 with weights rounded to `dtype`. nudge > 0: in the last half of the
         rows, each module's output is multiplied by 1 + nudge u with u uniform in [-1, 1], as a
         model of rounding errors."""
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         stream = TensorStream(named_tensors, getattr(torch, dtype), device)
         layer, hooks = self.model.get_output_embeddings(), []
         layer.forward = functools.partial(score, Head.of(self.model.config, self.vocabulary), layer)
@@ -78,40 +77,21 @@ class TensorStream:
         self.dtype, self.device = dtype, device
         self.waiting: dict[str, torch.Tensor] = {}
 
-    def advance(self) -> bool:
-        """Read one more tensor. False at the end of the stream."""
-        item = next(self.stream, None)
-        if item is not None:
+    def find(self, *names: str) -> str | None:
+        """The first of these names in the stream, which is read up to there; None: none of them."""
+        while True:
+            for name in names:
+                if name in self.waiting:
+                    return name
+            item = next(self.stream, None)
+            if item is None:
+                return None
             self.waiting[item[0]] = item[1]
-        return item is not None
 
     def take(self, name: str) -> torch.Tensor:
         """The tensor of this name. Raises KeyError if it is not in the stream."""
-        while name not in self.waiting and self.advance():
-            pass
-        return self.waiting.pop(name)
-
-    def tensors_of(self, name: str, module) -> dict[str, torch.Tensor]:
-        """The published tensors of a module, by their names in the module; several for a low-bit
-        weight."""
-        tensors = {}
-        for local_name in published_names(module):
-            for part in self.parts(f"{name}.{local_name}", module):
-                tensors[part.removeprefix(f"{name}.")] = self.take(part)
-        return tensors
-
-    def parts(self, name: str, module) -> list[str]:
-        """Names of the published tensors of a parameter: the parameter alone, the parameter with
-        its scales, or packed int4 numbers."""
-        if isinstance(module, quant.LowBit) and not name.endswith(".bias"):
-            return [name, f"{name}_scale"]
-        if name.endswith(".weight"):
-            while name not in self.waiting and f"{name}_packed" not in self.waiting:
-                if not self.advance():
-                    break
-            if f"{name}_packed" in self.waiting:
-                return [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
-        return [name]
+        self.find(name)
+        return self.waiting.pop(name).to(self.device)
 
 
 def published_names(module) -> list[str]:
@@ -126,20 +106,23 @@ def published_names(module) -> list[str]:
 
 def fill(parts: list, stream: TensorStream, *_) -> None:
     """Forward pre-hook: set the published tensors of these (name, module), rounded to the engine's
-    dtype."""
+    dtype. A weight is published alone, with its scales, or as packed int4 numbers."""
     for name, module in parts:
-        tensors = {key: x.to(stream.device) for key, x in stream.tensors_of(name, module).items()}
         for key in published_names(module):
-            if f"{key}_packed" in tensors:
-                parts_of_int4 = (tensors[f"{key}_{part}"] for part in ("packed", "scale", "shape"))
-                tensors[key] = quant.unpacked(*parts_of_int4)
-            elif f"{key}_scale" in tensors:
-                module.loaded[key] = (tensors[key], tensors[f"{key}_scale"])
+            full = f"{name}.{key}"
+            if isinstance(module, quant.LowBit) and key != "bias":
+                module.loaded[key] = (stream.take(full), stream.take(f"{full}_scale"))
                 continue
-            if key in module._buffers:
-                module._buffers[key] = tensors[key].float()
+            packed = f"{full}_packed"
+            if key == "weight" and stream.find(full, packed) == packed:
+                int4 = (stream.take(f"{full}_{part}") for part in ("packed", "scale", "shape"))
+                tensor = quant.unpacked(*int4)
             else:
-                weight = tensors[key].to(stream.dtype).float()
+                tensor = stream.take(full)
+            if key in module._buffers:
+                module._buffers[key] = tensor.float()
+            else:
+                weight = tensor.to(stream.dtype).float()
                 module._parameters[key] = torch.nn.Parameter(weight, requires_grad=False)
 
 

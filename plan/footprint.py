@@ -155,10 +155,11 @@ def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
     """The statistics that a forward pass returns."""
     at = torch.arange(batch.tokens.numel())
     scored = Scored(batch.tokens.flatten()[at], None, None, None)
-    rows = OneModelRows(scored, replace(needs, support=False, tail=False))
+    needs = replace(needs, support=False, tail=False)
+    rows = OneModelRows(scored, needs)
     models = [pair.policy]
     if pair.actor is not None:
-        rows = TwoModelRows(rows, OneModelRows(scored, Needs(entropy=needs.entropy)), needs)
+        rows = TwoModelRows(scored, needs)
         models.append(pair.actor)
     return pair._through_heads(models, rows, batch, at, share=False)
 

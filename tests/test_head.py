@@ -48,8 +48,7 @@ def scored(d, warm=True, allowed=None) -> Scored:
 
 def two_rows(d, needs, warm=True) -> TwoModelRows:
     """Rows of policy and actor, made like PolicyAndActor.forward."""
-    s = scored(d, warm)
-    return TwoModelRows(OneModelRows(s, needs, *support_of(d)), OneModelRows(s, Needs(entropy=needs.entropy)), needs)
+    return TwoModelRows(scored(d, warm), needs, *support_of(d))
 
 
 # -- The naive way: from full log-probabilities -----------------------------------------------------------------------

@@ -239,7 +239,7 @@ def test_muon_treats_every_expert_as_a_separate_matrix():
 
 def sampled(lm):
     """Two groups of the torch engine, with prompts of two lengths and the experts of each token."""
-    engine = HFEngine(lm).record_routing()
+    engine = HFEngine(lm, routing=True)
     groups = make_groups(2, G=3, vocab=IDS, prompt=(3, 9))
     prompts = [g.prompt_ids for g in groups]
     assert len(prompts[0]) != len(prompts[1])

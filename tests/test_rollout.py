@@ -100,7 +100,8 @@ def test_ragged_prompts_and_finished_rows_change_nothing():
         for r, seed in zip(group[::3], group_seeds[::3], strict=True):
             alone = run(engine, [[seed]], (prompt,))[0][0]
             assert same_tokens(r, alone) and (r.finish_reason == "stop") == (r.tokens[-1] < 30)
-    small = HFEngine(tiny_model(1), batch_tokens=130)
+    small = HFEngine(tiny_model(1))
+    small.batch_tokens = 130
     assert all(map(same_tokens, flat(groups), flat(run(small, seeds, prompts))))
     batches = list(small._batches(prompts, seeds, 40))  # groups are cut into pieces
     sizes = [(sum(map(len, groups)), max(map(len, prompts)) + 40) for prompts, groups in batches]
