@@ -70,15 +70,12 @@ class Comm:
             connect("cpu:gloo,cuda:nccl", timeout=patience, device_id=cuda_device)
         return cls(str(cuda_device))
 
-    def sum(self, values) -> list[float]:
-        """Sums over ranks of a list of scalars (numbers or 0-d tensors), in float64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
     def max(self, values) -> list[float]:
         """Maxima over ranks of a list of scalars, in float64."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self.sum(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values, op) -> list[float]:
+    def sum(self, values, op=dist.ReduceOp.SUM) -> list[float]:
+        """Sums over ranks of a list of scalars (numbers or 0-d tensors), in float64."""
         t = torch.stack(
             [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
         )
