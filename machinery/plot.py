@@ -70,8 +70,8 @@ def draw(runs: list[str], out: str) -> str:
         panel for panel in PANELS if any(values_of(run, panel[1])[1] for run in rows.values())
     ]
     panels = measured[:MOST_PANELS]
-    columns = -(-len(panels) // 2)
-    fig, axes = plt.subplots(2, max(1, columns), figsize=(4.3 * max(1, columns), 7), squeeze=False)
+    columns = max(1, -(-len(panels) // 2))
+    fig, axes = plt.subplots(2, columns, figsize=(4.3 * columns, 7), squeeze=False)
     colours = dict(zip(rows, COLOURS, strict=False))
     for ax, (title, key) in zip(axes.flat, panels, strict=False):
         ax.set_title(title, fontsize=10)

@@ -76,9 +76,8 @@ class Comm:
 
     def sum(self, values, op=dist.ReduceOp.SUM) -> list[float]:
         """Sums over ranks of a list of scalars (numbers or 0-d tensors), in float64."""
-        t = torch.stack(
-            [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
-        )
+        kind = {"dtype": torch.float64, "device": self.device}
+        t = torch.stack([torch.as_tensor(v, **kind) for v in values])
         if self.on:
             dist.all_reduce(t, op=op)
         return t.tolist()

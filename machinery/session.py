@@ -201,9 +201,8 @@ class Session:
         Raises UserError if the checkpoint could not be written."""
         self.saved_at = self.step
         with timer(self.clock, "save_s"):
-            checkpoint.save(
-                self.run, self.step, self.learner, self.source, self.pending, self.controllers
-            )
+            state = (self.learner, self.source, self.pending, self.controllers)
+            checkpoint.save(self.run, self.step, *state)
             if self.comm.rank == 0:
                 note_saved(self.run.folder)
             self.source.saved()
