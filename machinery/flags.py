@@ -173,12 +173,12 @@ def run_command(command: Callable[[], object]) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except (UserError, OSError) as e:
-        if isinstance(e, OSError):
-            if e.filename is None:
-                raise
-            e = f"{e.filename}: {e.strerror}; name a different path"
+    except UserError as e:
         sys.exit(f"error: {e}")
+    except OSError as e:
+        if e.filename is None:
+            raise
+        sys.exit(f"error: {e.filename}: {e.strerror}; name a different path")
 
 
 def reader_has_gone() -> bool:
@@ -215,10 +215,8 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
     while argv:
         word = argv.pop(0)
         if word in ("-h", "--help", "--help=all"):
-            print(
-                help_page(cls, usage, everything=word == "--help=all" or argv[:1] == ["all"]),
-                flush=True,
-            )
+            everything = word == "--help=all" or argv[:1] == ["all"]
+            print(help_page(cls, usage, everything), flush=True)
             raise SystemExit(0)
         need(word.startswith("--"), f"{word}: flags are written --key=value")
         key, equals, value = word[2:].partition("=")
@@ -351,16 +349,11 @@ def read_toml(cls, path: str) -> dict:
     kinds = types_of(cls)
     for key, value in values.items():
         need(key in kinds, f"{path}: {key}: no such flag{nearest(key, kinds)}")
-        values[key] = of_file(cls, path, key, value)
+        try:
+            values[key] = convert(cls, key, str(value))
+        except UserError as e:
+            raise UserError(f"{path}: {e}") from None
     return values
-
-
-def of_file(cls, path: str, key: str, value):
-    """The value of a flag in a TOML or JSON file, read as on the command line. Raises UserError."""
-    try:
-        return convert(cls, key, str(value))
-    except UserError as e:
-        raise UserError(f"{path}: {e}") from None
 
 
 def choice(key: str, value, known) -> None:
@@ -381,15 +374,11 @@ def groups_of(cls) -> list[type]:
 def docs_of(cls) -> dict[str, str]:
     """Field -> the string below it in the body of this class, read from the source code."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-    docs = {}
-    for field, below in zip(body, body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            docs[field.target.id] = " ".join(below.value.value.split())
-    return docs
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }
 
 
 def help_page(cls, usage: str = "", everything: bool = True) -> str:

@@ -48,8 +48,7 @@ WARNINGS = {
 
 
 class Log:
-    """Writer of samples.jsonl, and of metrics.jsonl: one line for the evaluation before training, and one
-    per update. Names of times, and no other names, end in `_s` or `_seconds`."""
+    """Writer of the two files. Names of times, and no other names, end in `_s` or `_seconds`."""
 
     def __init__(self, run: Path, step: int):
         self.path = run / "metrics.jsonl"
@@ -93,9 +92,8 @@ def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
             "reward": r.reward,
             "finish_reason": r.finish_reason,
             "gap": float(np.abs(gap).mean()),  # mean |log p_policy - log p_inf|, nats
-            "largest": [
-                [int(t), texts[t], float(gap[t])] for t in np.argsort(-np.abs(gap))[:5]
-            ],  # position, token, gap
+            # position, token, gap
+            "largest": [[int(t), texts[t], float(gap[t])] for t in np.argsort(-np.abs(gap))[:5]],
             "tokens": texts,
             "gaps": gap.tolist(),
         }
@@ -112,8 +110,8 @@ def truncate(path: Path, step: int) -> None:
     """Keep only the lines before `step`, because a resumed run writes the later lines again."""
     if not path.exists():
         return
-    kept = [json.dumps(row) + "\n" for row in rows(path) if row["step"] < step]
     scratch = path.with_suffix(".tmp")
+    kept = [json.dumps(row) + "\n" for row in rows(path) if row["step"] < step]
     scratch.write_text("".join(kept), encoding="utf-8")
     os.replace(scratch, path)
 

@@ -53,9 +53,7 @@ class PlotFlags:
     """With --samples: number of newest responses to print."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Curves
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Curves ----------------------------------------------------------------------------------------
 
 
 def draw(runs: list[str], out: str) -> str:
@@ -72,8 +70,8 @@ def draw(runs: list[str], out: str) -> str:
         panel for panel in PANELS if any(values_of(run, panel[1])[1] for run in rows.values())
     ]
     panels = measured[:MOST_PANELS]
-    columns = -(-len(panels) // 2)
-    fig, axes = plt.subplots(2, max(1, columns), figsize=(4.3 * max(1, columns), 7), squeeze=False)
+    columns = max(1, -(-len(panels) // 2))
+    fig, axes = plt.subplots(2, columns, figsize=(4.3 * columns, 7), squeeze=False)
     colours = dict(zip(rows, COLOURS, strict=False))
     for ax, (title, key) in zip(axes.flat, panels, strict=False):
         ax.set_title(title, fontsize=10)
@@ -130,9 +128,7 @@ def draw_line(ax, rows: list[dict], key: str, colour: str, width: float) -> None
         ax.plot(x, y, **style)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The closing table
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The closing table -----------------------------------------------------------------------------
 
 
 def report(run: str) -> str:
@@ -210,9 +206,7 @@ def percent(x: float) -> str:
     return f"{100 * x:.1f} %"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Responses
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Responses -------------------------------------------------------------------------------------
 
 # minimum |log p_policy - log p_inf| of a token, in nats -> its colour in the terminal
 GAPS = {1.0: "\033[41m", 0.1: "\033[31m", 0.01: "\033[33m"}

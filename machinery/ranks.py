@@ -70,18 +70,14 @@ class Comm:
             connect("cpu:gloo,cuda:nccl", timeout=patience, device_id=cuda_device)
         return cls(str(cuda_device))
 
-    def sum(self, values) -> list[float]:
-        """Sums over ranks of a list of scalars (numbers or 0-d tensors), in float64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
     def max(self, values) -> list[float]:
         """Maxima over ranks of a list of scalars, in float64."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self.sum(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values, op) -> list[float]:
-        t = torch.stack(
-            [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
-        )
+    def sum(self, values, op=dist.ReduceOp.SUM) -> list[float]:
+        """Sums over ranks of a list of scalars (numbers or 0-d tensors), in float64."""
+        kind = {"dtype": torch.float64, "device": self.device}
+        t = torch.stack([torch.as_tensor(v, **kind) for v in values])
         if self.on:
             dist.all_reduce(t, op=op)
         return t.tolist()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
-import functools
 import importlib.metadata
 import json
 import math
@@ -22,13 +21,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-import config
 import quant
 import sampling
 import tasks
-from config import Config, LossFlags, RunFlags, SampleFlags
+from config import MICRO_TOKENS, Config, LossFlags, RunFlags, SampleFlags
 from corrections import USES_Z, rejects_by_support
 from delay import DelaySource
 from machinery import checkpoint, settings, warmstart
@@ -51,10 +47,11 @@ class Run:
     """Task, tokenizer, models and checkpoint of a run. policy, actor: folders of the starting
     models."""
 
-    cfg: config.Config
+    cfg: Config
     task: object
     eval_sets: list  # tasks.EvalSet: held-out problems
     tokenizer: object
+    vocabulary: int  # number of token ids of the tokenizer
     stop_ids: list[int]  # stop tokens of both models: either can learn the other's stop token
     policy: str
     actor: str | None
@@ -66,11 +63,6 @@ class Run:
     @property
     def folder(self) -> Path:
         return Path(self.cfg.out)
-
-    @functools.cached_property
-    def vocabulary(self) -> int:
-        """Number of token ids of the tokenizer."""
-        return models.vocabulary_size(self.tokenizer)
 
     @property
     def rollout_model(self) -> str:
@@ -103,19 +95,14 @@ class Run:
         if not self.cfg.check_sync:
             return None
         fmt = quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group)
-        return WeightCheck(self.configs[self.rollout_model], self.probe_ids(), fmt, self.vocabulary)
-
-    def probe_ids(self) -> np.ndarray:
-        """Fixed sequences (R, L) on which two forward passes of one model are compared."""
-        return probe_ids(self.context, self.vocabulary)
+        ids = probe_ids(self.context, self.vocabulary)
+        return WeightCheck(self.configs[self.rollout_model], ids, fmt, self.vocabulary)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Opening a run
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Opening a run ---------------------------------------------------------------------------------
 
 
-def open_run(cfg: config.Config, comm) -> Run:
+def open_run(cfg: Config, comm) -> Run:
     """Check task and models, and make the toy models base:policy and base:actor if flags name them.
     Writes nothing in the run folder.
 
@@ -146,29 +133,14 @@ def open_run(cfg: config.Config, comm) -> Run:
     }
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
-        cfg = dataclasses.replace(
-            cfg, steps=math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)
-        )
+        steps = math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)
+        cfg = dataclasses.replace(cfg, steps=steps)
     if cfg.micro_tokens is None:
-        cfg = dataclasses.replace(
-            cfg, micro_tokens=largest_micro(cfg, configs, context - cfg.max_tokens, comm)
-        )
-    if cfg.resume:
-        check_none_lost(cfg)
-    chosen = checkpoint.to_resume(cfg, comm) if cfg.resume else None  # before a model loads
-    return Run(
-        cfg,
-        task,
-        held_out,
-        tokenizer,
-        ends,
-        policy,
-        actor,
-        context,
-        eval_context,
-        configs,
-        chosen,
-    )
+        tokens = largest_micro(cfg, configs, context - cfg.max_tokens, comm)
+        cfg = dataclasses.replace(cfg, micro_tokens=tokens)
+    chosen = checkpoint_to_resume(cfg, comm) if cfg.resume else None  # before a model loads
+    of_task = (cfg, task, held_out, tokenizer, vocabulary, ends)
+    return Run(*of_task, policy, actor, context, eval_context, configs, chosen)
 
 
 def largest_micro(cfg: Config, configs: dict, prompt: int, comm) -> int:
@@ -181,10 +153,8 @@ def largest_micro(cfg: Config, configs: dict, prompt: int, comm) -> int:
     try:
         tokens = plan.largest_micro(cfg, configs, prompt, comm.size, 0.9 * gib)
     except Exception as e:  # the configs of some families do not allow fewer layers
-        tokens, why = (
-            config.MICRO_TOKENS,
-            f"the plan cannot measure this model ({type(e).__name__})",
-        )
+        tokens = MICRO_TOKENS
+        why = f"the plan cannot measure this model ({type(e).__name__})"
     tokens = -int(comm.max([-tokens])[0])
     if comm.rank == 0:
         print(f"--micro_tokens={tokens}: {why}")
@@ -249,9 +219,7 @@ def topk_of(cfg: LossFlags) -> int:
     return cfg.obrs_topk if uses_z or rejects_by_support(cfg) else 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The run folder
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The run folder --------------------------------------------------------------------------------
 
 LOCK = "lock"
 # Files of a run folder. --overwrite deletes only these files. config.json, which marks the folder
@@ -330,15 +298,32 @@ def holds_run(folder: Path) -> bool:
         return False
 
 
-def check_none_lost(cfg: RunFlags) -> None:
-    """Raise UserError if the run has no checkpoint, although it has saved one."""
-    folder = Path(cfg.out)
-    made = read_json(folder / "config.json", "copy it from a backup")
+def checkpoint_to_resume(cfg: Config, comm) -> Path | None:
+    """The checkpoint to resume from; None if the run was killed before its first.
+
+    Raises UserError if the run's checkpoints are lost, or if the newest cannot be redistributed to
+    this number of ranks."""
+    folder = checkpoint.newest(cfg.out)
+    if folder is None:
+        out = Path(cfg.out)
+        made = read_json(out / "config.json", "copy it from a backup")
+        need(
+            not made.get("saved"),
+            f"--resume: {out} has no checkpoint, though the run saved one; restore {out}/checkpoints, start again "
+            "with --overwrite, or start a new run in a different --out",
+        )
+        if comm.rank == 0:
+            print(
+                f"{cfg.out}: no checkpoint was written before the run stopped; the run starts from the first update"
+            )
+        return None
+    before = checkpoint.shared_by_ranks(folder)["n_ranks"]
     need(
-        checkpoint.folders(folder) or not made.get("saved"),
-        f"--resume: {folder} has no checkpoint, though the run saved one; restore {folder}/checkpoints, start again "
-        "with --overwrite, or start a new run in a different --out",
+        before == comm.size or (cfg.delay == "none" and cfg.samplers == "local"),
+        f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; groups of delayed or "
+        "remote samplers cannot be redistributed: use the same number of ranks",
     )
+    return folder
 
 
 def note_saved(folder: Path) -> None:
@@ -404,9 +389,7 @@ def version(package: str) -> str | None:
         return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Models
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Models ----------------------------------------------------------------------------------------
 
 
 def model_folder(flag: str, cfg: Config, comm) -> str | None:
@@ -477,7 +460,12 @@ def check_folders(
         if learns or not in_vllm:
             models.check_angles(folder, context)
             check_head(flag, models.read_config(folder))
-        models.check_rows(folder, vocabulary)
+        rows = models.read_config(folder).vocab_size
+        need(
+            rows >= vocabulary,
+            f"{folder}: its tokenizer has {vocabulary} tokens and its config.json a vocab_size of {rows}; give the "
+            "model the tokenizer that it was trained with",
+        )
         models.check_weights(folder)
 
 

@@ -1,5 +1,4 @@
-"""The parts of a training run around the loop of train.py: start, metrics, evaluation, checkpoints,
-signals and errors."""
+"""A training run around the loop of train.py: metrics, evaluation, checkpoints and signals."""
 
 from __future__ import annotations
 
@@ -127,15 +126,16 @@ class Session:
     def check_agreement(self, batch) -> None:
         """Check once per run, on fresh rollouts, that learner and engine compute one policy."""
         self.agreement_unchecked = False
-        warning = check_agreement(self.cfg, agreement(self.learner, batch))
-        if warning and self.comm.rank == 0:
-            tqdm.write(f"warning: {warning}", file=sys.stderr)
+        self.warn(check_agreement(self.cfg, agreement(self.learner, batch)))
 
     def check_weights(self, logged: dict[str, float]) -> None:
         """Warn before the first optimizer step if few responses would determine it."""
-        dead = corrections.dead_weights(self.cfg, logged) if self.step == 0 else ""
-        if dead and self.comm.rank == 0:
-            tqdm.write(f"warning: {dead}", file=sys.stderr)
+        if self.step == 0:
+            self.warn(corrections.dead_weights(self.cfg, logged))
+
+    def warn(self, sentence: str) -> None:
+        if sentence and self.comm.rank == 0:
+            tqdm.write(f"warning: {sentence}", file=sys.stderr)
 
     def write(self, values: dict[str, float]) -> None:
         """Write the line of metrics of the last update."""
@@ -201,9 +201,8 @@ class Session:
         Raises UserError if the checkpoint could not be written."""
         self.saved_at = self.step
         with timer(self.clock, "save_s"):
-            checkpoint.save(
-                self.run, self.step, self.learner, self.source, self.pending, self.controllers
-            )
+            state = (self.learner, self.source, self.pending, self.controllers)
+            checkpoint.save(self.run, self.step, *state)
             if self.comm.rank == 0:
                 note_saved(self.run.folder)
             self.source.saved()

@@ -38,9 +38,7 @@ from machinery.checkpoint.models import model_in, own_dtype
 from machinery.flags import UserError, choice, need, need_each
 from model import exact, kernels, lora
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From a command line to a configuration
-# ---------------------------------------------------------------------------------------------------------------------
+# -- From a command line to a configuration --------------------------------------------------------
 
 
 def parse(
@@ -123,9 +121,7 @@ def saved_flags(path: Path) -> dict:
     return {k: v for k, v in saved.items() if k in FIELDS}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Open flags, then checks
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Open flags, then checks -----------------------------------------------------------------------
 
 
 def resolve_open(cfg: Config) -> Config:
@@ -203,9 +199,8 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
         f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None
     ]
     cfg = fill(cfg, EMBEDDED)
-    if (
-        installed and not torch.cuda.is_available()
-    ):  # on a GPU the plan chooses it (machinery/run.py)
+    # on a GPU the plan chooses it (machinery/run.py)
+    if installed and not torch.cuda.is_available():
         cfg = fill(cfg, {"micro_tokens": MICRO_TOKENS})
     flags.check_ranges(cfg)
     check_sizes(cfg, n_ranks)
@@ -316,8 +311,7 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
         f"{flag}: one engine needs this number of ranks, and {n_ranks} is not a multiple of it; start "
         "a multiple with torchrun --nproc_per_node",
     )
-    unequal = getattr(cfg, "delay", "none") != "none" and cfg.dynamic_sampling
     need(
-        not unequal,
+        getattr(cfg, "delay", "none") == "none" or not cfg.dynamic_sampling,
         f"{flag}: with --delay and --dynamic_sampling an engine's ranks need different weights; leave out one flag",
     )

@@ -16,15 +16,8 @@ from __future__ import annotations
 
 import torch
 
-GIB = 1 << 30
 # operations per second, bfloat16 without sparsity
-PEAK = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-}
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
 def peak_of(device: str) -> float:
@@ -67,13 +60,12 @@ class Speed:
         if self.sampled and seconds.get("rollout_s"):
             out["speed/rollout_tokens"] = self.sampled / seconds["rollout_s"]
         if self.trained and seconds.get("update_s"):
-            per_second = self.trained / seconds["update_s"]
-            out["speed/update_tokens"] = per_second
+            out["speed/update_tokens"] = per_second = self.trained / seconds["update_s"]
             if self.peak == self.peak:
                 work = sum(operations(m, self.trained / self.rows) for m in self.models)
                 out["speed/peak"] = work * per_second / self.peak
         if torch.device(self.device).type == "cuda":
-            out["speed/memory_GiB"] = torch.cuda.max_memory_allocated(self.device) / GIB
+            out["speed/memory_GiB"] = torch.cuda.max_memory_allocated(self.device) / 2**30
             torch.cuda.reset_peak_memory_stats(self.device)
         self.sampled = self.trained = self.rows = 0
         return out

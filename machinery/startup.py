@@ -4,7 +4,7 @@
 - Ctrl-C while modules are imported ends the process without a traceback; `run_command` restores
   Python's KeyboardInterrupt.
 - Closed standard streams are opened on the null device, so that no file gets their numbers.
-- Warnings and logs of torch, vLLM and transformers are off without --verbose."""
+- Warnings and logs below errors of torch, vLLM and transformers are off without --verbose."""
 
 from __future__ import annotations
 
@@ -17,36 +17,25 @@ from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-LIBRARIES = ("torch", "vllm", "transformers", "peft")
+for number in range(3):
+    try:
+        os.fstat(number)
+    except OSError:
+        os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  open until the process ends
+sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
-
-def silence() -> None:
-    """Hide warnings of the libraries, and log records below the level of errors."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    for name in LIBRARIES:
-        warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
-
-
-def open_closed_streams() -> None:
-    """Open those of file descriptors 0 to 2, and of Python's two output streams, that are closed."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  open until the process ends
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-
-
-open_closed_streams()
 # a command of this repository, not a program that imports its modules
 is_command = Path(__file__).resolve().parents[1] in [*Path(sys.argv[0]).resolve().parents][:2]
 if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 if "--verbose" in sys.argv:
     sys.argv.remove("--verbose")
 else:
-    silence()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for library in ("torch", "vllm", "transformers", "peft"):
+        warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)

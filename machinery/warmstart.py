@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from config import TaskFlags
-from machinery import checkpoint, settings
-from machinery.checkpoint.models import check_weights
+from machinery import settings
+from machinery.checkpoint import models
 from machinery.flags import UserError, embedded_model, run_command
 from model.engines import HFEngine
 from rollout import request_seed
@@ -62,10 +62,7 @@ EVAL_PROBLEMS = 256
 CONFIRM_PROBLEMS = 1024  # different problems that confirm a reached target
 MOST_STEPS = 6000
 # index of the first demonstration problem of each model
-DEMONSTRATED = {
-    "actor": 10**9,
-    "policy": 2 * 10**9,
-}
+DEMONSTRATED = {"actor": 10**9, "policy": 2 * 10**9}
 # index of the first problem for measuring accuracy; neither RL nor the demonstrations use these problems
 MEASURED = 10**6
 
@@ -75,9 +72,9 @@ def base_model(flag: str, value: str, cfg: TaskFlags) -> str:
     is missing."""
     name, target = embedded_model(flag, value)
     task = make_task(cfg)
-    folder = Path(checkpoint.models.BASE_DIR) / f"{name}-{recipe_key(name, task, target)}"
+    folder = Path(models.BASE_DIR) / f"{name}-{recipe_key(name, task, target)}"
     if (folder / "config.json").is_file():
-        check_weights(folder)
+        models.check_weights(folder)
     else:
         scratch = folder.with_name(f"{folder.name}.{os.getpid()}")
         warm_start(name, task, target, scratch)
@@ -153,14 +150,11 @@ def new_model(name: str, seed: int, tokenizer):
     """A model of SHAPES with random weights from `seed`; torch's random state does not change."""
     from transformers import Qwen3ForCausalLM
 
-    config = config_of(
-        name, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
-    torch.set_rng_state(state)
-    return model
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = config_of(name, **special)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
 
 
 def demonstrations(task, tokenizer, first: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,9 +186,7 @@ def backward(model, ids: torch.Tensor, labels: torch.Tensor) -> float:
         longest = ends[rows].max()
         logits = model(input_ids=ids[rows, : longest - 1], use_cache=False).logits
         wanted = labels[rows, 1:longest]
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum"
-        )
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
         loss = loss / (labels != -100).sum()
         loss.backward()
         total += loss.item()
@@ -208,9 +200,7 @@ def accuracy(model, tokenizer, task, first: int, n: int) -> float:
     prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
     seeds = [[request_seed("warm", first + i)] for i in range(n)]
     sampling = Sampling(max_tokens=task.max_response())
-    was_training = model.training
     groups = HFEngine(model).generate(prompts, seeds, sampling, 0, [tokenizer.eos_token_id])
-    model.train(was_training)
     grade_all(task, tokenizer, problems, groups)
     return sum(group[0].reward > 0.5 for group in groups) / n
 

@@ -41,7 +41,7 @@ from remote.files import FilesHub
 from remote.groups import Limits, decode_group, name_of
 from remote.hub import Hub
 from remote.weights import Store, mapped
-from rollout import Rollout
+from rollout import Rollout, probe_ids
 from sampling import Sampling
 from source import has_spread
 from tasks.data import digest_of
@@ -122,7 +122,7 @@ def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int) -> w
         context=run.context,
         task_digest=digest_of(cfg.task),
         sampling=Sampling.of(cfg),
-        probe=run.probe_ids().tolist(),
+        probe=probe_ids(run.context, run.vocabulary).tolist(),
         packed=travels_packed(cfg),
         stop_ids=run.stop_ids,
     )

@@ -178,7 +178,7 @@ def test_a_base_model_is_made_once_for_each_recipe(tmp_path, monkeypatch):
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(warmstart, "warm_start", warm_start)
-    monkeypatch.setattr(warmstart, "check_weights", lambda folder: None)
+    monkeypatch.setattr(warmstart.models, "check_weights", lambda folder: None)
     monkeypatch.setattr(checkpoint.models, "BASE_DIR", str(tmp_path))
     cfg, names = make_cfg(), ("policy", "policy@0.3", "actor@0.1", "actor@0.1", "actor")
     folders = {warmstart.base_model("actor", f"base:{name}", cfg) for name in names}

@@ -34,7 +34,7 @@ from machinery.flags import UserError
 from machinery.log import read_metrics
 from machinery.log import rows as run_rows
 from machinery.ranks import Comm
-from machinery.run import check_none_lost, open_run
+from machinery.run import checkpoint_to_resume, open_run
 from model.engines import HFEngine
 from sampling import Sampling
 from source import LocalSource
@@ -373,7 +373,7 @@ def test_signals_save_first_and_resume_goes_on(whole, solvers, tmp_path, train_h
     assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step_{done:06d}"]
     kept = (out / "checkpoints").rename(tmp_path / "kept")
     with pytest.raises(UserError, match="has no checkpoint, though the run saved one; restore"):
-        check_none_lost(settings.parse(["--resume", f"--out={out}"]))
+        checkpoint_to_resume(settings.parse(["--resume", f"--out={out}"]), Comm())
     kept.rename(out / "checkpoints")
     train_here(["--resume", f"--out={out}"])
     assert timeless(out) == timeless(whole[0])
@@ -453,7 +453,7 @@ def test_resume_with_deleted_checkpoints_is_refused(whole, tmp_path, train_here)
     made = json.loads((out / "config.json").read_text())
     del made["saved"]
     (out / "config.json").write_text(json.dumps(made))
-    check_none_lost(settings.parse(["--resume", f"--out={out}"]))
+    checkpoint_to_resume(settings.parse(["--resume", f"--out={out}"]), Comm())
 
 
 @SEVERAL_PROCESSES

@@ -20,19 +20,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config import Config
-from machinery.checkpoint.models import folders, newest, save_model
+from machinery.checkpoint.models import folders, newest, save_model  # noqa: F401
 from machinery.checkpoint.shards import read_shards, whole, write_shards
 from machinery.flags import UserError, need, shortened
 from rollout import Response, Rollout
 from sampling import Sampling
 
 FORMAT = 5  # a checkpoint of a different format is rejected
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Save and load
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def save(run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict) -> Path:
@@ -176,29 +170,9 @@ def shared_by_ranks(folder: Path) -> dict:
 
 
 def flush(path: Path) -> None:
-    """Force a file or folder to disk (fsync), so that it survives a power loss."""
+    """Force a file or folder to disk, so that it survives a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def to_resume(cfg: Config, comm) -> Path | None:
-    """The checkpoint to resume from; None if the run was killed before its first.
-
-    Raises UserError if it cannot be redistributed to this number of ranks."""
-    folder = newest(cfg.out)
-    if folder is None:
-        if comm.rank == 0:
-            print(
-                f"{cfg.out}: no checkpoint was written before the run stopped; the run starts from the first update"
-            )
-        return None
-    before = shared_by_ranks(folder)["n_ranks"]
-    need(
-        before == comm.size or (cfg.delay == "none" and cfg.samplers == "local"),
-        f"--resume: {folder} was written by {before} rank(s) and this run has {comm.size}; groups of delayed or "
-        "remote samplers cannot be redistributed: use the same number of ranks",
-    )
-    return folder

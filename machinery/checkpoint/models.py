@@ -102,8 +102,7 @@ def one_sentence(folder: Path | str, part: str, fix: str):
     except UserError:
         raise
     except Exception as e:  # transformers raises many types
-        words = " ".join(str(e).split())[:200] or type(e).__name__
-        raise UserError(f"{folder}: its {part} cannot be read ({words}); {fix}") from None
+        raise UserError(f"{folder}: its {part} cannot be read ({shortened(e)}); {fix}") from None
     finally:
         logging.set_verbosity(before)
 
@@ -140,10 +139,9 @@ def read_config(folder: Path | str):
         )
         if getattr(config, "attn_logit_softcapping", None):  # torch's SDPA would ignore the cap
             config._attn_implementation = "eager"
-        known = config.vocab_size, config.max_position_embeddings
-    is_valid = all(isinstance(size, int) and size > 0 for size in known)
+        sizes = config.vocab_size, config.max_position_embeddings
     need(
-        is_valid,
+        all(isinstance(size, int) and size > 0 for size in sizes),
         f"{folder}: its config.json gives no vocab_size and max_position_embeddings above 0; {fix}",
     )
     return config
@@ -152,15 +150,13 @@ def read_config(folder: Path | str):
 def check_family(folder: str) -> None:
     """Raise UserError, from config.json alone, if this model cannot be trained."""
     config = read_config(folder)
-    is_plain = not getattr(config, "quantization_config", None)
-    fix = "give the model in 16 bits, and name a format with --rollout_quant"
     need(
-        is_plain,
-        f"{folder}: its weights are already quantized, and a learner cannot train the codes; {fix}",
+        not getattr(config, "quantization_config", None),
+        f"{folder}: its weights are already quantized, and a learner cannot train the codes; give the model in 16 "
+        "bits, and name a format with --rollout_quant",
     )
-    with one_sentence(
-        folder, "config.json", "give a complete checkpoint of a causal language model"
-    ):
+    fix = "give a complete checkpoint of a causal language model"
+    with one_sentence(folder, "config.json", fix):
         model = on_meta(config)
     need(
         hasattr(model.base_model, "layers"),
@@ -212,37 +208,19 @@ def vocabulary_size(tokenizer) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def check_rows(folder: str, vocabulary: int) -> None:
-    """Raise UserError if the tokenizer has more ids than the model's embedding has rows."""
-    rows = read_config(folder).vocab_size
-    need(
-        rows >= vocabulary,
-        f"{folder}: its tokenizer has {vocabulary} tokens and its config.json a vocab_size of {rows}; give the "
-        "model the tokenizer that it was trained with",
-    )
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the files of its index, or the single file."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return [folder / "model.safetensors"]
-    fix = "copy the folder again, or delete it if it was made here: it is made again"
-    parts = read_json(index, fix).get("weight_map")
-    need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {fix}")
-    return [folder / name for name in sorted({*parts.values()})]
-
-
 def check_weights(folder: Path | str) -> None:
     """Raise UserError if a file of weights is missing or damaged, or if weights that config.json
     ties differ in the files. Called before an engine or a model loads them."""
     from safetensors import safe_open
 
-    folder, fix = (
-        Path(folder),
-        "copy the folder again, or delete it if it was made here: it is made again",
-    )
-    files = weight_files(folder)
+    folder = Path(folder)
+    fix = "copy the folder again, or delete it if it was made here: it is made again"
+    files = [folder / "model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        parts = read_json(index, fix).get("weight_map")
+        need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {fix}")
+        files = [folder / name for name in sorted({*parts.values()})]
     if not any(file.is_file() for file in files) and any(folder.glob("*.bin")):
         return  # torch's older format is checked on loading
     tied = on_meta(read_config(folder)).all_tied_weights_keys
@@ -268,13 +246,11 @@ def load_model(folder: Path | str, dtype=torch.float32):
 
     fix = "give a complete checkpoint of that shape"
     with one_sentence(folder, "weights", fix):
-        options = {
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,
-            "config": read_config(folder),
-        }
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-    model, info = loaded
+        config = read_config(folder)
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, **options
+        )
     wrong = sorted(map(str, (*info["mismatched_keys"], *info["missing_keys"])))
     need(
         not wrong,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from machinery.flags import UserError
+from machinery.flags import UserError, shortened
 
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
@@ -45,20 +45,15 @@ def read_shards(learner, folder: Path) -> None:
 
     reader = dcp.FileSystemReader(folder)
     saved = reader.read_metadata().state_dict_metadata
-    learner.make_states(
-        {
-            name: (x.size, x.properties.dtype)
-            for name, x in saved.items()
-            if hasattr(x, "properties")
-        }
-    )
+    tensors = {name: x for name, x in saved.items() if hasattr(x, "properties")}
+    learner.make_states({name: (x.size, x.properties.dtype) for name, x in tensors.items()})
     tensors = {}
     for name in learner.names:
         tensors |= learner.trained(name)
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except dcp.api.CheckpointException as e:
-        why = " ".join(str(next(iter(e.failures.values()))[0]).split())[:200]
+        why = shortened(next(iter(e.failures.values()))[0])
         raise UserError(
             f"--resume: {folder} does not fit this run's models and optimizer ({why}); continue with the "
             "models and optimizer that wrote it"

@@ -477,7 +477,7 @@ MUTANTS = {
     ],
     "machinery/run.py": [
         ("math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)", "math.ceil(cfg.epochs * task.size)"),
-        ("need(\n        checkpoint.folders(folder) or", "need(\n        True or"),
+        ('            not made.get("saved"),', "            True,"),
         ("        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "        pass"),
         ("[path for pattern in WRITTEN for path in folder.glob(pattern)]", 'folder.glob("*")'),
     ],
