@@ -42,7 +42,8 @@ def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
 
 def part(name: str, failed: str = "", value: float = 1.5) -> list[dict]:
     about = {"device": "a card", "date": "2026-01-01", "torch": "2.13.0"}
-    row = gpu_parts.row("speed", value, "tokens/s", (1.0, 2.0), ">= 1", value >= 1)
+    goal = {"spread": [1.0, 2.0], "goal": ">= 1", "met": value >= 1}
+    row = gpu_parts.row("speed", value, "tokens/s", **goal)
     return [{"about": about}, {"part": name, **row}, {"part": name, "seconds": 3.0, "failed": failed}]
 
 
