@@ -21,10 +21,9 @@ from sampling import Sampling
 from tasks.arith import arithmetic_tokenizer
 
 
-def alternate(a, b, pairs: int, name: str, warm: int = 2) -> dict:
-    """Run a and b alternately, after `warm` unmeasured runs of each; return `compare` of their
-    times."""
-    for _ in range(warm):
+def alternate(a, b, pairs: int, name: str) -> dict:
+    """Run a and b alternately, after two unmeasured runs of each; return `compare` of their times."""
+    for _ in range(2):
         a()
         b()
     times = []

@@ -48,11 +48,6 @@ from tasks.arith import arithmetic_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 PROMPT = 32  # tokens of the prompts of `bench.random_groups`
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The setting of a part
-# ---------------------------------------------------------------------------------------------------------------------
-
 QWEN3 = dict(vocab=151_936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40_960)
 SHAPES = {
     "0.6B": dict(hidden=1024, inter=3072, layers=28, num_attention_heads=16),
@@ -176,11 +171,6 @@ def repeats_row(what: str, values: list[float], unit: str) -> dict:
     return row(f"{what}, {len(values)} times", float(np.median(values)), unit, spread=spread)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tests
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def tests(s: Setting) -> Iterator[dict]:
     """tests/test_gpu.py: a row for each test that did not pass, and the number of passed tests."""
     command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "--tb=short", "tests/test_gpu.py"]
@@ -198,11 +188,6 @@ def tests(s: Setting) -> Iterator[dict]:
                 yield row(found[2][:160], why=found[1].lower())
     what = f"passed, in {time.perf_counter() - started:.0f} s"
     yield row(what, passed, "tests", goal="all", met=run.returncode == 0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# linears, head
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def block_of(s: Setting, name: str) -> list[torch.nn.Linear]:
@@ -327,11 +312,6 @@ def one_head(s: Setting, what: str, run: Callable, whole: Callable) -> Iterator[
     yield row(f"memory, {what}", s.peak_of(run), "GiB")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# obrs, learner, memory
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def configured(s: Setting, rows: int, length: int, **flags):
     """A configuration with `rows` responses of `length` tokens in an update."""
     micro = {"micro_tokens": s.pick(16_384, 256), "max_tokens": length}
@@ -386,10 +366,13 @@ def planned(s: Setting, cfg: Config, names: tuple[str, ...]) -> float:
     return (made.of_stage("forward and backward") - made.categories["engine"]) / GIB
 
 
-def fits(s: Setting, cfg: Config, names: tuple[str, ...]) -> bool:
-    """Whether the plan leaves a tenth of the device's memory free."""
+def fitting(s: Setting, what: str, cfg: Config, names: tuple[str, ...]) -> tuple[str, Config]:
+    """Name and configuration of a case, with activation checkpointing unless the plan leaves a
+    tenth of the device's memory free without it."""
     total = memory_of(s.device) if s.cuda else math.inf
-    return planned(s, cfg, names) <= 0.9 * total / GIB
+    if planned(s, cfg, names) <= 0.9 * total / GIB:
+        return what, cfg
+    return f"{what}, checkpointing", replace(cfg, gradient_checkpointing=True)
 
 
 @softly
@@ -416,18 +399,14 @@ def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3)
 
 def learner(s: Setting) -> Iterator[dict]:
     """Updates (forward, chunked head, backward, AdamW) in bfloat16 with float32 master weights, by
-    model and row length. Activation checkpointing is used if the plan says that memory requires
-    it."""
+    model and row length."""
     for name in s.pick(("0.6B", "1.7B", "4B"), ("0.6B",)):
         for length in s.pick((2048, 4096, 8192, 16_384), (40,)):
             if (name, length) == ("4B", 16_384):  # takes a minute by itself
                 continue
             rows = max(8, s.pick(32_768, 8) // length // 8 * 8)
             cfg = configured(s, rows, length)
-            how = ""
-            if not fits(s, cfg, (name,)):
-                cfg, how = replace(cfg, gradient_checkpointing=True), ", checkpointing"
-            what = f"{name}, {length:,} tokens{how}"
+            what, cfg = fitting(s, f"{name}, {length:,} tokens", cfg, (name,))
             yield from case(s, what, cfg, (name,), n=2 if length > 8192 else 3)
 
 
@@ -470,9 +449,7 @@ def memory(s: Setting) -> Iterator[dict]:
     for what in s.pick(list(cases), ["1.7B and 0.6B, Jackpot", "1.7B, fp8, aligned"]):
         names = ("1.7B", "0.6B") if "actor" in cases[what] else ("1.7B",)
         cfg = configured(s, rows, length, **cases[what])
-        if not fits(s, cfg, names):
-            cfg, what = replace(cfg, gradient_checkpointing=True), f"{what}, checkpointing"
-        yield from case(s, what, cfg, names)
+        yield from case(s, *fitting(s, what, cfg, names), names)
     with one_rank(s.device):
         cfg = configured(s, rows, length, parallel="fsdp")
         yield from case(s, "1.7B, FSDP2 on one rank", cfg, ("1.7B",))
@@ -492,11 +469,6 @@ def one_rank(device: str):
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# vllm
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def sampled(s: Setting, engine, tokens: int) -> Iterator[dict]:
@@ -551,11 +523,6 @@ def vllm(s: Setting) -> Iterator[dict]:
         yield row("falls asleep", asleep, "s")
         yield row("wake-up and load", awake, "s")
     engine.close()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# trl
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 STEP = ((256, 256), (16, 8))  # responses and tokens of a step: full, tiny

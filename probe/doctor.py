@@ -88,11 +88,6 @@ class Dump:
         return (self.ref - self.inf).clip(-20, 20)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def read(path: str, columns: str = "") -> Dump:
     """Read the responses of a file. UserError: the file or a column is wrong."""
     rows = from_file(path, "rollouts")
@@ -163,9 +158,10 @@ def cause(name: str, check: str, broken: bool = False):
     return add
 
 
-@cause(
-    "numbers that are not finite", "16-bit overflow, or tokens that truncation forbids", broken=True
-)
+fatal_cause = partial(cause, broken=True)
+
+
+@fatal_cause("numbers that are not finite", "16-bit overflow, or tokens that truncation forbids")
 def not_finite(d: Dump) -> Iterator[str]:
     bad = {side: int((~np.isfinite(x)).sum()) for side, x in d.sides.items()}
     if any(bad.values()):
@@ -176,25 +172,21 @@ def not_finite(d: Dump) -> Iterator[str]:
         )
 
 
-@cause(
-    "not recorded",
-    "whether the engine is asked for log-probabilities (vLLM: logprobs=0)",
-    broken=True,
-)
+@fatal_cause("not recorded", "whether the engine is asked for log-probabilities (vLLM: logprobs=0)")
 def not_recorded(d: Dump) -> Iterator[str]:
     zero = [side for side, x in d.sides.items() if (x == 0).mean() > 0.9]
     if zero:
         yield f"more than nine in ten log-probabilities of the {' and the '.join(zero)} are 0"
 
 
-@cause("no logarithms", "whether probabilities or negated numbers were dumped", broken=True)
+@fatal_cause("no logarithms", "whether probabilities or negated numbers were dumped")
 def not_logarithms(d: Dump) -> Iterator[str]:
     positive = [side for side, x in d.sides.items() if (x > 1e-3).mean() > 0.5]
     if positive:
         yield f"more than half of the numbers of the {' and the '.join(positive)} are above 0"
 
 
-@cause("base of the logarithm", "natural logarithms on both sides", broken=True)
+@fatal_cause("base of the logarithm", "natural logarithms on both sides")
 def base_of_the_logarithm(d: Dump) -> Iterator[str]:
     """A line through the origin of slope 0.69 (ln against log2) or 2.3 (log10) fits without
     residual."""
@@ -208,9 +200,7 @@ def base_of_the_logarithm(d: Dump) -> Iterator[str]:
                 yield f"{times}: the {side}'s are logarithms to base {base}"
 
 
-@cause(
-    "shifted by one token", "the slice of the logits: position t scores token t + 1", broken=True
-)
+@fatal_cause("shifted by one token", "the slice of the logits: position t scores token t + 1")
 def one_place_off(d: Dump) -> Iterator[str]:
     """The trainer's numbers fit the sampler's numbers of a neighbouring token."""
     straight = correlation(d.inf, d.ref, d.on)
@@ -223,10 +213,8 @@ def one_place_off(d: Dump) -> Iterator[str]:
         yield f"the trainer's number for the {neighbour} token fits better ({fits})"
 
 
-@cause(
-    "rows of a different response",
-    "the order of rows after sorting, balancing or packing",
-    broken=True,
+@fatal_cause(
+    "rows of a different response", "the order of rows after sorting, balancing or packing"
 )
 def other_rows(d: Dump) -> Iterator[str]:
     """The two sides are nearly uncorrelated."""
@@ -379,11 +367,6 @@ def causes(d: Dump) -> tuple[list[dict], bool]:
         check = "python -m probe --model=..."
         rows = [{"cause": "unknown", "evidence": "no known pattern fits", "check": check}]
     return rows, False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> dict:
