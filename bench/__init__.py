@@ -20,15 +20,10 @@ from rollout import Response, Rollout, as_groups
 from sampling import Sampling
 from tasks.arith import arithmetic_tokenizer
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring
-# ---------------------------------------------------------------------------------------------------------------------
 
-
-def alternate(a, b, pairs: int, name: str, warm: int = 2) -> dict:
-    """Run a and b alternately, after `warm` unmeasured runs of each; return `compare` of their
-    times."""
-    for _ in range(warm):
+def alternate(a, b, pairs: int, name: str) -> dict:
+    """Run a and b alternately, after two unmeasured runs of each; return `compare` of their times."""
+    for _ in range(2):
         a()
         b()
     times = []
@@ -60,17 +55,6 @@ def compare(times: list[tuple[float, float]]) -> dict:
         "b_s": float(np.median(t[:, 1])),
         "pairs": len(t),
     }
-
-
-def synchronize(device: str) -> None:
-    """Wait until the GPU, if there is one, has finished its work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models, configurations and batches to measure with
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def shaped(folder: str, hidden=128, inter=384, layers=4, vocab=256, seed=0, **more):

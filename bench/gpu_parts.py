@@ -40,7 +40,7 @@ from model import Needs, OneModelRows, Scored
 from model.engines import VLLMEngine
 from model.head import ChunkedHead, Head, chunk_rows, memory_of
 from results import against_trl
-from rollout import probe_ids
+from rollout import Rollout, probe_ids
 from sampling import Sampling
 from sync import WeightCheck
 from tasks.arith import arithmetic_tokenizer
@@ -48,11 +48,6 @@ from tasks.arith import arithmetic_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 PROMPT = 32  # tokens of the prompts of `bench.random_groups`
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The setting of a part
-# ---------------------------------------------------------------------------------------------------------------------
-
 QWEN3 = dict(vocab=151_936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40_960)
 SHAPES = {
     "0.6B": dict(hidden=1024, inter=3072, layers=28, num_attention_heads=16),
@@ -97,10 +92,14 @@ class Setting:
         with torch.device(self.device):
             return bench.shaped("", seed=seed, **self.shape(name))
 
+    def model_config(self, name: str):
+        """The transformers config of a model."""
+        with torch.device("meta"):
+            return bench.shaped("", **self.shape(name)).config
+
     def learner(self, cfg: Config, name: str, actor: str = "") -> Learner:
-        return Learner(
-            self.model(name), self.model(actor, 1) if actor else None, cfg, Comm(self.device)
-        )
+        other = self.model(actor, 1) if actor else None
+        return Learner(self.model(name), other, cfg, Comm(self.device))
 
     def seconds(self, f) -> float:
         """The duration of a call, including the device's work."""
@@ -111,21 +110,22 @@ class Setting:
 
         def run():
             f()
-            bench.synchronize(self.device)
+            if self.cuda:
+                torch.cuda.synchronize()
 
         return run
 
     def peak_of(self, f) -> float:
         """Peak GiB allocated during a call, above the memory allocated before; NaN without a
         GPU."""
+        run = self.waited(f)
         if not self.cuda:
-            f()
+            run()
             return math.nan
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        f()
-        torch.cuda.synchronize()
+        run()
         return (torch.cuda.max_memory_allocated() - before) / GIB
 
     def allocated(self) -> float:
@@ -137,60 +137,38 @@ class Setting:
         return torch.cuda.memory_allocated() / GIB
 
 
-def row(
-    what: str, value: float, unit: str = "", spread=(), goal: str = "", met: bool | None = None
-) -> dict:
-    """A row of results. spread: the smallest and the largest of the repeats, or a 95 % interval;
-    goal, met: the target, and whether it is met (None: unknown)."""
-    return {
-        "what": what,
-        "value": value,
-        "unit": unit,
-        "spread": list(spread),
-        "goal": goal,
-        "met": met,
-        "why": "",
-    }
+def row(what: str, value: float = math.nan, unit: str = "", **more) -> dict:
+    """A row of results. more: "spread", the smallest and the largest of the repeats, or a 95 %
+    interval; "goal" and "met", the target, and whether it is met (None: unknown); "why", the reason
+    if the quantity could not be measured."""
+    usual = {"spread": [], "goal": "", "met": None, "why": ""}
+    return {"what": what, "value": value, "unit": unit, **usual, **more}
 
 
-def missing(what: str, why: str) -> dict:
-    """A row for a quantity that could not be measured."""
-    return {**row(what, math.nan), "why": why}
+def softly(part: Callable) -> Callable:
+    """The part, a generator of rows about `what`; after an error it yields a row with the error."""
+
+    @functools.wraps(part)
+    def rows(s: Setting, what: str, *rest, **more) -> Iterator[dict]:
+        try:
+            yield from part(s, what, *rest, **more)
+        except Exception as e:  # of any kind: the next case may succeed
+            first = str(e).splitlines()[0][:200] if str(e) else ""
+            yield row(what, why=f"failed: {type(e).__name__}: {first}")
+
+    return rows
 
 
-def softly(what: str, rows: Iterator[dict]) -> Iterator[dict]:
-    """Yield these rows; after an error, yield a row with the error."""
-    try:
-        yield from rows
-    except Exception as e:  # of any kind: the next case may succeed
-        yield missing(
-            what, f"failed: {type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
-        )
-
-
-def ratio_row(what: str, pairs: dict, goal: str = "", met: Callable = bool) -> dict:
+def ratio_row(what: str, pairs: dict, **goal) -> dict:
     """A row for the result of bench.compare: a ratio of times and its 95 % interval."""
-    said = met(pairs["ratio"]) if goal else None
-    return row(
-        f"{what}, {pairs['pairs']} pairs",
-        pairs["ratio"],
-        "x",
-        (pairs["low"], pairs["high"]),
-        goal,
-        said,
-    )
+    spread = [pairs["low"], pairs["high"]]
+    return row(f"{what}, {pairs['pairs']} pairs", pairs["ratio"], "x", spread=spread, **goal)
 
 
 def repeats_row(what: str, values: list[float], unit: str) -> dict:
     """A row for repeated measurements: their median, minimum and maximum."""
-    return row(
-        f"{what}, {len(values)} times", float(np.median(values)), unit, (min(values), max(values))
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tests
-# ---------------------------------------------------------------------------------------------------------------------
+    spread = [min(values), max(values)]
+    return row(f"{what}, {len(values)} times", float(np.median(values)), unit, spread=spread)
 
 
 def tests(s: Setting) -> Iterator[dict]:
@@ -207,19 +185,9 @@ def tests(s: Setting) -> Iterator[dict]:
             passed += " PASSED" in line
             found = re.match(r"(FAILED|ERROR|SKIPPED) (?:\[\d+\] )?(.*)", line)
             if found:
-                yield missing(found[2][:160], found[1].lower())
-    yield row(
-        f"passed, in {time.perf_counter() - started:.0f} s",
-        passed,
-        "tests",
-        goal="all",
-        met=run.returncode == 0,
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# linears, head
-# ---------------------------------------------------------------------------------------------------------------------
+                yield row(found[2][:160], why=found[1].lower())
+    what = f"passed, in {time.perf_counter() - started:.0f} s"
+    yield row(what, passed, "tests", goal="all", met=run.returncode == 0)
 
 
 def block_of(s: Setting, name: str) -> list[torch.nn.Linear]:
@@ -245,41 +213,33 @@ def linears(s: Setting) -> Iterator[dict]:
     for name in s.pick(("8B", "1.7B", "0.6B"), ("8B",)):
         for tokens in s.pick((8192, 32_768), (24,)):
             for kind in ("fp8", "int8"):
-                what = f"{kind}, {name}, {tokens:,} tokens"
-                yield from softly(what, speeds(s, what, kind, name, tokens))
+                yield from speeds(s, f"{kind}, {name}, {tokens:,} tokens", kind, name, tokens)
 
 
+@softly
 def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator[dict]:
     """Three rows: aligned over bfloat16 layers, forward; aligned layers with vLLM's kernels over
     aligned layers in plain torch; aligned over bfloat16 layers, forward and backward."""
     plain = block_of(s, name)
     aligned = [quant.LowBitLinear.from_linear(m, quant.format_of(kind)) for m in plain]
-    inputs = {
-        w: torch.randn(tokens, w, device=s.device, dtype=torch.bfloat16)
-        for w in {m.in_features for m in plain}
-    }
+    how = {"device": s.device, "dtype": torch.bfloat16}
+    inputs = {m.in_features: torch.randn(tokens, m.in_features, **how) for m in plain}
     runs = [s.waited(partial(through, layers, inputs)) for layers in (plain, aligned)]
-    least = SPEEDUPS.get((kind, name), 1.0)
     pairs = bench.alternate(*runs, s.pick(10, 2), what)
-    yield ratio_row(f"speed, forward, {what}", pairs, f">= {least}", lambda r: r >= least)
+    least = SPEEDUPS.get((kind, name), 1.0)
+    goal = {"goal": f">= {least}", "met": pairs["ratio"] >= least}
+    yield ratio_row(f"speed, forward, {what}", pairs, **goal)
+    title = f"speed of vLLM's kernels over plain torch, {what}"
     if quant.vllm_kernels(s.device) is None:
-        yield missing(f"speed of vLLM's kernels over plain torch, {what}", "not installed")
+        yield row(title, why="not installed")
     else:
-        run = s.waited(partial(through, aligned, inputs))
-        pairs = bench.alternate(partial(in_plain_torch, run), run, s.pick(10, 2), what)
-        yield ratio_row(f"speed of vLLM's kernels over plain torch, {what}", pairs)
+        in_torch = mock.patch.object(quant, "vllm_kernels", lambda device: None)(runs[1])
+        yield ratio_row(title, bench.alternate(in_torch, runs[1], s.pick(10, 2), what))
     runs = [s.waited(partial(through, layers, inputs, True)) for layers in (plain, aligned)]
-    least_both = 1.2 if name == "8B" else 1.0
     pairs = bench.alternate(*runs, s.pick(6, 2), what)
-    yield ratio_row(
-        f"forward and backward, {what}", pairs, f">= {least_both}", lambda r: r >= least_both
-    )
-
-
-def in_plain_torch(run: Callable) -> None:
-    """Call `run` without vLLM's kernels."""
-    with mock.patch.object(quant, "vllm_kernels", lambda device: None):
-        run()
+    least = 1.2 if name == "8B" else 1.0
+    goal = {"goal": f">= {least}", "met": pairs["ratio"] >= least}
+    yield ratio_row(f"forward and backward, {what}", pairs, **goal)
 
 
 def through(layers, inputs: dict, backward: bool = False) -> None:
@@ -338,23 +298,18 @@ def head(s: Setting) -> Iterator[dict]:
         ways = heads(N, H, V, s.device)
         for name in ("torch.nn.functional.linear_cross_entropy", "liger-kernel"):
             if name not in ways:
-                yield missing(f"{name}, width {H:,}", "not installed")
+                yield row(f"{name}, width {H:,}", why="not installed")
         for name, f in ways.items():
-            what = f"{name}, width {H:,}"
-            yield from softly(what, one_head(s, what, s.waited(f), s.waited(ways["whole logits"])))
+            yield from one_head(s, f"{name}, width {H:,}", f, ways["whole logits"])
 
 
+@softly
 def one_head(s: Setting, what: str, run: Callable, whole: Callable) -> Iterator[dict]:
     """Rows for one implementation: time relative to whole logits, milliseconds, memory."""
-    pairs = bench.alternate(run, whole, s.pick(8, 2), what)
+    pairs = bench.alternate(s.waited(run), s.waited(whole), s.pick(8, 2), what)
     yield ratio_row(f"time relative to whole logits, {what}", pairs)
     yield row(f"time, {what}", 1000 * pairs["a_s"], "ms")
     yield row(f"memory, {what}", s.peak_of(run), "GiB")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# obrs, learner, memory
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def configured(s: Setting, rows: int, length: int, **flags):
@@ -365,12 +320,17 @@ def configured(s: Setting, rows: int, length: int, **flags):
     return bench.resolved(**{**usual, **flags})
 
 
-def batch_of(learner: Learner, rows: int, length: int):
-    """A batch of random responses, and its statistics."""
+def groups_of(learner: Learner, rows: int, length: int, K: int = 0) -> list[Rollout]:
+    """Groups of `rows` random responses."""
     vocabulary = learner.models.policy.config.vocab_size
-    groups = bench.random_groups(np.random.default_rng(0), rows // 8, length, vocabulary)
-    batch = batching.collate(groups, learner.cfg)
-    return batch, objectives.prepare(batch, learner.comm, learner.cfg, {})
+    return bench.random_groups(np.random.default_rng(0), rows // 8, length, vocabulary, K)
+
+
+def batch_of(learner: Learner):
+    """A batch of random responses, and its statistics."""
+    cfg = learner.cfg
+    batch = batching.collate(groups_of(learner, cfg.train_batch, cfg.max_tokens), cfg)
+    return batch, objectives.prepare(batch, learner.comm, cfg, {})
 
 
 def obrs(s: Setting) -> Iterator[dict]:
@@ -379,12 +339,9 @@ def obrs(s: Setting) -> Iterator[dict]:
     rows, length = s.pick((32, 1024), (16, 12))
     learners = {}
     for name in ("jackpot", "grpo"):
-        learners[name] = s.learner(
-            configured(s, rows, length, objective=name, rollout_batch=2 * rows), "0.6B"
-        )
-    vocabulary = learners["grpo"].models.policy.config.vocab_size
-    rng = np.random.default_rng(0)
-    groups = bench.random_groups(rng, 2 * rows // 8, length, vocabulary, K=20)
+        cfg = configured(s, rows, length, objective=name, rollout_batch=2 * rows)
+        learners[name] = s.learner(cfg, "0.6B")
+    groups = groups_of(learners["grpo"], 2 * rows, length, K=20)
 
     def step(name):
         learner = learners[name]
@@ -395,7 +352,8 @@ def obrs(s: Setting) -> Iterator[dict]:
 
     runs = [s.waited(partial(step, name)) for name in learners]
     pairs = bench.alternate(*runs, s.pick(10, 2), "obrs")
-    yield ratio_row("time, Jackpot over PPO", pairs, "<= 1.01", lambda r: r <= 1.01)
+    goal = {"goal": "<= 1.01", "met": pairs["ratio"] <= 1.01}
+    yield ratio_row("time, Jackpot over PPO", pairs, **goal)
     yield row("tokens of a step", 2 * rows * length)
 
 
@@ -403,31 +361,31 @@ def obrs(s: Setting) -> Iterator[dict]:
 def planned(s: Setting, cfg: Config, names: tuple[str, ...]) -> float:
     """GiB that the plan predicts for forward and backward with models of these shapes, without an
     engine."""
-    configs = {}
-    for role, name in zip(("policy", "actor"), names, strict=False):
-        with torch.device("meta"):
-            configs[role] = bench.shaped("", **s.shape(name)).config
+    configs = dict(zip(("policy", "actor"), map(s.model_config, names), strict=False))
     made = plan.plan_of(cfg, configs, PROMPT, 1, memory_of(s.device) / GIB)
     return (made.of_stage("forward and backward") - made.categories["engine"]) / GIB
 
 
-def fits(s: Setting, cfg: Config, names: tuple[str, ...]) -> bool:
-    """Whether the plan leaves a tenth of the device's memory free."""
+def fitting(s: Setting, what: str, cfg: Config, names: tuple[str, ...]) -> tuple[str, Config]:
+    """Name and configuration of a case, with activation checkpointing unless the plan leaves a
+    tenth of the device's memory free without it."""
     total = memory_of(s.device) if s.cuda else math.inf
-    return planned(s, cfg, names) <= 0.9 * total / GIB
+    if planned(s, cfg, names) <= 0.9 * total / GIB:
+        return what, cfg
+    return f"{what}, checkpointing", replace(cfg, gradient_checkpointing=True)
 
 
+@softly
 def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3) -> Iterator[dict]:
     """Three rows for n updates of a new learner with these models, after one update that creates
     its states: speed, share of the device's peak, memory."""
     before = s.allocated()
     learner = s.learner(cfg, *names)
-    batch, stats = batch_of(learner, cfg.train_batch, cfg.max_tokens)
+    batch, stats = batch_of(learner)
     length = cfg.max_tokens + PROMPT
     work = sum(operations(getattr(learner.models, name), length) for name in learner.names)
-    run = partial(learner.update, batch, stats)
+    run = s.waited(partial(learner.update, batch, stats))
     run()
-    bench.synchronize(s.device)
     gib = s.allocated() - before + s.peak_of(run)
     tokens, seconds = int(batch.ids.numel()), [s.seconds(run) for _ in range(n)]
     share = work * tokens / float(np.median(seconds)) / peak_of(s.device)
@@ -435,25 +393,21 @@ def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3)
     yield row(f"share of peak, {what}", 100 * share, "%")
     expected = planned(s, cfg, names)
     near = abs(expected / gib - 1) <= 0.1 if s.cuda else None
-    what = f"memory, {what}, planned {expected:.2f}"
-    yield row(what, gib, "GiB", goal="plan within 10 %", met=near)
+    title = f"memory, {what}, planned {expected:.2f}"
+    yield row(title, gib, "GiB", goal="plan within 10 %", met=near)
 
 
 def learner(s: Setting) -> Iterator[dict]:
     """Updates (forward, chunked head, backward, AdamW) in bfloat16 with float32 master weights, by
-    model and row length. Activation checkpointing is used if the plan says that memory requires
-    it."""
+    model and row length."""
     for name in s.pick(("0.6B", "1.7B", "4B"), ("0.6B",)):
         for length in s.pick((2048, 4096, 8192, 16_384), (40,)):
             if (name, length) == ("4B", 16_384):  # takes a minute by itself
                 continue
             rows = max(8, s.pick(32_768, 8) // length // 8 * 8)
             cfg = configured(s, rows, length)
-            how = ""
-            if not fits(s, cfg, (name,)):
-                cfg, how = replace(cfg, gradient_checkpointing=True), ", checkpointing"
-            what = f"{name}, {length:,} tokens{how}"
-            yield from softly(what, case(s, what, cfg, (name,), n=2 if length > 8192 else 3))
+            what, cfg = fitting(s, f"{name}, {length:,} tokens", cfg, (name,))
+            yield from case(s, what, cfg, (name,), n=2 if length > 8192 else 3)
 
 
 def kernels(s: Setting) -> Iterator[dict]:
@@ -463,7 +417,7 @@ def kernels(s: Setting) -> Iterator[dict]:
         for kind in ("plain", "compile", "liger"):
             title = f"{name}, {length:,} tokens, --kernels={kind}"
             cfg = configured(s, 8, length, kernels=kind)
-            yield from softly(title, case(s, title, cfg, (name,)))
+            yield from case(s, title, cfg, (name,))
 
 
 def micro(s: Setting) -> Iterator[dict]:
@@ -471,45 +425,34 @@ def micro(s: Setting) -> Iterator[dict]:
     of --micro_tokens on a GPU); with these also AdamW without its fused kernel."""
     name, length = "0.6B", s.pick(2048, 40)
     cfg = configured(s, s.pick(32, 8), length)
-    with torch.device("meta"):
-        configs = {"policy": bench.shaped("", **s.shape(name)).config}
+    configs = {"policy": s.model_config(name)}
     gib = 0.9 * memory_of(s.device) / GIB
     most = plan.largest_micro(cfg, configs, PROMPT, 1, gib) if s.cuda else 512
     for tokens, kinds in ((s.pick(4096, 80), optim.FUSED), (most, optim.FUSED), (most, set())):
         how = "fused AdamW" if kinds else "AdamW tensor by tensor"
         what = f"{name}, {length:,} tokens, --micro_tokens={tokens}, {how}"
         with mock.patch.object(optim, "FUSED", kinds):
-            yield from softly(what, case(s, what, replace(cfg, micro_tokens=tokens), (name,)))
+            yield from case(s, what, replace(cfg, micro_tokens=tokens), (name,))
 
 
 def memory(s: Setting) -> Iterator[dict]:
     """Configurations of a run, each compared with the plan: rows of 2,048 tokens."""
     rows, length = s.pick((16, 2048), (8, 40))
     cases = {
-        "1.7B": ("1.7B", "", {}),
-        "1.7B, checkpointing": ("1.7B", "", {"gradient_checkpointing": True}),
-        "1.7B and 0.6B, Jackpot": ("1.7B", "0.6B", {"actor": "base:actor", "objective": "jackpot"}),
+        "1.7B": {},
+        "1.7B, checkpointing": {"gradient_checkpointing": True},
+        "1.7B and 0.6B, Jackpot": {"actor": "base:actor", "objective": "jackpot"},
     }
     for kind in ("int8", "fp8", "w4a16"):
-        flags = {
-            "rollout_quant": kind,
-            "learner_quant": "aligned",
-            "quant_group": 32,
-            "objective": "tis",
-        }
-        cases[f"1.7B, {kind}, aligned"] = ("1.7B", "", flags)
+        flags = {"rollout_quant": kind, "learner_quant": "aligned", "quant_group": 32}
+        cases[f"1.7B, {kind}, aligned"] = flags | {"objective": "tis"}
     for what in s.pick(list(cases), ["1.7B and 0.6B, Jackpot", "1.7B, fp8, aligned"]):
-        policy, actor, flags = cases[what]
-        names = (policy, actor) if actor else (policy,)
-        cfg = configured(s, rows, length, **flags)
-        if not fits(s, cfg, names):
-            cfg, what = replace(cfg, gradient_checkpointing=True), f"{what}, checkpointing"
-        yield from softly(what, case(s, what, cfg, names))
+        names = ("1.7B", "0.6B") if "actor" in cases[what] else ("1.7B",)
+        cfg = configured(s, rows, length, **cases[what])
+        yield from case(s, *fitting(s, what, cfg, names), names)
     with one_rank(s.device):
-        what = "1.7B, FSDP2 on one rank"
-        yield from softly(
-            what, case(s, what, configured(s, rows, length, parallel="fsdp"), ("1.7B",))
-        )
+        cfg = configured(s, rows, length, parallel="fsdp")
+        yield from case(s, "1.7B, FSDP2 on one rank", cfg, ("1.7B",))
 
 
 @contextlib.contextmanager
@@ -526,11 +469,6 @@ def one_rank(device: str):
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# vllm
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def sampled(s: Setting, engine, tokens: int) -> Iterator[dict]:
@@ -550,7 +488,7 @@ def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
     """Seconds of three publications with their checks; an update follows each publication."""
     vocabulary = learner.models.policy.config.vocab_size
     check = WeightCheck(learner.models.policy.config, probe_ids(144, vocabulary))
-    batch, stats = batch_of(learner, learner.cfg.train_batch, learner.cfg.max_tokens)
+    batch, stats = batch_of(learner)
     changed, times = [], []
     for version in range(3):
         load = partial(check.load, engine, version, learner.published("policy", engine.packed))
@@ -565,16 +503,13 @@ def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
 def vllm(s: Setting) -> Iterator[dict]:
     """VLLMEngine in bfloat16 with the shape of Qwen3-0.6B, on the same device as a learner."""
     if not importlib.util.find_spec("vllm"):
-        yield missing("vLLM", "not installed")
+        yield row("vLLM", why="not installed")
         return
     learner = s.learner(configured(s, *s.pick((16, 512), (8, 40)), lr=1e-3), "0.6B")
     with tempfile.TemporaryDirectory() as folder:
         learner.models.policy.save_pretrained(folder)
-        how = {
-            "max_len": s.pick(2048, 160),
-            "max_logprobs": 20,
-            "dtype": s.pick("bfloat16", "float32"),
-        }
+        how = {"max_len": s.pick(2048, 160), "max_logprobs": 20}
+        how |= {"dtype": s.pick("bfloat16", "float32")}
         start = time.perf_counter()
         engine = VLLMEngine(folder, memory_gib=s.pick(0.3, 0.05), sleep_level=2, **how)
         yield row("start of the engine", time.perf_counter() - start, "s")
@@ -590,14 +525,12 @@ def vllm(s: Setting) -> Iterator[dict]:
     engine.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# trl
-# ---------------------------------------------------------------------------------------------------------------------
+STEP = ((256, 256), (16, 8))  # responses and tokens of a step: full, tiny
 
 
 def ours(s: Setting) -> Iterator[dict]:
     """Whole steps (publish, roll out, grade, update) with vLLM: 0.6B, groups of 8."""
-    cfg = bench.resolved(**step_of(s), dtype="bfloat16", micro_tokens=s.pick(16_384, 256))
+    cfg = configured(s, *s.pick(*STEP))
     with tempfile.TemporaryDirectory() as folder:
         s.model("0.6B").save_pretrained(folder)
         share = dict(dtype="bfloat16", memory_gib=s.pick(0.3, 0.05))
@@ -613,32 +546,29 @@ def trl(s: Setting) -> Iterator[dict]:
     same process), and our steps in a separate process. PYTHONPATH=.trl, see
     results/against_trl.py."""
     if importlib.util.find_spec("trl") is None:
-        yield missing("TRL's step", "not installed")
+        yield row("TRL's step", why="not installed")
         return
-    flags, times = step_of(s), []
+    rows, length = s.pick(*STEP)
     options = dict(
         per_device_train_batch_size=s.pick(32, 16),
         gradient_accumulation_steps=s.pick(8, 1),
-        max_completion_length=flags["max_tokens"],
+        max_completion_length=length,
         use_cpu=not s.cuda,
         bf16=s.cuda,
         use_vllm=s.cuda,
     )
     options |= dict(vllm_mode="colocate", vllm_gpu_memory_utilization=0.3) if s.cuda else {}
-    n = s.pick(5, 2)
+    n, times = s.pick(5, 2), []
     with tempfile.TemporaryDirectory() as folder:
         s.model("0.6B").save_pretrained(f"{folder}/model")
         arithmetic_tokenizer().save_pretrained(f"{folder}/model")
         clock = against_trl.trl_clock(times)
         against_trl.grpo_trainer(f"{folder}/model", f"{folder}/out", n, clock, **options).train()
     theirs = [seconds for _, seconds in times[1:]]
-    title = f"TRL's step, {flags['train_batch']} responses of {flags['max_tokens']}"
-    yield repeats_row(title, theirs, "s")
-    scale = "tiny" if s.tiny else "full"
-    command = [sys.executable, "-m", "bench", "--part=ours"]
-    done = subprocess.run(
-        [*command, f"--device={s.device}", f"--scale={scale}"], capture_output=True, text=True
-    )
+    yield repeats_row(f"TRL's step, {rows} responses of {length}", theirs, "s")
+    command = [sys.executable, "-m", "bench", "--part=ours", f"--device={s.device}"]
+    command += [f"--scale={s.pick('full', 'tiny')}"]
+    done = subprocess.run(command, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]
     yield from lines
     if lines:
@@ -664,25 +594,13 @@ def pair(s: Setting) -> Iterator[dict]:
         command = [sys.executable, "train.py", *(f"--{key}={x}" for key, x in flags.items())]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            yield missing("the pair", done.stderr.strip().splitlines()[-1][:300])
+            yield row("the pair", why=done.stderr.strip().splitlines()[-1][:300])
             return
         rows = [r for r in read_metrics(Path(folder, "run")) if r["step"] > 0]
     for key in ("rollout_s", "update_s", "sync_s", "speed/memory_GiB"):
         values = [r[key] for r in rows if key in r]
         if values:
             yield repeats_row(key.removesuffix("_s"), values, "s" if key.endswith("_s") else "GiB")
-
-
-def step_of(s: Setting) -> dict:
-    """The flags of a step that both sides share."""
-    return dict(
-        objective="grpo",
-        train_batch=s.pick(256, 16),
-        rollout_batch=s.pick(256, 16),
-        group_size=8,
-        max_tokens=s.pick(256, 8),
-        lr=1e-6,
-    )
 
 
 # name -> (the part, its time limit in seconds); all parts fit into 35 minutes

@@ -88,11 +88,6 @@ class ScoredTokens:
     batch: Batch  # the same responses, scored by the learner
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling and scoring
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = None) -> dict:
     """Sample, score, print and draw; return the report.
 
@@ -164,9 +159,9 @@ def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int) -> l
     tokens are recorded."""
     problems = [setup.task.problem("test", i) for i in range(n_problems(setup.task, setup.most))]
     prompts = [np.array(encode(setup.tokenizer, p), np.int32) for p in problems]
-    seeds = []
-    for problem in problems:
-        seeds.append([request_seed("probe", sampling.seed, problem.id, s) for s in range(samples)])
+    seeds = [
+        [request_seed("probe", sampling.seed, p.id, s) for s in range(samples)] for p in problems
+    ]
     tools = (engine, setup.task, setup.tokenizer)
     options = (sampling, 1, setup.stop_ids, allowed)
     responses = turns.sample(*tools, problems, prompts, seeds, *options)
@@ -193,21 +188,13 @@ def without_replies(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return (x * mask).gather(1, order)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def retokenized(tokenizer, groups: list[Rollout]) -> float:
     """Share of the responses that change when they are decoded and tokenized again. A program that
     does this trains on tokens that were not sampled."""
-    changed = []
-    for group in groups:
-        for response in group.responses:
-            tokens = response.tokens.tolist()
-            text = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-            changed.append(tokenizer.encode(text, add_special_tokens=False) != tokens)
-    return float(np.mean(changed))
+    sampled = [response.tokens.tolist() for group in groups for response in group.responses]
+    texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in sampled]
+    again = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return float(np.mean([a != b for a, b in zip(again, sampled, strict=True)]))
 
 
 def summarize(cfg: ProbeFlags, setup, scored: ScoredTokens, floor: list[dict]) -> dict:

@@ -1,9 +1,4 @@
-"""Measure the mismatch between sampler and learner on held-out problems.
-
-python -m probe --model=FOLDER --rollout_quant=int8             # a low-bit engine
-python -m probe --model=FOLDER --actor=OTHER_FOLDER --explain   # a different model samples; sources
-python -m probe --rollouts=FILE.jsonl                           # rollouts of any program; cause
-"""
+"""Measure the mismatch between sampler and learner on held-out problems."""
 
 from __future__ import annotations
 
@@ -23,11 +18,8 @@ def main(argv: list[str] | None = None) -> dict:
     """The report as a dictionary, which --out writes. UserError: a flag is wrong."""
     if any(word.split("=")[0] == "--rollouts" for word in (sys.argv[1:] if argv is None else argv)):
         return doctor.main(argv)
-    cfg = parse_flags(
-        ProbeFlags,
-        argv,
-        "python -m probe --model=FOLDER --key=value ...  (--rollouts=FILE --help: of a dump)",
-    )
+    usage = "python -m probe --model=FOLDER --key=value ...  (--rollouts=FILE --help: of a dump)"
+    cfg = parse_flags(ProbeFlags, argv, usage)
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(ProbeFlags, argv)})
     cfg = filled(cfg, ("max_tokens",))
     if cfg.actor == "none":
@@ -37,9 +29,7 @@ def main(argv: list[str] | None = None) -> dict:
     check_flags(cfg)
     actor = find_model(cfg, "actor", "actor") if cfg.actor else None
     setup = open_setup(cfg, PROBLEMS, actor)
-    settings = [
-        (eval_set.samples, eval_set.temperature, eval_set.max_tokens) for eval_set in setup.sets
-    ]
+    settings = [(one.samples, one.temperature, one.max_tokens) for one in setup.sets]
     need(
         settings == [(cfg.samples, cfg.temperature, cfg.max_tokens)],
         f"--task={cfg.task}: the report covers one set, sampled with the flags; name one set without settings",

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from config import Config
 from eval import write_result
 from machinery.flags import check_ranges, check_result, need, parse_flags
 from probe.gaps import exists, k3, overview
-from probe.page import distances_text, lengths_text, prefixes_text, verdicts_text
+from probe.page import tables
 from probe.verdicts import judged
 from tasks.data import from_file, named_columns
 
@@ -86,11 +88,6 @@ class Dump:
         return (self.ref - self.inf).clip(-20, 20)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def read(path: str, columns: str = "") -> Dump:
     """Read the responses of a file. UserError: the file or a column is wrong."""
     rows = from_file(path, "rollouts")
@@ -98,7 +95,9 @@ def read(path: str, columns: str = "") -> Dump:
     named = named_columns(columns, COLUMNS)
     first = rows[0][1]
     need(isinstance(first, dict), f"--rollouts={path}: its rows are not objects with columns")
-    at = {kind: named.get(kind) or column_of(kind, first) for kind in COLUMNS}
+    at = {}
+    for kind, usual in COLUMNS.items():
+        at[kind] = named.get(kind) or next((name for name in usual if name in first), "")
     for kind in ("sampler", "trainer"):
         need(
             at[kind],
@@ -116,11 +115,8 @@ def read(path: str, columns: str = "") -> Dump:
         inf, ref, mask = (x[len(x) - n :] for x in (inf, ref, mask))
         tokens = tokens[len(tokens) - n :] if tokens is not None and len(tokens) >= n else None
         parts.append((inf[mask], ref[mask], None if tokens is None else tokens[mask]))
-    notes = []
-    if extra != {0}:
-        notes.append(
-            "sampler, trainer and mask differ in length: the last values of each list were used"
-        )
+    cut = "sampler, trainer and mask differ in length: the last values of each list were used"
+    notes = [cut] if extra != {0} else []
     parts = [part for part in parts if len(part[0])]
     need(parts, f"--rollouts={path}: no token has a mask other than 0")
     length = np.array([len(part[0]) for part in parts])
@@ -129,11 +125,6 @@ def read(path: str, columns: str = "") -> Dump:
         for rows in zip(*parts, strict=True)
     )
     return Dump(inf, ref, length, ids, notes)
-
-
-def column_of(kind: str, row: dict) -> str:
-    """The column of a kind, by its known names, or ""."""
-    return next((name for name in COLUMNS[kind] if name in row), "")
 
 
 def numbers(row: dict, column: str, place: str) -> np.ndarray:
@@ -150,7 +141,7 @@ def numbers(row: dict, column: str, place: str) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Causes: each rule returns the evidence in one sentence, or "" if its sign is missing
+# Causes: each rule yields the evidence in one sentence if it finds its sign
 # ---------------------------------------------------------------------------------------------------------------------
 
 CAUSES: list[tuple] = []  # (name, rule, check, broken), the most specific first
@@ -167,36 +158,36 @@ def cause(name: str, check: str, broken: bool = False):
     return add
 
 
-@cause(
-    "numbers that are not finite", "16-bit overflow, or tokens that truncation forbids", broken=True
-)
-def not_finite(d: Dump) -> str:
+fatal_cause = partial(cause, broken=True)
+
+
+@fatal_cause("numbers that are not finite", "16-bit overflow, or tokens that truncation forbids")
+def not_finite(d: Dump) -> Iterator[str]:
     bad = {side: int((~np.isfinite(x)).sum()) for side, x in d.sides.items()}
-    return ", ".join(
-        f"{n} of the {side}'s log-probabilities are NaN or infinite" for side, n in bad.items() if n
-    )
+    if any(bad.values()):
+        yield ", ".join(
+            f"{n} of the {side}'s log-probabilities are NaN or infinite"
+            for side, n in bad.items()
+            if n
+        )
 
 
-@cause(
-    "not recorded",
-    "whether the engine is asked for log-probabilities (vLLM: logprobs=0)",
-    broken=True,
-)
-def not_recorded(d: Dump) -> str:
+@fatal_cause("not recorded", "whether the engine is asked for log-probabilities (vLLM: logprobs=0)")
+def not_recorded(d: Dump) -> Iterator[str]:
     zero = [side for side, x in d.sides.items() if (x == 0).mean() > 0.9]
-    side = " and the ".join(zero)
-    return f"more than nine in ten log-probabilities of the {side} are 0" if zero else ""
+    if zero:
+        yield f"more than nine in ten log-probabilities of the {' and the '.join(zero)} are 0"
 
 
-@cause("no logarithms", "whether probabilities or negated numbers were dumped", broken=True)
-def not_logarithms(d: Dump) -> str:
+@fatal_cause("no logarithms", "whether probabilities or negated numbers were dumped")
+def not_logarithms(d: Dump) -> Iterator[str]:
     positive = [side for side, x in d.sides.items() if (x > 1e-3).mean() > 0.5]
-    side = " and the ".join(positive)
-    return f"more than half of the numbers of the {side} are above 0" if positive else ""
+    if positive:
+        yield f"more than half of the numbers of the {' and the '.join(positive)} are above 0"
 
 
-@cause("base of the logarithm", "natural logarithms on both sides", broken=True)
-def base_of_the_logarithm(d: Dump) -> str:
+@fatal_cause("base of the logarithm", "natural logarithms on both sides")
+def base_of_the_logarithm(d: Dump) -> Iterator[str]:
     """A line through the origin of slope 0.69 (ln against log2) or 2.3 (log10) fits without
     residual."""
     inf, ref = d.inf[d.on], d.ref[d.on]
@@ -206,14 +197,11 @@ def base_of_the_logarithm(d: Dump) -> str:
         for side, factor in (("sampler", math.log(base)), ("trainer", 1 / math.log(base))):
             if abs(slope / factor - 1) < 0.02 and residual < 0.05:
                 times = f"the trainer's numbers are {slope:.3f} times the sampler's"
-                return f"{times}: the {side}'s are logarithms to base {base}"
-    return ""
+                yield f"{times}: the {side}'s are logarithms to base {base}"
 
 
-@cause(
-    "shifted by one token", "the slice of the logits: position t scores token t + 1", broken=True
-)
-def one_place_off(d: Dump) -> str:
+@fatal_cause("shifted by one token", "the slice of the logits: position t scores token t + 1")
+def one_place_off(d: Dump) -> Iterator[str]:
     """The trainer's numbers fit the sampler's numbers of a neighbouring token."""
     straight = correlation(d.inf, d.ref, d.on)
     right = correlation(d.inf[:, :-1], d.ref[:, 1:], d.on[:, 1:])
@@ -222,66 +210,57 @@ def one_place_off(d: Dump) -> str:
     if best > 0.8 and best > straight + 0.2:
         neighbour = "next" if right > left else "previous"
         fits = f"correlation {best:.2f}, {straight:.2f} without a shift"
-        return f"the trainer's number for the {neighbour} token fits better ({fits})"
-    return ""
+        yield f"the trainer's number for the {neighbour} token fits better ({fits})"
 
 
-@cause(
-    "rows of a different response",
-    "the order of rows after sorting, balancing or packing",
-    broken=True,
+@fatal_cause(
+    "rows of a different response", "the order of rows after sorting, balancing or packing"
 )
-def other_rows(d: Dump) -> str:
+def other_rows(d: Dump) -> Iterator[str]:
     """The two sides are nearly uncorrelated."""
     straight = correlation(d.inf, d.ref, d.on)
     if straight < 0.3:
-        return f"the correlation of the two sides over tokens is {straight:.2f}"
-    return ""
+        yield f"the correlation of the two sides over tokens is {straight:.2f}"
 
 
 @cause(
     "some responses scored wrongly",
     "padding side, attention mask, packing and position ids of these rows",
 )
-def some_rows(d: Dump) -> str:
+def some_rows(d: Dump) -> Iterator[str]:
     """A few responses cause nearly all of the gap."""
     rms = np.sqrt((d.log_r**2 * d.on).sum(1) / d.length)
     bad = rms > 20 * np.median(rms) + 0.5
     if 0 < bad.mean() < 0.4:
         share = f"{100 * bad.mean():.0f} % of the responses have rms log r {rms[bad].mean():.2g}"
-        return f"{share}, and the median of all responses is {np.median(rms):.2g}"
-    return ""
+        yield f"{share}, and the median of all responses is {np.median(rms):.2g}"
 
 
 @cause("another prompt", "the chat template, a second begin-of-sequence token, the system prompt")
-def first_tokens(d: Dump) -> str:
+def first_tokens(d: Dump) -> Iterator[str]:
     """The gap is at the beginning of responses."""
     near, far = gap_between(d, 0, 4), gap_between(d, 16, None)
     if near > 10 * far and near > 1e-2 and d.on[:, 16:].sum() >= 64:
-        return f"KL of the first 4 tokens {near:.2g}, after 16 tokens {far:.2g}"
-    return ""
+        yield f"KL of the first 4 tokens {near:.2g}, after 16 tokens {far:.2g}"
 
 
 @cause("the end of responses", "the end token: appended by one side, or masked by the other")
-def last_token(d: Dump) -> str:
+def last_token(d: Dump) -> Iterator[str]:
     """The gap is at the last token of responses."""
     last = np.arange(d.inf.shape[1])[None] == d.length[:, None] - 1
     near, far = k3(d.log_r[last]).mean(), k3(d.log_r[d.on & ~last]).mean()
-    return (
-        f"KL of the last token {near:.2g}, of the other tokens {far:.2g}"
-        if near > 20 * far and near > 1e-3
-        else ""
-    )
+    if near > 20 * far and near > 1e-3:
+        yield f"KL of the last token {near:.2g}, of the other tokens {far:.2g}"
 
 
 @cause(
     "one token",
     "this token: a special token, a padded row of the vocabulary, a logit bias or penalty",
 )
-def one_token(d: Dump) -> str:
+def one_token(d: Dump) -> Iterator[str]:
     """The gap is at one token id."""
     if d.tokens is None:
-        return ""
+        return
     ids, gap = d.tokens[d.on].astype(int), k3(d.log_r[d.on])
     total = Counter()
     for token, x in zip(ids.tolist(), gap.tolist(), strict=True):
@@ -289,86 +268,69 @@ def one_token(d: Dump) -> str:
     token, most = total.most_common(1)[0]
     share, frequency = most / max(gap.sum(), 1e-30), (ids == token).mean()
     if share > 0.5 and frequency < 0.2:
-        return f"token {token} has {100 * share:.0f} % of the KL and is {100 * frequency:.1f} % of the tokens"
-    return ""
+        yield f"token {token} has {100 * share:.0f} % of the KL and is {100 * frequency:.1f} % of the tokens"
 
 
-def truncated(d: Dump, sign: int) -> str:
+def truncated(d: Dump, sign: int) -> Iterator[str]:
     """One side normalises over its kept tokens and the other does not: log r <= 0 nearly everywhere
     if the side is the sampler (sign 1), >= 0 if it is the trainer (sign -1)."""
     log_r = d.log_r[d.on]
     against, mean = (sign * log_r > 2e-2).mean(), np.exp(log_r).mean()
     if against < 0.01 and sign * (mean - 1) < -0.005:
-        side = "above" if sign > 0 else "below"
-        return (
-            f"the mean of r is {mean:.3f}, and r is {side} 1 in {100 * against:.1f} % of the tokens"
-        )
-    return ""
+        side = f"{'above' if sign > 0 else 'below'} 1 in {100 * against:.1f} % of the tokens"
+        yield f"the mean of r is {mean:.3f}, and r is {side}"
 
 
-@cause(
+cause(
     "truncated sampling",
     "top-p, top-k, min-p: score within the kept set (here --keep_sampling_mask=replay)",
-)
-def truncated_sampler(d: Dump) -> str:
-    return truncated(d, 1)
-
-
-@cause(
+)(partial(truncated, sign=1))
+cause(
     "raw log-probabilities",
     "whether the engine returns numbers before truncation (vLLM: processed_logprobs)",
-)
-def truncated_trainer(d: Dump) -> str:
-    return truncated(d, -1)
+)(partial(truncated, sign=-1))
 
 
 @cause("temperature", "that both sides divide the logits by the same temperature")
-def temperature(d: Dump) -> str:
+def temperature(d: Dump) -> Iterator[str]:
     """log r is proportional to log p: p_trainer ~ p_sampler^c."""
     inf, log_r = d.inf[d.on], d.log_r[d.on]
     slope, start = np.polyfit(inf, log_r, 1)
-    residual = ((log_r - slope * inf - start) ** 2).sum() / max(
-        ((log_r - log_r.mean()) ** 2).sum(), 1e-30
-    )
+    spread = max(((log_r - log_r.mean()) ** 2).sum(), 1e-30)
+    residual = ((log_r - slope * inf - start) ** 2).sum() / spread
     if residual < 0.5 and abs(slope) > 0.03:
         hotter = "sampler" if slope > 0 else "trainer"
         share = f"{100 * (1 - residual):.0f} % of its variance"
-        return (
-            f"log r changes by {slope:.2f} for each nat of log p ({share}): the {hotter} is hotter"
-        )
-    return ""
+        yield f"log r changes by {slope:.2f} for each nat of log p ({share}): the {hotter} is hotter"
 
 
 @cause("growth along the response", "8-bit KV cache, position ids, sliding window, RoPE scaling")
-def grows(d: Dump) -> str:
+def grows(d: Dump) -> Iterator[str]:
     """The gap grows with the position in the response."""
     T = int(np.median(d.length))
     if T < 16:
-        return ""
+        return
     near, far = gap_between(d, 0, T // 4), gap_between(d, 3 * T // 4, T)
     if far > 4 * near and far > 1e-5:
-        return f"KL of the first quarter {near:.2g}, of the last quarter {far:.2g}"
-    return ""
+        yield f"KL of the first quarter {near:.2g}, of the last quarter {far:.2g}"
 
 
 @cause("16-bit arithmetic", "nothing: no correction is needed except for very long responses")
-def arithmetic(d: Dump) -> str:
+def arithmetic(d: Dump) -> Iterator[str]:
     """E r = 1, and the gap is as small as 16-bit arithmetic makes it."""
     rms, mean = of_r(d)
     if rms < PRECISION and abs(mean - 1) < 0.005:
-        return f"the root mean square of log r is {rms:.2g}, and the mean of r is {mean:.4f}"
-    return ""
+        yield f"the root mean square of log r is {rms:.2g}, and the mean of r is {mean:.4f}"
 
 
 @cause("another policy", "stale weights, a failed sync, low-bit rollouts, a different model")
-def another_policy(d: Dump) -> str:
+def another_policy(d: Dump) -> Iterator[str]:
     """E r = 1, and the gap is too large for 16-bit arithmetic."""
     rms, mean = of_r(d)
     error = np.exp(d.log_r[d.on]).std() / math.sqrt(d.length.sum())
     if rms >= PRECISION and abs(mean - 1) < max(0.01, 4 * error):
         r = f"the mean of r is {mean:.3f} +- {error:.1g}: both sides are normalised"
-        return f"the root mean square of log r is {rms:.2g}, and {r}"
-    return ""
+        yield f"the root mean square of log r is {rms:.2g}, and {r}"
 
 
 def correlation(x, y, on) -> float:
@@ -396,19 +358,15 @@ def causes(d: Dump) -> tuple[list[dict], bool]:
     rows = []
     for name, rule, check, broken in CAUSES:
         with np.errstate(all="ignore"):
-            evidence = rule(d)
+            evidence = next(rule(d), "")
         if evidence:
             rows.append({"cause": name, "evidence": evidence, "check": check})
         if evidence and broken:
             return rows, True
-    check = "python -m probe --model=..."
-    unknown = {"cause": "unknown", "evidence": "no known pattern fits", "check": check}
-    return rows or [unknown], False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------------------------
+    if not rows:
+        check = "python -m probe --model=..."
+        rows = [{"cause": "unknown", "evidence": "no known pattern fits", "check": check}]
+    return rows, False
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -418,13 +376,18 @@ def main(argv: list[str] | None = None) -> dict:
     if cfg.out:
         check_result("out", cfg.out)
     d = read(cfg.rollouts, cfg.columns)
-    report = {"rollouts": cfg.rollouts, "responses": len(d.length), "tokens": int(d.length.sum())}
-    report["notes"] = d.notes
-    report["causes"], broken = causes(d)
+    found, broken = causes(d)
+    report = {
+        "rollouts": cfg.rollouts,
+        "responses": len(d.length),
+        "tokens": int(d.length.sum()),
+        "notes": d.notes,
+        "causes": found,
+    }
     if not broken:
-        report |= overview(d.inf, d.ref, d.length, cfg.log_ratio_clamp)
-        evidence = (np.where(d.on, d.ref - d.inf, 0.0), d.length, report["kl"])
-        report |= {"floor": [], "verdicts": judged(*evidence, cfg.log_ratio_clamp, [])}
+        clamp, log_r = cfg.log_ratio_clamp, np.where(d.on, d.ref - d.inf, 0.0)
+        report |= overview(d.inf, d.ref, d.length, clamp) | {"floor": []}
+        report["verdicts"] = judged(log_r, d.length, report["kl"], clamp, [])
         report["largest"] = largest(d)
     print(text(report))
     write_result(cfg.out, report)
@@ -453,14 +416,5 @@ def text(o: dict) -> str:
     ]
     for row in o["causes"]:
         lines += [f"   {row['cause']}: {row['evidence']}", f"      check {row['check']}"]
-    if "kl" not in o:
-        return "\n".join(lines)
-    for table in (distances_text, lengths_text, prefixes_text, verdicts_text):
-        lines += ["", *table(o)]
-    lines += ["", "largest gaps: response, place, token, p of sampler and trainer"]
-    for row in o["largest"]:
-        lines.append(
-            f"   {row['response']:6d} {row['place']:6d} {row['token'] if row['token'] is not None else '-':>8} "
-            f"{row['p_sampler']:10.4f} {row['p_trainer']:10.4f}"
-        )
-    return "\n".join(lines)
+    sections = [lines] if "kl" not in o else [lines, *tables(o)]
+    return "\n\n".join("\n".join(section) for section in sections)

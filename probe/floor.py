@@ -77,11 +77,10 @@ def engine_rows(engine, prompts, sampling: Sampling, setup, clamp: float) -> lis
     plain = Sampling(max_tokens=max(1, sampling.max_tokens - 1), seed=sampling.seed)
     seeds = [[request_seed("floor", plain.seed, i)] for i in range(len(prompts))]
     half = len(prompts) // 2 + 1
-    first = [group[0] for group in engine.generate(prompts, seeds, plain, 1, setup.stop_ids)]
-    again = [
-        group[0]
-        for group in engine.generate(prompts[:half], seeds[:half], plain, 1, setup.stop_ids)
-    ]
+    first, again = (
+        [group[0] for group in engine.generate(prompts[:n], seeds[:n], plain, 1, setup.stop_ids)]
+        for n in (len(prompts), half)
+    )
     decoded = pad([r.logp_inf for r in first]).double().numpy()
     length = np.array([len(r.tokens) for r in first])
     at_once = prefill(engine, prompts, [r.tokens for r in first], setup.vocabulary)
@@ -102,15 +101,12 @@ def prompts_of(batch) -> list[np.ndarray]:
 def prefill(engine, prompts, responses, vocabulary: int) -> np.ndarray:
     """Log-probabilities (B, T) of the responses' tokens, computed by the engine on whole sequences
     at temperature 1."""
-    ids = pad(
-        [np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)], dtype=np.int64
-    ).numpy()
+    pairs = list(zip(prompts, responses, strict=True))
+    ids = pad([np.concatenate(pair) for pair in pairs], dtype=np.int64).numpy()
     rows = max(1, LOGITS // (ids.shape[1] * vocabulary))
     parts = [engine.logprobs(ids[start : start + rows]) for start in range(0, len(ids), rows)]
     logp = np.concatenate(parts)
-    logps = [
-        row[len(p) - 1 :][: len(r)] for row, p, r in zip(logp, prompts, responses, strict=True)
-    ]
+    logps = [row[len(p) - 1 :][: len(r)] for row, (p, r) in zip(logp, pairs, strict=True)]
     return pad(logps).double().numpy()
 
 

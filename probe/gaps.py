@@ -128,7 +128,6 @@ def by_length(inf, ref, length) -> list[dict]:
 def by_turn(inf, ref, turn, length) -> list[dict]:
     """`distances` of the tokens of each turn (B, T); an empty list if there is one turn."""
     on = exists(inf, length)
-    turns = range(int(turn.max(initial=0)) + 1)
-    return [
-        {"turn": n + 1} | distances(inf, ref, on & (turn == n)) for n in turns if len(turns) > 1
-    ]
+    last = int(turn.max(initial=0))
+    turns = range(last + 1) if last else ()
+    return [{"turn": n + 1} | distances(inf, ref, on & (turn == n)) for n in turns]

@@ -30,12 +30,11 @@ DISTANCES = (
 
 
 def text(o) -> str:
-    """Text of the report."""
-    tables = [models_text, distances_text, floor_text]
-    tables += [turns_text] if o["by_turn"] else []
-    tables += [lengths_text, prefixes_text, verdicts_text]
-    tables += [] if o["ladder"] is None else [ladder_text, suspects_text]
-    return "\n\n".join("\n".join(table(o)) for table in tables)
+    """Text of the report of probe.summarize."""
+    sections = [models_text(o), *tables(o)]
+    if o["ladder"] is not None:
+        sections += [ladder_text(o), suspects_text(o)]
+    return "\n\n".join("\n".join(lines) for lines in sections)
 
 
 def models_text(o) -> list[str]:
@@ -62,72 +61,73 @@ def distances_text(o) -> list[str]:
     return lines
 
 
-HEADS = "   largest gap    mean gap    KL a token"  # of a row's `gaps.distances`
-
-
-def row_text(row: dict) -> str:
+def gaps(row: dict) -> str:
     """The columns of HEADS."""
     return f"   {row['max']:11.3g} {row['mean']:11.3g} {row['kl']:13.3g}"
 
 
-def floor_text(o) -> list[str]:
-    """Distances of the learner from itself and of the engine from itself, by rounding."""
-    lines = [f"the floor: against itself     tokens{HEADS}  chi2 a token  chi2 a response"]
-    for row in o["floor"]:
-        chi2 = f"{row['chi2']:13.2g} {row['chi2_seq']:16.2g}"
-        lines.append(f"   {row['name']:26s} {row['tokens']:6d}{row_text(row)} {chi2}")
-    return lines
+HEADS = "   largest gap    mean gap    KL a token"  # of a row's `gaps.distances`
+# rows of the report -> head of their table, text of a row
+TABLES = {
+    "floor": (
+        f"the floor: against itself     tokens{HEADS}  chi2 a token  chi2 a response",
+        lambda x: (
+            f"   {x['name']:26s} {x['tokens']:6d}{gaps(x)} {x['chi2']:13.2g} {x['chi2_seq']:16.2g}"
+        ),
+    ),
+    "by_turn": (
+        f"turn    sampled tokens{HEADS}",
+        lambda x: f"{x['turn']:4d} {x['tokens']:17d}{gaps(x)}",
+    ),
+    "by_length": (
+        f"length          responses{HEADS}",
+        lambda x: f"{x['from']:5d} - {x['to']:<7d} {x['responses']:9d}{gaps(x)}",
+    ),
+    "by_prefix": (
+        "after tokens    responses    ESS of R    R < 1/4    clamped",
+        lambda x: (
+            f"{x['tokens']:12d} {x['responses']:12d} {x['ess']:11.3f} "
+            f"{100 * x['low_weight']:8.1f} % {100 * x['clamped']:8.1f} %"
+        ),
+    ),
+    "verdicts": (
+        "is the variance of the weights small at these lengths? (worth.py measures gradients)",
+        lambda x: f"   {'yes' if x['viable'] else 'no '}  {x['correction']:14s} {x['why']}",
+    ),
+    "largest": (
+        "largest gaps: response, place, token, p of sampler and trainer",
+        lambda x: (
+            f"   {x['response']:6d} {x['place']:6d} {'-' if x['token'] is None else x['token']:>8} "
+            f"{x['p_sampler']:10.4f} {x['p_trainer']:10.4f}"
+        ),
+    ),
+}
 
 
-def turns_text(o) -> list[str]:
-    lines = [f"turn    sampled tokens{HEADS}"]
-    return lines + [f"{x['turn']:4d} {x['tokens']:17d}{row_text(x)}" for x in o["by_turn"]]
-
-
-def lengths_text(o) -> list[str]:
-    lines = [f"length          responses{HEADS}"]
-    for row in o["by_length"]:
-        lines.append(f"{row['from']:5d} - {row['to']:<7d} {row['responses']:9d}{row_text(row)}")
-    return lines
-
-
-def prefixes_text(o) -> list[str]:
-    lines = ["after tokens    responses    ESS of R    R < 1/4    clamped"]
-    for row in o["by_prefix"]:
-        lines.append(
-            f"{row['tokens']:12d} {row['responses']:12d} {row['ess']:11.3f} "
-            f"{100 * row['low_weight']:8.1f} % {100 * row['clamped']:8.1f} %"
-        )
-    return lines
-
-
-def verdicts_text(o) -> list[str]:
-    lines = ["is the variance of the weights small at these lengths? (worth.py measures gradients)"]
-    for row in o["verdicts"]:
-        viable = "yes" if row["viable"] else "no "
-        lines.append(f"   {viable}  {row['correction']:14s} {row['why']}")
-    return lines
+def tables(o) -> list[list[str]]:
+    """Lines of the distances, and of each table that has rows."""
+    sections = [distances_text(o)]
+    for name, (head, line) in TABLES.items():
+        if o.get(name):
+            sections.append([head, *map(line, o[name])])
+    return sections
 
 
 def ladder_text(o) -> list[str]:
     """Each source's share of the three measures."""
-    heads = "".join(
-        f"{head:^34s}" for head in ("KL a token", "|dp| a token", "var(R) of responses")
-    )
-    if o["ladder"]["responses"] < o["responses"]:
-        heads += f"  ({o['ladder']['responses']} of {o['responses']} responses)"
-    lines = [f"mismatch by source {heads}"]
-    total = o["ladder"]["total"]
-    for row in o["ladder"]["rows"]:
-        lines.append(
-            f"   {row['source']:19s}"
-            + "".join(share_text(row[name], total[name]) for name in total)
-        )
-    lines.append(f"   {'total':19s}" + "".join(f"{x:8.2g}{'':26s}" for x in total.values()))
-    lines.append(
-        f"   {'the floor':19s}"
-        + "".join(f"{o['ladder']['floor'][name]:8.2g}{'':26s}" for name in total)
-    )
+    ladder = o["ladder"]
+    total = ladder["total"]
+    heads = ("KL a token", "|dp| a token", "var(R) of responses")
+    title = "mismatch by source " + "".join(f"{head:^34s}" for head in heads)
+    if ladder["responses"] < o["responses"]:
+        title += f"  ({ladder['responses']} of {o['responses']} responses)"
+    lines = [title]
+    for row in ladder["rows"]:
+        shares = "".join(share_text(row[name], total[name]) for name in total)
+        lines.append(f"   {row['source']:19s}{shares}")
+    for name, values in (("total", total), ("the floor", ladder["floor"])):
+        numbers = "".join(f"{values[measure]:8.2g}{'':26s}" for measure in total)
+        lines.append(f"   {name:19s}{numbers}")
     return lines
 
 

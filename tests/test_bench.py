@@ -29,8 +29,8 @@ def test_a_ratio_is_the_geometric_mean_over_pairs():
 def test_pairs_alternate():
     """a b, b a, a b: neither side gains from the order."""
     calls = []
-    bench.alternate(lambda: calls.append("a"), lambda: calls.append("b"), 3, "test", warm=1)
-    assert "".join(calls) == "ab" + "ab" + "ba" + "ab"
+    bench.alternate(lambda: calls.append("a"), lambda: calls.append("b"), 3, "test")
+    assert "".join(calls) == "abab" + "ab" + "ba" + "ab"
 
 
 @pytest.mark.parametrize("name", ["linears", "head", "obrs", "micro", "memory", "trl", "pair"])
@@ -42,7 +42,8 @@ def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
 
 def part(name: str, failed: str = "", value: float = 1.5) -> list[dict]:
     about = {"device": "a card", "date": "2026-01-01", "torch": "2.13.0"}
-    row = gpu_parts.row("speed", value, "tokens/s", (1.0, 2.0), ">= 1", value >= 1)
+    goal = {"spread": [1.0, 2.0], "goal": ">= 1", "met": value >= 1}
+    row = gpu_parts.row("speed", value, "tokens/s", **goal)
     return [{"about": about}, {"part": name, **row}, {"part": name, "seconds": 3.0, "failed": failed}]
 
 
