@@ -139,8 +139,20 @@ def open_run(cfg: Config, comm) -> Run:
         tokens = largest_micro(cfg, configs, context - cfg.max_tokens, comm)
         cfg = dataclasses.replace(cfg, micro_tokens=tokens)
     chosen = checkpoint_to_resume(cfg, comm) if cfg.resume else None  # before a model loads
-    of_task = (cfg, task, held_out, tokenizer, vocabulary, ends)
-    return Run(*of_task, policy, actor, context, eval_context, configs, chosen)
+    return Run(
+        cfg=cfg,
+        task=task,
+        eval_sets=held_out,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        stop_ids=ends,
+        policy=policy,
+        actor=actor,
+        context=context,
+        eval_context=eval_context,
+        configs=configs,
+        checkpoint=chosen,
+    )
 
 
 def largest_micro(cfg: Config, configs: dict, prompt: int, comm) -> int:

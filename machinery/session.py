@@ -201,8 +201,9 @@ class Session:
         Raises UserError if the checkpoint could not be written."""
         self.saved_at = self.step
         with timer(self.clock, "save_s"):
-            state = (self.learner, self.source, self.pending, self.controllers)
-            checkpoint.save(self.run, self.step, *state)
+            checkpoint.save(
+                self.run, self.step, self.learner, self.source, self.pending, self.controllers
+            )
             if self.comm.rank == 0:
                 note_saved(self.run.folder)
             self.source.saved()
