@@ -1,10 +1,7 @@
 """Memory of forward and backward passes, measured on tensors without data (torch's FakeTensorMode).
 
 The learner's modules run with two and with four layers. Each further layer keeps half of the
-difference between the two.
-
-    measure         Activations: memory that the largest micro-batch keeps, and the peak above it
-"""
+difference between the two."""
 
 from __future__ import annotations
 
@@ -211,14 +208,12 @@ def take_bytes(model) -> None:
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
             for key, x in kind.items():
-                if x is not None:
-                    kind[key] = made.setdefault(id(x), without_bytes(x))
-
-
-def without_bytes(x):
-    """A fake tensor or parameter of the shape and type of x."""
-    empty = torch.empty(x.shape, dtype=x.dtype)
-    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+                if x is None:
+                    continue
+                empty = torch.empty(x.shape, dtype=x.dtype)
+                if isinstance(x, nn.Parameter):
+                    empty = nn.Parameter(empty, x.requires_grad)
+                kind[key] = made.setdefault(id(x), empty)
 
 
 class EvenExperts(nn.Module):
@@ -227,11 +222,9 @@ class EvenExperts(nn.Module):
 
     def __init__(self, experts):
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = (
-            experts.gate_up_proj,
-            experts.down_proj,
-            experts.act_fn,
-        )
+        self.gate_up_proj = experts.gate_up_proj
+        self.down_proj = experts.down_proj
+        self.act_fn = experts.act_fn
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         E = len(self.down_proj)
