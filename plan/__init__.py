@@ -14,7 +14,7 @@ import machinery.startup  # isort: skip  # noqa: F401
 
 from dataclasses import dataclass, replace
 
-from config import MICRO_TOKENS, Config, OptimizerFlags, RunFlags
+from config import Config, OptimizerFlags, RunFlags
 from machinery import warmstart
 from machinery.checkpoint.models import one_sentence, read_config, read_tokenizer
 from machinery.flags import embedded_model, is_hub_id, need
@@ -30,10 +30,6 @@ GIB = 2**30
 MOST_RANKS = 64  # the largest number of ranks that is tried
 MOST_MICRO = 1 << 15  # tokens of a micro-batch; larger micro-batches do not use a GPU better
 UNKNOWN = 80 * GIB  # the GPU's memory without --gpu_gib: the head's chunks have their largest size
-
-# ---------------------------------------------------------------------------------------------------------------------
-# States
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -73,11 +69,6 @@ def weights_of(model) -> int:
     return sum(4 * p.numel() for p in model.parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The plan of a rank
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Plan:
     """Bytes of one rank. categories: name -> bytes; stages: name -> the categories that it needs
@@ -108,12 +99,10 @@ class Plan:
     def text(self) -> str:
         """The plan as text: the categories, the stages, and disk."""
         rows, width = self.micro
-        lines = [
-            f"GiB on one rank of {self.ranks}; the largest micro-batch has {rows} x {width} tokens"
-        ]
-        lines += [
-            f"  {name:<50}{size / GIB:9.2f}" for name, size in self.categories.items() if size
-        ]
+        micro = f"the largest micro-batch has {rows} x {width} tokens"
+        used = {name: size for name, size in self.categories.items() if size}
+        lines = [f"GiB on one rank of {self.ranks}; {micro}"]
+        lines += [f"  {name:<50}{size / GIB:9.2f}" for name, size in used.items()]
         lines += ["peak of each stage"]
         lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
         if self.checkpoint:
@@ -158,18 +147,13 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     }
     stays = [*states, "second engine"]
     always = [*stays, *([] if asleep else ["engine"])]
+    busy = [*gradients, *activations, "logits, or a layer's backward"]
     stages = {
         "publish": [*stays, "engine", "a tensor to publish, and the weight check"],
         "roll out": [*stays, "engine"],
         "evaluate": [*always, "evaluation"],
         "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
-        "forward and backward": [
-            *always,
-            *gradients,
-            *activations,
-            "logits, or a layer's backward",
-            "gathered from other ranks",
-        ],
+        "forward and backward": [*always, *busy, "gathered from other ranks"],
     }
     saved = sum(on_disk(cfg, name, model) for name, model in models.items())
     categories = states | gradients | activations | others
@@ -234,11 +218,6 @@ def evaluation(cfg: Config, configs: dict, width: int, ranks: int, own: int) -> 
     return most
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whether it fits, and changes that make it fit
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def mends(cfg: Config, width: int, ranks: int):
     """Yield (flags, changes of the configuration, ranks) that reduce memory: the cheapest first,
     cumulative."""
@@ -291,26 +270,6 @@ def verdict(
     tried = ", ".join(flags.values()) or "flags"
     fix = "use a smaller model or shorter responses"
     return False, f"{needs}; {tried} do not save enough; {fix}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
-    """Print the plan of a configuration. Reads config.json; without --max_prompt_tokens also the
-    tokenizer and the task's problems. UserError: one of them is missing."""
-    configs = configs_of(cfg)
-    prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
-    micro = largest_micro(cfg, configs, prompt, ranks, gpu_gib) if gpu_gib else MICRO_TOKENS
-    if cfg.micro_tokens is None:
-        cfg = replace(cfg, micro_tokens=micro)
-    made = plan_of(cfg, configs, prompt, ranks, gpu_gib)
-    print(made.text())
-    if gpu_gib:
-        print(verdict(cfg, configs, prompt, made, gpu_gib)[1])
-        print(f"the largest micro-batch that fits, at least one row: --micro_tokens={micro}")
 
 
 def configs_of(cfg: RunFlags) -> dict:

@@ -31,10 +31,6 @@ from model import (
     needs_of_update,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forward and backward
-# ---------------------------------------------------------------------------------------------------------------------
-
 
 class Allocated(TorchDispatchMode):
     """Bytes of the live tensors that were created in this context, and their maximum since `peak`
@@ -48,17 +44,15 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.device.type != "meta":
-                self.see(x.untyped_storage())
+            if not isinstance(x, torch.Tensor) or x.device.type == "meta":
+                continue
+            storage = x.untyped_storage()
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.gone, storage._cdata)
         return out
-
-    def see(self, storage) -> None:
-        if storage._cdata in self.sizes:
-            return
-        self.sizes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.gone, storage._cdata)
 
     def gone(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
@@ -160,11 +154,6 @@ def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
     return pair._through_heads(models, rows, batch, at, share=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Models without memory
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def on_meta(cfg: Config, name: str, config):
     """A model as the learner builds it, with its parameters on the meta device."""
     model = quant.empty_model(config).requires_grad_(True).eval()
@@ -180,23 +169,18 @@ def on_meta(cfg: Config, name: str, config):
 def shallow(cfg: Config, name: str, config, n: int):
     """A model of the first n layers on fake tensors, with gradients as after an earlier
     micro-batch."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = n
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * n)[:n]  # a model may have fewer layers
     with unset_fake_temporarily():
-        model = on_meta(cfg, name, of_depth(config, n))
+        model = on_meta(cfg, name, config)
         if layers_travel_in(cfg, model) == 2:
             model.base_model.layers.to(memory.compute_type(cfg))
     take_bytes(model)
     for p in learning(model):
         p.grad = torch.empty_like(p)
     return model
-
-
-def of_depth(config, n: int):
-    """A copy of the config with n layers."""
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = n
-    if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * n)[:n]  # a model may have fewer layers
-    return config
 
 
 def take_bytes(model) -> None:

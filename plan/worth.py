@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import machinery.startup  # isort: skip  # noqa: F401
 
-import sys
 from dataclasses import dataclass, replace
 
 import worth
@@ -70,10 +69,11 @@ def memory_of(asked: MeasurementFlags, cfg: Config, configs: dict, prompt: int) 
     run = plan_of(cfg, configs, prompt, ranks, asked.gpu_gib)
     policy_bytes, width = weights_of(empty_model(configs["policy"])), prompt + cfg.max_tokens
     entries = int(asked.share * policy_bytes) // 4 // (ranks if sharded else 1)
+    copied = policy_bytes if sharded else 0
+    cache = torch_cache(configs["policy"], 4, cfg.train_batch // ranks, width)
     categories = run.categories | {
         "measured entries": entries * bytes_of_an_entry(asked),
-        "on-policy sampler: copy and KV cache": (policy_bytes if sharded else 0)
-        + torch_cache(configs["policy"], 4, cfg.train_batch // ranks, width),
+        "on-policy sampler: copy and KV cache": copied + cache,
     }
     weights = [name for name in run.categories if name.startswith("weights")]
     always = [*weights, "engine", "measured entries", "gathered from other ranks"]
@@ -93,7 +93,6 @@ def memory_of(asked: MeasurementFlags, cfg: Config, configs: dict, prompt: int) 
 def main(argv: list[str] | None = None) -> None:
     """Print the plan of a measurement. UserError: a flag is wrong."""
     usage = "python -m plan.worth --key=value ..."
-    argv = sys.argv[1:] if argv is None else argv
     asked, rows, _ = worth.parse(argv, MeasurementFlags, usage)
     cfg = max(rows.values(), key=topk_of)
     need(asked.ranks >= 1, f"--ranks={asked.ranks}: must be at least 1")
