@@ -81,9 +81,7 @@ SETTINGS = {"samples": (int, 1), "temperature": (float, 0), "max_tokens": (int, 
 
 def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
     """The sets named by a flag, such as NAME,NAME:samples=32:temperature=0.6; `usual` has the
-    defaults.
-
-    Raises UserError."""
+    defaults. Raises UserError."""
     given = f"--{flag}={getattr(cfg, flag)}"
     sets, asked = [], []
     for word in getattr(cfg, flag).split(","):

@@ -94,9 +94,7 @@ class Table:
 
     def fit(self, tokenizer, limit: int = 0) -> int:
         """Drop rows with prompts of more than `limit` tokens (0: keep all); returns the length of
-        the longest remaining prompt.
-
-        Raises UserError if all rows are dropped."""
+        the longest remaining prompt. Raises UserError if no row remains."""
         problems = [self.find(id) for i in range(self.total) for id in self.ids(i)]
         prompt, _ = render(tokenizer, problems[0])
         opened = prompt.rstrip().endswith("<think>")  # by chat templates of reasoning models

@@ -45,22 +45,27 @@ class Failure:
 
 
 def grading_process(fd: int) -> None:
-    """The main function of a grading process: receive calls and send results, until the other end
-    of the socket `fd` closes.
-
-    The process ignores Ctrl-C and SIGTERM, which the parent handles."""
+    """Receive calls and send results, until the other end of the socket `fd` closes. The parent
+    handles Ctrl-C and SIGTERM."""
     import resource
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    pid = os.getpid()
+
+    def send(result: tuple) -> None:
+        if os.getpid() != pid:  # a child that the user's code forked never answers
+            os._exit(0)
+        connection.send(result)
+
     with Connection(fd) as connection, contextlib.suppress(EOFError, OSError):
         while True:
             name, calls, seconds = connection.recv()
             try:  # load outside the time limit of the call
                 function = function_of(name)
             except BaseException as e:  # the file is the user's: it may do anything
-                connection.send(("unloadable", described(e)))
+                send(("unloadable", described(e)))
                 continue
             convert = text_of if name.endswith(".reply") else number_of
             for call in calls:
@@ -72,7 +77,7 @@ def grading_process(fd: int) -> None:
                     result = ("failed", described(e))
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                connection.send(result)
+                send(result)
 
 
 @functools.cache  # with several parts of --reward a process gets calls of each in turn
@@ -204,8 +209,7 @@ class Grader:
 
 
 class Graders:
-    """Grading processes, each with a thread during a call of `grade`. `graders()` returns the only
-    instance."""
+    """Grading processes, each with a thread during a call of `grade`."""
 
     def __init__(self, size: int):
         self.processes = [Grader() for _ in range(size)]
