@@ -9,10 +9,9 @@ rejection sampling (OBRS) keeps a token with probability min(1, p_policy / (lamb
 reweights the kept ones. PPO updates both models. Distillation keeps the actor close to the policy.
 
 Without --model, two small models learn to add, after a warm start. --data: JSONL with `problem`
-(or `question`) and `answer`; a response is correct if it
-has an end token and its last number is the answer's last number. train.py
-adds vLLM, torchrun and more. With the same models, task and settings mini.py and train.py log the
-same metrics up to rounding (tests/test_mini.py).
+(or `question`) and `answer`; a response is correct if it has an end token and its last number is the
+answer's last number. train.py adds vLLM, torchrun and more. With the same models, task and settings
+both log the same metrics up to rounding (tests/test_mini.py).
 
 Distributions: inf sampled the responses, ref is the policy before the updates on a batch, new is
 the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocabulary, G group size.
@@ -293,8 +292,7 @@ def last_number(text):
 
 
 class Addition:
-    """The toy: "12 + 7 - 3 :" -> "12 + 7 = 19 ; 19 - 3 = 16 # 16"; only "# 16" at the end is
-    graded."""
+    """The toy: "12 + 7 - 3 :" -> "12 + 7 = 19 ; 19 - 3 = 16 # 16"; only the last "# 16" counts."""
 
     words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [str(n) for n in range(200)]
     ends = [1]
@@ -349,9 +347,8 @@ def warm_start(task, seed, hidden, layers):
     model = Qwen3ForCausalLM(config).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
-    for step in tqdm(
-        range(2000), desc=f"warm start, {model.num_parameters() / 1e6:.2f}M parameters"
-    ):
+    size = f"{model.num_parameters() / 1e6:.2f}M parameters"
+    for step in tqdm(range(2000), desc=f"warm start, {size}"):
         first = 10**9 * (seed + 1) + 64 * step
         rows = [task.demonstration(first + i) for i in range(64)]
         ids = [torch.tensor(prompt + solution) for prompt, solution in rows]
@@ -397,8 +394,7 @@ if __name__ == "__main__":
         flag, _, value = argument.partition("=")
         name = flag.removeprefix("--").upper()
         if name not in globals() or not value or re.search(r"[^\D0-9]", value):
-            sys.exit(
-                f"error: {argument}: write --name=value, with a name from the settings in mini.py"
-            )
+            fix = "write --name=value, with a name from the settings in mini.py"
+            sys.exit(f"error: {argument}: {fix}")
         globals()[name] = type(globals()[name])(os.path.expanduser(value))
     main()

@@ -102,7 +102,7 @@ class WorthFlags:
 
 
 def parse(
-    argv: list[str],
+    argv: list[str] | None,
     own: type[WorthFlags] = WorthFlags,
     usage: str = "python worth.py [--config=FILE.toml] --key=value ...",
 ) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:

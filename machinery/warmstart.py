@@ -162,7 +162,7 @@ def demonstrations(task, tokenizer, first: int) -> tuple[torch.Tensor, torch.Ten
     number `first` on.
 
     Labels are -100, which the loss ignores, on prompt and padding."""
-    width = task.max_prompt() + task.max_response() + 1
+    width = task.fit(tokenizer) + task.max_response() + 1
     ids = torch.zeros(BATCH, width, dtype=torch.long)
     labels = torch.full((BATCH, width), -100)
     for row in range(BATCH):

@@ -1,6 +1,4 @@
-"""The memory that a run needs on each rank, computed before a model loads.
-
-    python -m plan --ranks=8 --gpu_gib=80 --config=configs/papers/jackpot.toml --max_prompt_tokens=1024
+"""The memory that a run needs on each rank, computed before a model loads (`python -m plan`).
 
 The sizes of the states follow from the shapes in config.json. With P parameters, Q of them trained,
 on n ranks that shard them (--parallel=fsdp; otherwise n = 1), each rank has, in bytes
@@ -8,11 +6,7 @@ on n ranks that shard them (--parallel=fsdp; otherwise n = 1), each rank has, in
     weights 4 P / n     gradients 4 Q / n     AdamW 8 Q / n, Muon 4 Q / n
 
 Activations are measured on tensors without data (plan/footprint.py). A run needs less than its plan
-if responses share a prompt, or if rows are shorter than the longest row.
-
-    Plan            bytes of one rank by category, and the categories that each stage needs together
-    States          weights, gradients and optimizer of one model
-"""
+if responses share a prompt, or if rows are shorter than the longest row."""
 
 from __future__ import annotations
 
@@ -20,7 +14,7 @@ import machinery.startup  # isort: skip  # noqa: F401
 
 from dataclasses import dataclass, replace
 
-from config import MICRO_TOKENS, Config, EngineFlags, OptimizerFlags, RunFlags
+from config import Config, OptimizerFlags, RunFlags
 from machinery import warmstart
 from machinery.checkpoint.models import one_sentence, read_config, read_tokenizer
 from machinery.flags import embedded_model, is_hub_id, need
@@ -37,10 +31,6 @@ MOST_RANKS = 64  # the largest number of ranks that is tried
 MOST_MICRO = 1 << 15  # tokens of a micro-batch; larger micro-batches do not use a GPU better
 UNKNOWN = 80 * GIB  # the GPU's memory without --gpu_gib: the head's chunks have their largest size
 
-# ---------------------------------------------------------------------------------------------------------------------
-# States
-# ---------------------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class States:
@@ -51,7 +41,7 @@ class States:
     optimizer: int
     tensor: int  # the largest tensor
     layer: int  # the largest layer, in float32
-    gathered: int  # with FSDP: embedding and head in float32, two layers in the gathered type
+    gathered: int  # with FSDP: embedding, head in float32; this and the next layer in their type
 
     @classmethod
     def of(cls, cfg: Config, name: str, config) -> States:
@@ -77,11 +67,6 @@ class States:
 def weights_of(model) -> int:
     """Bytes of a module's parameters in float32; tied parameters count once."""
     return sum(4 * p.numel() for p in model.parameters())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The plan of a rank
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -114,12 +99,10 @@ class Plan:
     def text(self) -> str:
         """The plan as text: the categories, the stages, and disk."""
         rows, width = self.micro
-        lines = [
-            f"GiB on one rank of {self.ranks}; the largest micro-batch has {rows} x {width} tokens"
-        ]
-        lines += [
-            f"  {name:<50}{size / GIB:9.2f}" for name, size in self.categories.items() if size
-        ]
+        micro = f"the largest micro-batch has {rows} x {width} tokens"
+        used = {name: size for name, size in self.categories.items() if size}
+        lines = [f"GiB on one rank of {self.ranks}; {micro}"]
+        lines += [f"  {name:<50}{size / GIB:9.2f}" for name, size in used.items()]
         lines += ["peak of each stage"]
         lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
         if self.checkpoint:
@@ -143,32 +126,34 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     states |= {f"optimizer, {name}": model.optimizer // n for name, model in models.items()}
     gradients = {f"gradients, {name}": model.gradients // n for name, model in models.items()}
     activations = {f"activations, {name}": size for name, size in measured.kept.items()}
-    local = cfg.samplers == "local"
-    sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib) if local else 0
+    sampling = second = gathered = 0
+    if cfg.samplers == "local":
+        sampling = engine(cfg, configs[sampler_of(cfg)], width, ranks, gpu_gib)
     asleep = gpu_gib > 0 and cfg.rollout == "vllm"
+    # it evaluates the policy, and stays awake: only one engine of a process can sleep
+    if cfg.eval_every >= 0 and evaluated_by(cfg, "policy") == "second":
+        second = engine(cfg, configs["policy"], width, ranks, gpu_gib)
+    if sharded:  # also the gradient of the largest layer before it is reduced over ranks
+        largest = max(model.layer for model in models.values())
+        gathered = sum(model.gathered for model in models.values()) + largest
     others = {
         "logits, or a layer's backward": measured.moment,
         "a forward without gradient": measured.forward,
-        "gathered from other ranks": gathered(models) if sharded else 0,
+        "gathered from other ranks": gathered,
         "engine": sampling,
-        "second engine": second_engine(cfg, configs["policy"], width, ranks, gpu_gib),
+        "second engine": second,
         "evaluation": evaluation(cfg, configs, width, ranks, sampling if asleep else 0),
         "a tensor to publish, and the weight check": publishing(models, configs),
     }
     stays = [*states, "second engine"]
     always = [*stays, *([] if asleep else ["engine"])]
+    busy = [*gradients, *activations, "logits, or a layer's backward"]
     stages = {
         "publish": [*stays, "engine", "a tensor to publish, and the weight check"],
         "roll out": [*stays, "engine"],
         "evaluate": [*always, "evaluation"],
         "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
-        "forward and backward": [
-            *always,
-            *gradients,
-            *activations,
-            "logits, or a layer's backward",
-            "gathered from other ranks",
-        ],
+        "forward and backward": [*always, *busy, "gathered from other ranks"],
     }
     saved = sum(on_disk(cfg, name, model) for name, model in models.items())
     categories = states | gradients | activations | others
@@ -193,47 +178,25 @@ def publishing(models: dict[str, States], configs: dict) -> int:
     return tensor + max(tensor, min(logits, LEAST_CHUNK))
 
 
-def gathered(models: dict[str, States]) -> int:
-    """Bytes gathered with FSDP: embedding, head and two layers (the current and the next) of each
-    model, and the gradient of the largest layer before it is reduced over ranks."""
-    return sum(model.gathered for model in models.values()) + max(
-        model.layer for model in models.values()
-    )
-
-
 def engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
     """Bytes of the rollout engine on one rank: weights and KV cache; on a GPU vLLM's memory share,
     if both fit into it."""
-    number, weights = bytes_of_a_number(cfg), engine_weights(cfg, config)
-    of_a_token = cache_of_a_token(config, number)
-    if cfg.rollout == "vllm" and gpu_gib:
+    number = 4 if cfg.rollout_dtype == "float32" else 2  # of low-bit weights an upper bound
+    weights = weights_of(empty_model(config)) * number // 4 // cfg.rollout_tp
+    of_a_token, rows = cache_of_a_token(config, number), cfg.rollout_batch // ranks
+    if cfg.rollout != "vllm":
+        return weights + torch_cache(config, number, rows, width)
+    if gpu_gib:
         share = cfg.rollout_memory or 0.25
         return max(int(share * gpu_gib * GIB), weights + of_a_token * width // cfg.rollout_tp)
-    if cfg.rollout == "vllm":
-        return weights + (
-            int(cfg.rollout_memory * GIB)
-            or cache_size(of_a_token, width, cfg.rollout_batch // ranks)
-        )
-    return weights + torch_cache(config, number, cfg.rollout_batch // ranks, width)
-
-
-def engine_weights(cfg: EngineFlags, config) -> int:
-    """Bytes of the engine's weights. Low-bit weights count as --rollout_dtype, which is an upper bound
-    for packed formats."""
-    return weights_of(empty_model(config)) * bytes_of_a_number(cfg) // 4 // cfg.rollout_tp
-
-
-def bytes_of_a_number(cfg: EngineFlags) -> int:
-    """Bytes of one number in the engine."""
-    return 4 if cfg.rollout_dtype == "float32" else 2
+    return weights + (int(cfg.rollout_memory * GIB) or cache_size(of_a_token, width, rows))
 
 
 def torch_cache(config, number: int, rows: int, width: int) -> int:
     """Bytes of HFEngine's KV cache for `rows` responses, or for as many responses as it processes
     at once."""
-    return cache_of_a_token(config, number) * min(
-        rows * width, max(cached_tokens(config, number), width)
-    )
+    most = max(cached_tokens(config, number), width)
+    return cache_of_a_token(config, number) * min(rows * width, most)
 
 
 def evaluation(cfg: Config, configs: dict, width: int, ranks: int, own: int) -> int:
@@ -246,25 +209,13 @@ def evaluation(cfg: Config, configs: dict, width: int, ranks: int, own: int) -> 
         return 0
     sharded = cfg.parallel == "fsdp" and ranks > 1
     rows = min(at_once(1), -(-cfg.eval_problems // ranks))
-    sizes = {"own": own, "second": 0}  # a second engine is always loaded: see `second_engine`
+    sizes = {"own": own, "second": 0}  # a second engine is always loaded
     most = 0
     for name, config in configs.items():
         copied = weights_of(empty_model(config)) if sharded else 0  # by eval.sampler_of
         sizes["torch"] = copied + torch_cache(config, 4, rows, width)
         most = max(most, sizes[evaluated_by(cfg, name)])
     return most
-
-
-def second_engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
-    """Bytes of the engine that evaluates the policy of a run with an actor. It stays awake: only
-    one engine of a process can sleep."""
-    wanted = cfg.eval_every >= 0 and evaluated_by(cfg, "policy") == "second"
-    return engine(cfg, config, width, ranks, gpu_gib) if wanted else 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whether it fits, and changes that make it fit
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def mends(cfg: Config, width: int, ranks: int):
@@ -303,10 +254,10 @@ def verdict(
 ) -> tuple[bool, str]:
     """(whether a plan fits a GPU of gpu_gib GiB, a sentence with the verdict and the flags that
     make it fit)."""
-    peak = made.peak / GIB
-    if peak <= gpu_gib:
-        return True, f"it fits --gpu_gib={gpu_gib:g}: about {peak:.1f} GiB ({made.worst})"
-    needs = f"a rank needs {peak:.1f} GiB ({made.worst}), and --gpu_gib={gpu_gib:g} is less"
+    peak = f"{made.peak / GIB:.1f} GiB ({made.worst})"
+    if made.peak / GIB <= gpu_gib:
+        return True, f"it fits --gpu_gib={gpu_gib:g}: about {peak}"
+    needs = f"a rank needs {peak}, and --gpu_gib={gpu_gib:g} is less"
     flags: dict[str, str] = {}  # a later flag replaces an earlier one of the same name
     for flag, changes, n_ranks in mends(cfg, prompt + cfg.max_tokens, made.ranks):
         smaller = plan_of(replace(cfg, **changes), configs, prompt, n_ranks, gpu_gib)
@@ -314,42 +265,19 @@ def verdict(
             cfg, made = replace(cfg, **changes), smaller
             flags[flag.partition("=")[0]] = flag
         if made.peak <= gpu_gib * GIB:
-            return (
-                False,
-                f"{needs}; with {', '.join(flags.values())} it needs {made.peak / GIB:.1f}",
-            )
-    return (
-        False,
-        f"{needs}; {', '.join(flags.values()) or 'flags'} do not save enough; use a smaller model or shorter responses",
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def report(cfg: Config, ranks: int, gpu_gib: float) -> None:
-    """Print the plan of a configuration. Reads config.json; without --max_prompt_tokens also the
-    tokenizer and the task's problems. UserError: one of them is missing."""
-    configs = configs_of(cfg)
-    prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
-    micro = largest_micro(cfg, configs, prompt, ranks, gpu_gib) if gpu_gib else MICRO_TOKENS
-    if cfg.micro_tokens is None:
-        cfg = replace(cfg, micro_tokens=micro)
-    made = plan_of(cfg, configs, prompt, ranks, gpu_gib)
-    print(made.text())
-    if gpu_gib:
-        print(verdict(cfg, configs, prompt, made, gpu_gib)[1])
-        print(f"the largest micro-batch that fits, at least one row: --micro_tokens={micro}")
+            with_flags = f"with {', '.join(flags.values())} it needs {made.peak / GIB:.1f}"
+            return False, f"{needs}; {with_flags}"
+    tried = ", ".join(flags.values()) or "flags"
+    fix = "use a smaller model or shorter responses"
+    return False, f"{needs}; {tried} do not save enough; {fix}"
 
 
 def configs_of(cfg: RunFlags) -> dict:
     """ "policy", and "actor" if there is one -> the model's transformers config."""
-    names = {"policy": ("model", cfg.model)}
+    configs = {"policy": config_of("model", cfg.model)}
     if cfg.actor != "none":
-        names["actor"] = ("actor", cfg.actor)
-    return {name: config_of(*flag) for name, flag in names.items()}
+        configs["actor"] = config_of("actor", cfg.actor)
+    return configs
 
 
 def config_of(flag: str, name: str):
@@ -360,9 +288,8 @@ def config_of(flag: str, name: str):
         return read_config(name)
     from transformers import AutoConfig
 
-    with one_sentence(
-        f"--{flag}={name}", "config.json on the hub", f"fetch it first: hf download {name}"
-    ):
+    fix = f"fetch it first: hf download {name}"
+    with one_sentence(f"--{flag}={name}", "config.json on the hub", fix):
         return AutoConfig.from_pretrained(name).get_text_config()
 
 

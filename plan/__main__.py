@@ -5,12 +5,12 @@ python -m plan --ranks=8 --gpu_gib=80 --config=configs/papers/jackpot.toml --max
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import config
 from machinery import flags, settings
 from machinery.flags import need, run_command
-from plan import report
+from plan import configs_of, largest_micro, longest_prompt, plan_of, verdict
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,26 @@ class PlanFlags:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the plan of a configuration. UserError: a flag is wrong."""
+    """Print the plan of a configuration. Reads config.json; without --max_prompt_tokens also the
+    tokenizer and the task's problems. UserError: one of them is missing, or a flag is wrong."""
     usage = "python -m plan --key=value ..."
     asked, pairs = flags.parse_own(PlanFlags, config.Config, argv, usage)
     need(asked.ranks >= 1, f"--ranks={asked.ranks}: must be at least 1")
     need(asked.gpu_gib >= 0, f"--gpu_gib={asked.gpu_gib}: must not be negative")
     cfg = settings.parse([f"--{k}={v}" for k, v in pairs], asked.ranks, installed=False)
-    report(cfg, asked.ranks, asked.gpu_gib)
+    machine = (asked.ranks, asked.gpu_gib)
+    configs = configs_of(cfg)
+    prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
+    micro = config.MICRO_TOKENS
+    if asked.gpu_gib:
+        micro = largest_micro(cfg, configs, prompt, *machine)
+    if cfg.micro_tokens is None:
+        cfg = replace(cfg, micro_tokens=micro)
+    made = plan_of(cfg, configs, prompt, *machine)
+    print(made.text())
+    if asked.gpu_gib:
+        print(verdict(cfg, configs, prompt, made, asked.gpu_gib)[1])
+        print(f"the largest micro-batch that fits, at least one row: --micro_tokens={micro}")
 
 
 if __name__ == "__main__":

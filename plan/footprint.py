@@ -1,10 +1,7 @@
 """Memory of forward and backward passes, measured on tensors without data (torch's FakeTensorMode).
 
 The learner's modules run with two and with four layers. Each further layer keeps half of the
-difference between the two.
-
-    measure         Activations: memory that the largest micro-batch keeps, and the peak above it
-"""
+difference between the two."""
 
 from __future__ import annotations
 
@@ -34,10 +31,6 @@ from model import (
     needs_of_update,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forward and backward
-# ---------------------------------------------------------------------------------------------------------------------
-
 
 class Allocated(TorchDispatchMode):
     """Bytes of the live tensors that were created in this context, and their maximum since `peak`
@@ -51,17 +44,15 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.device.type != "meta":
-                self.see(x.untyped_storage())
+            if not isinstance(x, torch.Tensor) or x.device.type == "meta":
+                continue
+            storage = x.untyped_storage()
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.gone, storage._cdata)
         return out
-
-    def see(self, storage) -> None:
-        if storage._cdata in self.sizes:
-            return
-        self.sizes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.gone, storage._cdata)
 
     def gone(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
@@ -164,11 +155,6 @@ def through_logits(pair: PolicyAndActor, needs: Needs, batch) -> dict:
     return pair._through_heads(models, rows, batch, at, share=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Models without memory
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def on_meta(cfg: Config, name: str, config):
     """A model as the learner builds it, with its parameters on the meta device."""
     model = quant.empty_model(config).requires_grad_(True).eval()
@@ -184,23 +170,18 @@ def on_meta(cfg: Config, name: str, config):
 def shallow(cfg: Config, name: str, config, n: int):
     """A model of the first n layers on fake tensors, with gradients as after an earlier
     micro-batch."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = n
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * n)[:n]  # a model may have fewer layers
     with unset_fake_temporarily():
-        model = on_meta(cfg, name, of_depth(config, n))
+        model = on_meta(cfg, name, config)
         if layers_travel_in(cfg, model) == 2:
             model.base_model.layers.to(memory.compute_type(cfg))
     take_bytes(model)
     for p in learning(model):
         p.grad = torch.empty_like(p)
     return model
-
-
-def of_depth(config, n: int):
-    """A copy of the config with n layers."""
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = n
-    if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * n)[:n]  # a model may have fewer layers
-    return config
 
 
 def take_bytes(model) -> None:
@@ -212,14 +193,12 @@ def take_bytes(model) -> None:
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
             for key, x in kind.items():
-                if x is not None:
-                    kind[key] = made.setdefault(id(x), without_bytes(x))
-
-
-def without_bytes(x):
-    """A fake tensor or parameter of the shape and type of x."""
-    empty = torch.empty(x.shape, dtype=x.dtype)
-    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+                if x is None:
+                    continue
+                empty = torch.empty(x.shape, dtype=x.dtype)
+                if isinstance(x, nn.Parameter):
+                    empty = nn.Parameter(empty, x.requires_grad)
+                kind[key] = made.setdefault(id(x), empty)
 
 
 class EvenExperts(nn.Module):
@@ -228,11 +207,9 @@ class EvenExperts(nn.Module):
 
     def __init__(self, experts):
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = (
-            experts.gate_up_proj,
-            experts.down_proj,
-            experts.act_fn,
-        )
+        self.gate_up_proj = experts.gate_up_proj
+        self.down_proj = experts.down_proj
+        self.act_fn = experts.act_fn
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         E = len(self.down_proj)

@@ -2,11 +2,7 @@
 
     python -m plan.worth --model=FOLDER --actor=FOLDER --share=0.1 --ranks=8 --parallel=fsdp --gpu_gib=80
 
-The command takes the flags of worth.py and of train.py. Weights and gradients are in float32. Each measured
-entry of the policy's parameters takes, in bytes,
-
-    4 start    4 x FOLDS mean gradients    1 x --directions signs    8 gradient    8 index, if --share < 1
-
+The command takes the flags of worth.py and of train.py. Weights and gradients are in float32.
 Passes over a batch, each with --train_batch responses:
 
     on-policy batch    1 forward and backward (3 times the operations of a forward pass)
@@ -20,7 +16,6 @@ from __future__ import annotations
 
 import machinery.startup  # isort: skip  # noqa: F401
 
-import sys
 from dataclasses import dataclass, replace
 
 import worth
@@ -50,50 +45,37 @@ class MeasurementFlags(WorthFlags):
 
 
 def bytes_of_an_entry(worth_flags: WorthFlags) -> int:
-    """Bytes that the measurement keeps for each measured entry of the policy's parameters."""
+    """Bytes that the measurement keeps for each measured entry of the policy's parameters: start,
+    FOLDS mean gradients, --directions signs, gradient, and with --share < 1 an index."""
     index = 8 if worth_flags.share < 1 else 0
     return 4 + 4 * FOLDS + worth_flags.directions + 8 + index
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Number of passes over one batch."""
-
-    forward: int  # of the policy
-    of_actor: int  # forward passes of the actor
-    backward: int  # of the policy
-
-
-def passes_of(worth_flags: WorthFlags, rows: dict[str, Config], has_actor: bool) -> Passes:
-    """The passes of all on-policy batches, sampler's batches and noise batches."""
+def passes_of(worth_flags: WorthFlags, rows: dict[str, Config], has_actor: bool) -> tuple[int, int]:
+    """The forward passes over a batch of (policy, actor), over all kinds of batches. The policy has
+    --reference backward passes."""
     ref_passes = {needs_of_ref_pass(unregularised(cfg), has_actor) for cfg in rows.values()}
     slopes = worth_flags.batches * (1 + FOLDS)
     noise = worth_flags.noise_batches * (1 + worth_flags.directions)
     of_ref = worth_flags.batches * len(ref_passes)
-    forward = worth_flags.reference + of_ref + slopes + noise
-    return Passes(forward, of_ref if has_actor else 0, worth_flags.reference)
+    return worth_flags.reference + of_ref + slopes + noise, of_ref if has_actor else 0
 
 
-def memory_of(
-    worth_flags: WorthFlags, cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float
-) -> Plan:
+def memory_of(asked: MeasurementFlags, cfg: Config, configs: dict, prompt: int) -> Plan:
     """The plan of a measurement, from the plan of a run with the same flags."""
+    ranks = asked.ranks
     sharded = cfg.parallel == "fsdp" and ranks > 1
     cfg = replace(cfg, eval_every=-1, dtype=cfg.dtype if sharded else "float32")
-    run = plan_of(cfg, configs, prompt, ranks, gpu_gib)
+    run = plan_of(cfg, configs, prompt, ranks, asked.gpu_gib)
     policy_bytes, width = weights_of(empty_model(configs["policy"])), prompt + cfg.max_tokens
-    entries = int(worth_flags.share * policy_bytes) // 4 // (ranks if sharded else 1)
-    categories = {
-        name: size
-        for name, size in run.categories.items()
-        if not name.startswith(("optimizer", "gradients, actor", "activations, actor"))
+    entries = int(asked.share * policy_bytes) // 4 // (ranks if sharded else 1)
+    copied = policy_bytes if sharded else 0
+    cache = torch_cache(configs["policy"], 4, cfg.train_batch // ranks, width)
+    categories = run.categories | {
+        "measured entries": entries * bytes_of_an_entry(asked),
+        "on-policy sampler: copy and KV cache": copied + cache,
     }
-    categories |= {
-        "measured entries": entries * bytes_of_an_entry(worth_flags),
-        "on-policy sampler: copy and KV cache": (policy_bytes if sharded else 0)
-        + torch_cache(configs["policy"], 4, cfg.train_batch // ranks, width),
-    }
-    weights = [name for name in categories if name.startswith("weights")]
+    weights = [name for name in run.categories if name.startswith("weights")]
     always = [*weights, "engine", "measured entries", "gathered from other ranks"]
     backward = ["gradients, policy", "activations, policy", "logits, or a layer's backward"]
     stages = {
@@ -108,21 +90,9 @@ def memory_of(
     return replace(run, categories=categories, stages=stages, checkpoint=0)
 
 
-def work_of(passes: Passes, cfg: Config, configs: dict, prompt: int) -> float:
-    """Operations of all passes; a forward pass takes a third of forward and backward."""
-    length = prompt + cfg.max_tokens
-    forward = {
-        name: operations(empty_model(config), length) / 3 * length * cfg.train_batch
-        for name, config in configs.items()
-    }
-    work = (passes.forward + 2 * passes.backward) * forward["policy"]
-    return work + passes.of_actor * forward.get("actor", 0.0)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Print the plan of a measurement. UserError: a flag is wrong."""
     usage = "python -m plan.worth --key=value ..."
-    argv = sys.argv[1:] if argv is None else argv
     asked, rows, _ = worth.parse(argv, MeasurementFlags, usage)
     cfg = max(rows.values(), key=topk_of)
     need(asked.ranks >= 1, f"--ranks={asked.ranks}: must be at least 1")
@@ -133,20 +103,26 @@ def main(argv: list[str] | None = None) -> None:
     )
     configs = configs_of(cfg)
     prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
-    memory = memory_of(asked, cfg, configs, prompt, asked.ranks, asked.gpu_gib)
+    memory = memory_of(asked, cfg, configs, prompt)
     print(memory.text())
     if asked.gpu_gib:
         fits = "fits" if memory.peak <= asked.gpu_gib * GIB else "does not fit"
         print(f"it {fits} --gpu_gib={asked.gpu_gib:g}: about {memory.peak / GIB:.1f} GiB")
-    passes = passes_of(asked, rows, "actor" in configs)
+    forward, of_actor = passes_of(asked, rows, "actor" in configs)
     print(
-        f"passes over a batch of {cfg.train_batch} responses: {passes.forward} forward and "
-        f"{passes.backward} backward of the policy, {passes.of_actor} forward of the actor"
+        f"passes over a batch of {cfg.train_batch} responses: {forward} forward and "
+        f"{asked.reference} backward of the policy, {of_actor} forward of the actor"
     )
     responses = (asked.batches + asked.reference) * cfg.train_batch
     print(f"sampled responses: {responses:,} of at most {cfg.max_tokens} tokens")
     if asked.tflops:
-        seconds = work_of(passes, cfg, configs, prompt) / (asked.tflops * 1e12 * asked.ranks)
+        length = prompt + cfg.max_tokens
+        passes = {"policy": forward + 2 * asked.reference, "actor": of_actor}
+        work = sum(
+            passes[name] * operations(empty_model(config), length) / 3 * length * cfg.train_batch
+            for name, config in configs.items()
+        )  # a forward pass takes a third of forward and backward
+        seconds = work / (asked.tflops * 1e12 * asked.ranks)
         print(f"the passes take {seconds / 60:.1f} minutes at --tflops={asked.tflops:g}")
 
 

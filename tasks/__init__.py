@@ -32,10 +32,6 @@ from tasks.data import OwnTask, Table
 from tasks.grading import graders
 from tasks.prompts import Answer, Style
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The task named by flags
-# ---------------------------------------------------------------------------------------------------------------------
-
 
 def make_task(
     cfg: SampleFlags, flag: str = "task", name: str | None = None, evaluates: bool = False
@@ -48,9 +44,12 @@ def make_task(
         return arith.of_settings(cfg.arith)
     is_custom = data.is_own(name)
     graded_otherwise = cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
-    columns = data.columns_of(cfg)
+    named = data.named_columns(cfg.columns, ("prompt", "answer"))
+    columns = (named.get("prompt", ""), named.get("answer", ""))
     rows = [] if is_custom else data.read_rows(name, flag, columns, needed=not graded_otherwise)
-    reward = reward_of(cfg, name, rows)
+    usual = "letter" if rows and all(data.choices_of(row["row"]) for row in rows) else "math"
+    parts = rewards.parts_of(cfg.reward or (f"{name}.reward" if is_custom else usual))
+    reward = rewards.Reward(parts, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
     if evaluates:
         reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
     style = Style.of(cfg, builtin.TEMPLATE_OF.get(reward.parts[0].name, "plain"))
@@ -82,15 +81,18 @@ SETTINGS = {"samples": (int, 1), "temperature": (float, 0), "max_tokens": (int, 
 
 def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
     """The sets named by a flag, such as NAME,NAME:samples=32:temperature=0.6; `usual` has the
-    defaults.
-
-    Raises UserError."""
-    sets = []
-    for name, options in settings_of(cfg, flag, usual):
+    defaults. Raises UserError."""
+    given = f"--{flag}={getattr(cfg, flag)}"
+    sets, asked = [], []
+    for word in getattr(cfg, flag).split(","):
+        name, settings = parts_of(word)
+        need(name, f"{given}: a set has no name; write FILE,FILE:samples=32:temperature=0.6")
+        asked.append((name, usual | dict(setting(flag, name, part) for part in settings)))
+    for name, options in asked:
         temperature = options["temperature"]
         need(
             temperature == 0 or temperature >= COLDEST,
-            f"--{flag}={getattr(cfg, flag)}: temperature={temperature} must be 0, or at least {COLDEST}",
+            f"{given}: temperature={temperature} must be 0, or at least {COLDEST}",
         )
         if not temperature:  # greedy responses to a problem are identical
             options["samples"] = 1
@@ -98,30 +100,16 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
         sets.append(EvalSet(task, data.label_of(name), **options))
     need(
         len({eval_set.label for eval_set in sets}) == len(sets),
-        f"--{flag}={getattr(cfg, flag)}: two sets have the same name; leave one out, or rename a file",
+        f"{given}: two sets have the same name; leave one out, or rename a file",
     )
     return sets
 
 
-def settings_of(cfg: SampleFlags, flag: str, usual: dict) -> list[tuple[str, dict]]:
-    """(name, settings) of each set that a flag names. Reads no files. Raises UserError."""
-    settings = []
-    for word in getattr(cfg, flag).split(","):
-        name, options = parts_of(word)
-        need(
-            name,
-            f"--{flag}={getattr(cfg, flag)}: a set has no name; write FILE,FILE:samples=32:temperature=0.6",
-        )
-        settings.append((name, {**usual, **dict(setting(flag, name, part) for part in options)}))
-    return settings
-
-
 def parts_of(word: str) -> tuple[str, list[str]]:
     """(name of a set, its settings NAME=VALUE)."""
-    first, *options = word.strip().split(":")  # the path in `first` may contain "="
-    return ":".join([first, *(part for part in options if "=" not in part)]), [
-        part for part in options if "=" in part
-    ]
+    first, *others = word.strip().split(":")  # the path in `first` may contain "="
+    settings = [part for part in others if "=" in part]
+    return ":".join([first, *(part for part in others if "=" not in part)]), settings
 
 
 def names_of(value: str) -> list[str]:
@@ -135,14 +123,13 @@ def digests(cfg: Config, task=None) -> dict[str, str]:
     names = [cfg.task, *names_of(cfg.eval_task)]
     parts = rewards.parts_of(cfg.reward) if cfg.reward else ()
     names += [part.name for part in parts if data.is_own(part.name)]
-    texts = {
-        f"--{flag}": hashlib.sha256(x.encode()).hexdigest()
-        for flag, x in prompts.contents(cfg).items()
-    }
+    found = {name: data.digest_of(name) for name in names}
+    for flag, text in prompts.contents(cfg).items():
+        found[f"--{flag}"] = hashlib.sha256(text.encode()).hexdigest()
     if isinstance(task, OwnTask):
         name = f"the problems of {task.name} (a Python set has a new order in each process)"
-        texts[name] = task.digest()
-    return {name: data.digest_of(name) for name in names} | texts
+        found[name] = task.digest()
+    return found
 
 
 def check_unchanged(cfg: Config, task) -> None:
@@ -185,16 +172,6 @@ def setting(flag: str, name: str, part: str) -> tuple[str, float]:
     return key, value
 
 
-def reward_of(cfg: SampleFlags, name: str, rows: list[dict]) -> rewards.Reward:
-    """The reward of a task. Raises UserError."""
-    parts = cfg.reward
-    if not parts and data.is_own(name):
-        parts = f"{name}.reward"
-    if not parts:
-        parts = "letter" if rows and all(data.choices_of(row["row"]) for row in rows) else "math"
-    return rewards.Reward(rewards.parts_of(parts), max_tokens=cfg.max_tokens, overlong=cfg.overlong)
-
-
 def check(cfg: Config) -> None:
     """Raise UserError if the flags of the task contradict each other or are out of range."""
     need_each(
@@ -217,20 +194,14 @@ def check(cfg: Config) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation of a run by eval.py
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def as_trained(cfg: Config, given: set[str]):
     """eval.py's flags, with prompts, length, precision, stop tokens and grading taken from the run
     that --model names, unless they are in `given`. Raises UserError."""
     saved = config_of_run(Path(cfg.model)) if cfg.model else None
     if saved is None:
         return cfg
-    names = {"max_tokens", "stop", "reward", *(f.name for f in fields(PromptFlags))} - {
-        "max_prompt_tokens"
-    }
+    names = {"max_tokens", "stop", "reward", *(f.name for f in fields(PromptFlags))}
+    names -= {"max_prompt_tokens"}
     names |= set() if "dtype" in given else {"dtype", "rollout_dtype"}
     if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
         names.add("arith")
@@ -244,9 +215,9 @@ def as_trained(cfg: Config, given: set[str]):
         for name in ("reward", "prompt_template"):
             of_run.pop(name, None)
     asked = {name: value for name, value in of_run.items() if value != getattr(cfg, name)}
-    if asked:
-        told = [f"--{k}={v}" for k, v in asked.items() if k != "chat_date"]
-        print(f"as in {cfg.model}: {' '.join(told)}" if told else "", end="\n" if told else "")
+    told = [f"--{k}={v}" for k, v in asked.items() if k != "chat_date"]
+    if told:
+        print(f"as in {cfg.model}: {' '.join(told)}")
     return replace(cfg, **asked)
 
 
@@ -262,34 +233,30 @@ def config_of_run(model: Path) -> dict | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Grading
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def grade_all(task, tokenizer, problems, groups, known: dict | None = None) -> Counter:
     """Set each response's reward. problems: one for each group; groups: lists of responses; known:
     results of reward functions (`grading_thread`).
 
     The graded text has no special tokens and no replies of an environment; `finished` means that
     the response ended with a stop token. Returns the task's counts (rewards.Reward.of)."""
-    responses = [
-        (problem, r) for problem, group in zip(problems, groups, strict=True) for r in group
-    ]
-    earned, counts = task.rewards([answer_of(tokenizer, *pair) for pair in responses], known)
-    for (_, r), reward in zip(responses, earned, strict=True):
-        r.reward = reward
+    pairs = [(p, r) for p, group in zip(problems, groups, strict=True) for r in group]
+    earned, counts = task.rewards([answer_of(tokenizer, *pair) for pair in pairs], known)
+    for (_, response), reward in zip(pairs, earned, strict=True):
+        response.reward = reward
     return counts
 
 
 def answer_of(tokenizer, problem, response) -> Answer:
-    """A response for the grader."""
+    """A response for the grader. Its text is that of the model's turns, joined by newlines."""
+    tokens = zip(response.loss_mask.tolist(), response.tokens.tolist(), strict=True)
+    runs = [[x for _, x in run] for sampled, run in groupby(tokens, itemgetter(0)) if sampled]
+    text = "\n".join(tokenizer.decode(run, skip_special_tokens=True) for run in runs)
+    finished = response.finish_reason == "stop"
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
-    text = sampled_text(tokenizer, response)
-    return Answer(problem, text, response.finish_reason == "stop", len(response.tokens), count)
+    return Answer(problem, text, finished, len(response.tokens), count)
 
 
 @contextmanager
@@ -322,24 +289,12 @@ def grading_thread(task, tokenizer, problems):
         graders().stopped.clear()
 
 
-def sampled_text(tokenizer, response) -> str:
-    """The text of the model's turns, joined by newlines, without special tokens."""
-    tokens = zip(response.loss_mask.tolist(), response.tokens.tolist(), strict=True)
-    runs = [
-        [token for _, token in run] for sampled, run in groupby(tokens, itemgetter(0)) if sampled
-    ]
-    return "\n".join(tokenizer.decode(run, skip_special_tokens=True) for run in runs)
-
-
 def grading_metrics(counts: Counter) -> dict[str, float]:
     """Metrics from summed counts; empty if no answer was graded."""
     n = counts["answers"]
     if not n:
         return {}
-    values = {
-        "grade/timeouts": float(counts["timeouts"]),
-        "grade/failures": float(counts["failures"]),
-    }
+    values = {f"grade/{name}": float(counts[name]) for name in ("timeouts", "failures")}
     if "unboxed" in counts:  # only if `math` grades
         values["grade/unboxed"] = counts["unboxed"] / n
     if counts["plain"]:

@@ -61,9 +61,7 @@ class Arithmetic:
     def find(self, id: str) -> Problem:
         """The problem of an id, which is the problem's text."""
         start, operations = parts(id)
-        answer = start
-        for sign, b in operations:
-            answer += b if sign == "+" else -b
+        answer = start + sum(b if sign == "+" else -b for sign, b in operations)
         return Problem(id, id + " :", str(answer))
 
     def solution(self, problem: Problem, slips: float = 0.0) -> str:
@@ -105,11 +103,8 @@ class Arithmetic:
         return [self.reward(a.problem, a.text, a.finished) for a in answers], Counter()
 
     def fit(self, tokenizer, limit: int = 0) -> int:
-        """Tokens of the longest prompt. Drops no prompt."""
-        return self.max_prompt()
-
-    def max_prompt(self) -> int:
-        """Tokens of the longest prompt: the first number, two per operation, the colon."""
+        """Tokens of the longest prompt: the first number, two per operation, the colon. Drops no
+        prompt."""
         return 2 * self.max_ops + 2
 
     def max_response(self) -> int:
@@ -129,9 +124,8 @@ def arithmetic_tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [
-        str(i) for i in range(NUMBERS)
-    ]
+    words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"]
+    words += [str(i) for i in range(NUMBERS)]
     words += [f"<spare{i}>" for i in range(VOCAB - len(words))]
     tok = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -109,11 +109,8 @@ def letter(row, text, finish_reason) -> bool:
 
 def boxed(row, text, finish_reason) -> bool:
     """A format: the response has exactly one complete box, and ended with a stop token."""
-    return (
-        finish_reason == "stop"
-        and len(re.findall(r"\\boxed\s*\{", text)) == 1
-        and last_box(text) is not None
-    )
+    one_box = len(re.findall(r"\\boxed\s*\{", text)) == 1
+    return finish_reason == "stop" and one_box and last_box(text) is not None
 
 
 def think(row, text, finish_reason) -> bool:
@@ -121,10 +118,8 @@ def think(row, text, finish_reason) -> bool:
     (DeepSeek-R1)."""
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     form = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
-    return (
-        all(text.count(tag) == 1 for tag in tags)
-        and re.fullmatch(form, text, re.DOTALL) is not None
-    )
+    once = all(text.count(tag) == 1 for tag in tags)
+    return once and re.fullmatch(form, text, re.DOTALL) is not None
 
 
 BUILT_IN = {
@@ -162,13 +157,6 @@ ALONE = (
 )
 IN_BOX = rf"^\\boxed{SIGNS}([A-Za-z]){ALONE}"
 ANSWER_IS = rf"(?i:answer)[\s*]*(?:is\b|:){SIGNS}([A-Z]){ALONE}"
-
-
-def loaded(name: str):
-    """The function of a built-in part, called once so that its libraries are loaded."""
-    function = BUILT_IN[name]
-    function({"answer": "1"}, "\\boxed{1}", "stop")
-    return function
 
 
 def plain_number(text: str) -> Decimal | str:

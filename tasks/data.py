@@ -24,7 +24,6 @@ from decimal import Decimal
 from itertools import accumulate
 from pathlib import Path
 
-from config import TaskFlags
 from machinery.flags import UserError, need, read_text, shortened
 from tasks.builtin import last_box
 from tasks.grading import attribute_of, described
@@ -49,10 +48,8 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Table:
-    """Problems from the rows of a file or a data set.
-
-    style: form of the prompts; reward: grading. The train split is a new shuffle of all rows in
-    every epoch; the test split is the rows in order."""
+    """Problems from the rows of a file or a data set. The train split is a new shuffle of all rows
+    in every epoch; the test split is the rows in order."""
 
     environment = ""  # the function that replies to the model's turns (tasks/turns.py)
 
@@ -81,9 +78,8 @@ class Table:
     def find(self, id: str) -> Problem:
         """The problem of an id: NAME/ROW."""
         row = self.row(id)
-        return Problem(
-            id, self.style.ask(row["prompt"]), row["answer"], row["row"], self.style.chat
-        )
+        prompt = self.style.ask(row["prompt"])
+        return Problem(id, prompt, row["answer"], row["row"], self.style.chat)
 
     def row(self, id: str) -> dict:
         return self.rows[int(id.rsplit("/", 1)[1])]
@@ -98,9 +94,7 @@ class Table:
 
     def fit(self, tokenizer, limit: int = 0) -> int:
         """Drop rows with prompts of more than `limit` tokens (0: keep all); returns the length of
-        the longest remaining prompt.
-
-        Raises UserError if all rows are dropped."""
+        the longest remaining prompt. Raises UserError if no row remains."""
         problems = [self.find(id) for i in range(self.total) for id in self.ids(i)]
         prompt, _ = render(tokenizer, problems[0])
         opened = prompt.rstrip().endswith("<think>")  # by chat templates of reasoning models
@@ -132,12 +126,10 @@ class OwnTask(Table):
         try:
             self.made = attribute_of(path, attribute)()
         except Exception as e:  # the file is the user's
-            raise UserError(
-                f"--task={name}: cannot be loaded ({described(e)}); fix the file"
-            ) from None
-        has = callable(getattr(self.made, "problem", None)) and hasattr(self.made, "size")
+            why = f"cannot be loaded ({described(e)}); fix the file"
+            raise UserError(f"--task={name}: {why}") from None
         need(
-            has,
+            callable(getattr(self.made, "problem", None)) and hasattr(self.made, "size"),
             f"--task={name}: needs a method problem(split, index) and an attribute size (None: endless)",
         )
         self.total = self.made.size or 0
@@ -168,11 +160,10 @@ class OwnTask(Table):
         try:
             made = self.made.problem(split, int(index))
         except Exception as e:
-            raise UserError(
-                f"--task={self.name}: problem({split!r}, {index}) raised {described(e)}"
-            ) from None
+            why = f"problem({split!r}, {index}) raised {described(e)}"
+            raise UserError(f"--task={self.name}: {why}") from None
         place = f"{self.name}, {split} problem {index}"
-        return read_row(made, place, *self.columns, needed=self.needed)
+        return read_row(made, place, *self.columns, self.needed)
 
     def ids(self, index: int) -> list[str]:
         return [f"{self.stem}/{split}/{index}" for split in ("train", "test")]
@@ -226,11 +217,6 @@ def label_of(name: str) -> str:
     return Path(name.removesuffix(".gz")).stem
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading rows
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def named_columns(text: str, kinds) -> dict[str, str]:
     """Kind -> column, from the value of --columns: KIND=NAME with commas. UserError: one
     sentence."""
@@ -241,12 +227,6 @@ def named_columns(text: str, kinds) -> dict[str, str]:
             f"--columns={text}: write KIND=NAME, separated by commas; each KIND is one of {', '.join(kinds)}",
         )
     return {kind: name for kind, _, name in pairs}
-
-
-def columns_of(cfg: TaskFlags) -> tuple[str, str]:
-    """The columns of prompt and answer that --columns names; "" for one that it does not name."""
-    named = named_columns(cfg.columns, ("prompt", "answer"))
-    return named.get("prompt", ""), named.get("answer", "")
 
 
 def read_rows(
@@ -292,9 +272,8 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         try:
             return placed(name, parquet.read_table(path).to_pylist())
         except (OSError, ValueError) as e:  # ArrowInvalid is a ValueError
-            raise UserError(
-                f"{name}: not a complete Parquet file ({shortened(e)}); copy it again"
-            ) from None
+            why = f"not a complete Parquet file ({shortened(e)}); copy it again"
+            raise UserError(f"{name}: {why}") from None
     text = unpacked(path) if packed else read_text(path)
     if kind == ".json":
         rows = parsed(text, name, "fix this place in the array")
@@ -304,11 +283,8 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         )
         return placed(name, rows)
     lines = text.split("\n")  # not splitlines(), which splits at more characters
-    return [
-        (f"{name}, line {n}", parsed(line, f"{name}, line {n}"))
-        for n, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    places = {f"{name}, line {n}": line for n, line in enumerate(lines, 1) if line.strip()}
+    return [(place, parsed(line, place)) for place, line in places.items()]
 
 
 def unpacked(path: Path) -> str:
@@ -316,9 +292,8 @@ def unpacked(path: Path) -> str:
     try:
         return gzip.decompress(path.read_bytes()).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
-        raise UserError(
-            f"{path}: not a complete gzip file of text ({shortened(e)}); copy it again"
-        ) from None
+        why = f"not a complete gzip file of text ({shortened(e)}); copy it again"
+        raise UserError(f"{path}: {why}") from None
 
 
 def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
@@ -364,9 +339,7 @@ def parsed(text: str, place: str, fix: str = "fix or remove that line, one objec
         raise UserError(f"{place}{line}: not valid JSON ({why}); {fix}") from None
 
 
-def read_row(
-    row, place: str, prompt_key: str = "", answer_key: str = "", needed: bool = True
-) -> dict:
+def read_row(row, place: str, prompt_key: str, answer_key: str, needed: bool) -> dict:
     """A row with its prompt and final answer, as {prompt, answer, row}. place: file and line, for
     the UserError."""
     need(isinstance(row, dict), f"{place}: not a JSON object; {NEEDS}")
@@ -390,11 +363,9 @@ def read_row(
         not needed or is_balanced(answer),
         f"{place}: the `answer` {answer:.60} has an unclosed brace or bracket; fix or remove that line",
     )
-    worked = (
-        {"solution": row["answer"]}
-        if isinstance(row.get("answer"), str) and row["answer"].strip() != answer
-        else {}
-    )
+    solution = row.get("answer")
+    is_worked = isinstance(solution, str) and solution.strip() != answer
+    worked = {"solution": solution} if is_worked else {}
     return {"prompt": prompt, "answer": answer, "row": {**worked, **row, "answer": answer}}
 
 
@@ -409,10 +380,11 @@ def is_balanced(text: str) -> bool:
 
 def nested(row: dict, key: str):
     """The value of the nested key a.b.c; None if it is missing."""
-    value = row if key not in row else {key: row[key]}
-    for name in [key] if key in row else key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
+    if key in row:
+        return row[key]
+    for name in key.split("."):
+        row = row.get(name) if isinstance(row, dict) else None
+    return row
 
 
 def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
@@ -426,10 +398,8 @@ def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
             if all(isinstance(x, str) for m in messages for x in m.values()):
                 return messages
     named = f"`{key}`" if key else "`problem` or `question`"
-    raise UserError(
-        f"{place}: no {named} text; add one"
-        + ("" if key else ", or name the column with --columns=prompt=NAME")
-    )
+    hint = "" if key else ", or name the column with --columns=prompt=NAME"
+    raise UserError(f"{place}: no {named} text; add one{hint}")
 
 
 def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
@@ -476,11 +446,6 @@ def final_answer(answer: str) -> str:
     return re.sub(r"^\s+(?![a-z])", "", answer.rstrip())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Multiple choice
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def choices_of(row: dict) -> list[str]:
     """The choices of a row in the formats of ARC, MMLU, MMLU-Pro and GPQA; [] if it has no
     choices."""
@@ -488,15 +453,11 @@ def choices_of(row: dict) -> list[str]:
         value = row.get(name)
         if isinstance(value, dict):
             value = value.get("text")
-        if (
-            isinstance(value, list)
-            and len(value) > 1
-            and all(type(x) in (str, int, float) for x in value)
-        ):
+        is_list = isinstance(value, list) and len(value) > 1
+        if is_list and all(type(x) in (str, int, float) for x in value):
             return [written(x).strip() for x in value]
-    four = [
-        row.get(name) for name in ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
-    ]
+    names = ["Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3))]
+    four = [row.get(name) for name in names]
     return [x.strip() for x in four] if all(isinstance(x, str) for x in four) else []
 
 
@@ -515,12 +476,10 @@ def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: st
     if key in ("", "answer"):
         at = row.get("answer_index", at)
     if type(at) is not int or not 0 <= at < len(listed):  # MMLU and MMLU-Pro count from 0
+        pairs = [(listed, answer), (list(LETTERS[: len(listed)]), answer.upper())]
         if labels and answer in labels:  # ARC: A to E, or 1 to 5
-            indices = {labels.index(answer)}
-        else:
-            letters = list(LETTERS[: len(listed)])
-            pairs = ((listed, answer), (letters, answer.upper()))
-            indices = {names.index(x) for names, x in pairs if x in names}
+            pairs = [(labels, answer)]
+        indices = {names.index(x) for names, x in pairs if x in names}
         need(
             len(indices) == 1,
             f"{place}: the `{key or 'answer'}` is {answer}, which does not name exactly one of the {len(listed)} "

@@ -24,9 +24,8 @@ def numbers_in(text: str) -> list[int]:
 
 def conversation(*texts: str) -> list[dict]:
     """Messages of user and assistant in turn."""
-    return [
-        {"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)
-    ]
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 class Calculator:
@@ -52,10 +51,8 @@ class Calculator:
 
     def reward(self, row: dict, text: str, finish_reason: str) -> dict[str, float]:
         answers = numbers_in(text.rpartition(")")[2])
-        return {
-            "called": 0.2 * ("calc(" in text),
-            "right": float(answers[-1:] == [int(row["answer"])]),
-        }
+        right = float(answers[-1:] == [int(row["answer"])])
+        return {"called": 0.2 * ("calc(" in text), "right": right}
 
 
 class WordProblems(Calculator):

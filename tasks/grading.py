@@ -17,13 +17,14 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from numbers import Real
 from pathlib import Path
 
 from machinery.flags import from_environment, need, shortened
-from tasks.builtin import loaded
+from tasks.builtin import BUILT_IN
 
 CHUNK = 16  # maximum number of answers that a process gets at once
 MEMORY = 4 << 30  # bytes of address space of each process
@@ -44,31 +45,39 @@ class Failure:
 
 
 def grading_process(fd: int) -> None:
-    """The main function of a grading process: receive calls and send results, until the other end
-    of the socket `fd` closes.
-
-    The process ignores Ctrl-C and SIGTERM, which the parent handles."""
+    """Receive calls and send results, until the other end of the socket `fd` closes. The parent
+    handles Ctrl-C and SIGTERM."""
     import resource
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    pid = os.getpid()
+
+    def send(result: tuple) -> None:
+        if os.getpid() != pid:  # a child that the user's code forked never answers
+            os._exit(0)
+        connection.send(result)
+
     with Connection(fd) as connection, contextlib.suppress(EOFError, OSError):
         while True:
             name, calls, seconds = connection.recv()
             try:  # load outside the time limit of the call
                 function = function_of(name)
             except BaseException as e:  # the file is the user's: it may do anything
-                connection.send(("unloadable", described(e)))
+                send(("unloadable", described(e)))
                 continue
-            answers = text_of if name.endswith(".reply") else number_of
+            convert = text_of if name.endswith(".reply") else number_of
             for call in calls:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
                 signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
-                result = value_of(function, call, answers)
+                try:
+                    result = ("value", convert(function(*call)))
+                except BaseException as e:  # KeyboardInterrupt and SystemExit too
+                    result = ("failed", described(e))
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                connection.send(result)
+                send(result)
 
 
 @functools.cache  # with several parts of --reward a process gets calls of each in turn
@@ -77,7 +86,8 @@ def function_of(name: str):
     FILE.py:CLASS.METHOD."""
     path, colon, attribute = name.rpartition(":")
     if not colon:
-        return loaded(name)
+        BUILT_IN[name]({"answer": "1"}, "\\boxed{1}", "stop")  # loads its libraries
+        return BUILT_IN[name]
     owner, dot, method = attribute.partition(".")
     target = attribute_of(path, owner)
     return getattr(target(), method) if dot else target
@@ -95,15 +105,6 @@ def attribute_of(path: str, name: str):
     return getattr(module, name)
 
 
-def value_of(function, call, convert):
-    """The result of the function for one response: ("value", converted value) or ("failed",
-    reason)."""
-    try:
-        return "value", convert(function(*call))
-    except BaseException as e:  # KeyboardInterrupt and SystemExit too
-        return "failed", described(e)
-
-
 class ResultError(Exception):
     """A function returned a value of the wrong type."""
 
@@ -111,10 +112,11 @@ class ResultError(Exception):
 def number_of(value):
     """A reward: a float, or a dict of floats."""
     numbers = list(value.values()) if isinstance(value, dict) else [value]
-    if not all(is_number(x) and math.isfinite(x) for x in numbers):
-        raise ResultError(
-            f"it returned {repr(value)[:100]}, which is neither a finite number nor a dict of them"
-        )
+    # booleans of numpy are not Real, and numpy need not be loaded here
+    is_number = [isinstance(x, Real) or type(x).__name__ in ("bool", "bool_") for x in numbers]
+    if not all(is_number) or not all(map(math.isfinite, numbers)):
+        wanted = "which is neither a finite number nor a dict of them"
+        raise ResultError(f"it returned {repr(value)[:100]}, {wanted}")
     if isinstance(value, dict):
         return {str(k): float(x) for k, x in value.items()}
     return float(value)
@@ -127,22 +129,14 @@ def text_of(value) -> str:
     return value or ""
 
 
-def is_number(x) -> bool:
-    """Whether this is a number or a boolean of Python or numpy. numpy need not be loaded here."""
-    return isinstance(x, Real) or type(x).__name__ in ("bool", "bool_")
-
-
 def described(e: BaseException) -> str:
     """An exception in one line, with the line of the user's code that raised it."""
     if isinstance(e, ResultError):
         return str(e)
     place = ""
-    at = e.__traceback__
-    while at is not None:
-        file = Path(at.tb_frame.f_code.co_filename)
-        if at.tb_frame.f_globals.get("__name__", "").startswith("user_"):
-            place = f" ({file.name}, line {at.tb_lineno})"
-        at = at.tb_next
+    for frame, line in traceback.walk_tb(e.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith("user_"):
+            place = f" ({Path(frame.f_code.co_filename).name}, line {line})"
     return f"{type(e).__name__}: {shortened(e)}{place}"
 
 
@@ -163,13 +157,10 @@ class Grader:
         fd = theirs.fileno()
         root = str(Path(__file__).resolve().parent.parent)
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        code = f"from tasks.grading import grading_process; grading_process({fd})"
         # sympy iterates over sets in an order that depends on the hash seed, so the seed is fixed
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"from tasks.grading import grading_process; grading_process({fd})",
-            ],
+            [sys.executable, "-c", code],
             env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)},
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
@@ -218,8 +209,7 @@ class Grader:
 
 
 class Graders:
-    """Grading processes, each with a thread during a call of `grade`. `graders()` returns the only
-    instance."""
+    """Grading processes, each with a thread during a call of `grade`."""
 
     def __init__(self, size: int):
         self.processes = [Grader() for _ in range(size)]
@@ -233,35 +223,31 @@ class Graders:
         size = max(1, min(CHUNK, len(calls) // (4 * len(self.processes))))
         todo = iter(range(0, len(calls), size))  # shared by the threads
         over = threading.Event()
-
-        def work(grader: Grader) -> None:
-            for start in todo:
-                done, end = start, min(start + size, len(calls))
-                while done < end:
-                    with grader.lock:
-                        if over.is_set():
-                            return
-                        results = grader.values(function, calls[done:end], seconds)
-                    values[done : done + len(results)] = results
-                    done += len(results)
-
-        self._run(work, self.processes[: len(calls)], over)
-        return values
-
-    def _run(self, work, used: list[Grader], over: threading.Event) -> None:
-        """work(grader) in a thread for each grader. After an exception, such as Ctrl-C, set `over`
-        and end the processes, so that the threads end.
-
-        No futures: the exception of a signal handler could leave their locks held forever."""
         errors = []
 
-        def caught(grader: Grader) -> None:
+        def work(grader: Grader) -> None:
             try:
-                work(grader)
+                for start in todo:
+                    done, end = start, min(start + size, len(calls))
+                    while done < end:
+                        with grader.lock:
+                            if over.is_set():
+                                return
+                            results = grader.values(function, calls[done:end], seconds)
+                        values[done : done + len(results)] = results
+                        done += len(results)
             except BaseException as e:
                 errors.append(e)
 
-        threads = [threading.Thread(target=caught, args=[grader], daemon=True) for grader in used]
+        # no futures: the exception of a signal handler could leave their locks held forever
+        used = self.processes[: len(calls)]
+        threads = [threading.Thread(target=work, args=[x], daemon=True) for x in used]
+        self._run(threads, errors, over)
+        return values
+
+    def _run(self, threads: list[threading.Thread], errors: list, over: threading.Event) -> None:
+        """Run the threads, and raise their first error. After an exception, such as Ctrl-C, set
+        `over` and end the processes, so that the threads end."""
         try:
             for thread in threads:
                 thread.start()

@@ -36,14 +36,13 @@ def unasked(task, prompts: list[str]) -> str:
     --reward=think, if the prompt has begun or ended the thinking; else ""."""
     for part in task.reward.parts:
         for mark in ASKED_BY.get(part.name, ()):
-            silent = [prompt for prompt in prompts if mark not in prompt]
-            if not silent:
-                continue
-            return (
-                f"--reward={part.name} reads {mark} in a response, and {len(silent)} of {len(prompts)} prompts do not "
-                "ask for it; print a prompt with eval.py --show_prompt, or ask for it with "
-                "--prompt_template or --system_prompt"
-            )
+            silent = sum(mark not in prompt for prompt in prompts)
+            if silent:
+                return (
+                    f"--reward={part.name} reads {mark} in a response, and {silent} of {len(prompts)} prompts "
+                    "do not ask for it; print a prompt with eval.py --show_prompt, or ask for it with "
+                    "--prompt_template or --system_prompt"
+                )
         if part.name == "think" and re.search(BEGUN, prompts[0]):
             return (
                 "--reward=think reads <think> in a response, and the prompt has begun or ended the thinking; let the "
@@ -114,9 +113,8 @@ def grade_gold(task) -> dict:
         verdicts = right(task, problems, answers)
         for p, answer, verdict in zip(problems, answers, verdicts, strict=True):
             if verdict != wanted:
-                print(
-                    f"{kind} answer graded {'right' if verdict else 'wrong'}: {answer} for {p.answer}"
-                )
+                graded = "right" if verdict else "wrong"
+                print(f"{kind} answer graded {graded}: {answer} for {p.answer}")
         result[kind] = sum(verdicts) / task.size
         print(f"{task.name}: {sum(verdicts)} of {task.size} {kind} answers graded right by {name}")
     return result

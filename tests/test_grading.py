@@ -326,6 +326,11 @@ def forks(row, text, finish_reason):
         os.waitpid(child, 0)
     return 1.0
 
+def forks_once(row, text, finish_reason):
+    if text == row["at"] and os.fork() == 0:
+        return -1.0
+    return float(text)
+
 ends = lambda row, text, finish_reason: os._exit(4) if text == "end" else 1.0
 killed = lambda row, text, finish_reason: os.kill(os.getpid(), 9) if text == "end" else 1.0
 leaves = lambda row, text, finish_reason: sys.exit(3) if text == "end" else 1.0
@@ -385,6 +390,14 @@ def test_the_readmes_examples(tmp_path):
 
 
 @pytest.mark.timeout(40)
+@pytest.mark.parametrize("at", ["0", "7", "39"])
+def test_a_child_that_a_reward_forks_answers_nothing(custom, at):
+    """Each response has its own reward, twice over."""
+    answers = [Answer(problem("", at=at), str(n), True) for n in range(40)]
+    for _ in range(2):
+        assert custom("forks_once").of(answers)[0] == [float(n) for n in range(40)]
+
+
 @pytest.mark.parametrize("name", ["sleeps", "forks"])
 def test_a_waiting_function_is_ended_with_its_child_processes(custom, tmp_path, monkeypatch, pool, name):
     """The clock ends it and its child. A fork in a new session stays; its open connection blocks nothing."""

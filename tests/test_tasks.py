@@ -49,7 +49,7 @@ def test_arithmetic_is_verifiable_deterministic_and_split(operand, total):
         text = task.solution(p)
         assert (task.reward(p, text, True), task.reward(p, text, False)) == (1.0, 0.0)
         ids = tokenizer.encode(text)
-        assert len(ids) + 1 <= task.max_response() and len(tokenizer.encode(p.prompt)) <= task.max_prompt()
+        assert len(ids) + 1 <= task.max_response() and len(tokenizer.encode(p.prompt)) <= task.fit(tokenizer)
         assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
 
 

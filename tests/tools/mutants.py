@@ -151,7 +151,7 @@ TESTS = {
 
 MUTANTS = {
     "tasks/preflight.py": [
-        ("for prompt in prompts if mark not in prompt]", "for prompt in prompts if mark in prompt]"),
+        ("sum(mark not in prompt for", "sum(mark in prompt for"),
     ],
     "machinery/settings.py": [
         ("sorted(given - free", "("),
@@ -421,7 +421,7 @@ MUTANTS = {
     "tasks/prompts.py": [
         ("if chat.date:", "if False:"),
         ("if mark in self.template]", "]"),
-        ("            ids += listed_ends(path)", "            pass"),
+        ("        ids += listed", "        pass"),
         ("add_special_tokens=not templated[0]", "add_special_tokens=True"),
     ],
     "tasks/rewards.py": [
