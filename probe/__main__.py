@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> dict:
         "python -m probe --model=FOLDER --key=value ...  (--rollouts=FILE --help: of a dump)",
     )
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(ProbeFlags, argv)})
-    cfg = filled(cfg, ("max_tokens",))
+    cfg = filled(cfg)
     if cfg.actor == "none":
         cfg = replace(cfg, actor="")
     if cfg.out:
