@@ -3,10 +3,6 @@
 A batch is B rows of prompt, response and padding, in this order, so that causal attention needs no
 mask: no prompt or response token attends to padding. Quantities of response tokens are (B, T);
 position t is the t-th response token, independent of the prompt length.
-
-    collate            groups -> Batch
-    micro_batches      rows of a batch -> micro-batches within a token budget
-    write_ref_columns  store the results of the ref pass with the groups
 """
 
 from __future__ import annotations
@@ -17,8 +13,7 @@ import numpy as np
 import torch
 
 from config import Config
-from rollout import Response, Rollout, uniforms
-from sampling import Sampling
+from rollout import Rollout, uniforms
 
 
 @dataclass(frozen=True)
@@ -262,23 +257,6 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
     return batch
 
 
-def of_rows(ids: np.ndarray, cfg: Config) -> Batch:
-    """Convert sequences (rows, length) to a batch that scores all tokens but the first, at
-    temperature 1."""
-    nothing = {
-        "topk_ids": np.zeros((ids.shape[1] - 1, 0), np.int32),
-        "topk_logp": np.zeros((ids.shape[1] - 1, 0)),
-    }
-    groups = []
-    for row in ids.astype(np.int32):
-        zero = np.zeros(len(row) - 1, np.float32)
-        response = Response(row[1:], zero == 0, zero, finish_reason="length", **nothing)
-        groups.append(
-            Rollout(("", 0, 0), "", row[:1], Sampling(), "", "", 0, "", 0.0, 0.0, [response])
-        )
-    return collate(groups, replace(cfg, router_replay=False, mask_cut=False))
-
-
 def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tensor:
     """Pad B arrays (length, ...) at the end to (B, T, ...); T = 0: the longest length. dtype:
     default float32, or bool if `fill` is."""
@@ -325,23 +303,16 @@ def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int
         return tokens
 
     parts: list[list[int]] = []
-    for row in longest_first(width, group, share):
+    order = sorted(range(len(width)), key=lambda row: -width[row])
+    if share:  # whole groups, by decreasing longest width
+        longest = {group[row]: width[row] for row in reversed(order)}
+        order.sort(key=lambda row: (-longest[group[row]], group[row]))
+    for row in order:
         if parts and cost([*parts[-1], row]) <= budget:
             parts[-1].append(row)
         else:
             parts.append([row])
     return [sorted(rows) for rows in parts], sum(map(cost, parts))
-
-
-def longest_first(width: list[int], group: list[int], share: bool) -> list[int]:
-    """Row indices by decreasing width; with `share`, whole groups by decreasing longest width."""
-    rows = range(len(width))
-    if not share:
-        return sorted(rows, key=lambda row: -width[row])
-    longest: dict[int, int] = {}
-    for name, tokens in zip(group, width, strict=True):
-        longest[name] = max(tokens, longest.get(name, 0))
-    return sorted(rows, key=lambda row: (-longest[group[row]], group[row], -width[row]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -355,11 +326,9 @@ def write_ref_columns(groups: list[Rollout], columns: dict[str, torch.Tensor]) -
     host = {name: x.cpu().numpy() for name, x in columns.items()}
     first = 0  # row of the group's first response
     for group in groups:
+        rows = list(enumerate(group.responses, first))
         group.ref = {
-            name: [
-                x[first + i, : len(response.tokens)].copy()
-                for i, response in enumerate(group.responses)
-            ]
+            name: [x[row, : len(response.tokens)].copy() for row, response in rows]
             for name, x in host.items()
         }
         first += len(group.responses)

@@ -172,9 +172,7 @@ class DelaySource(LocalSource):
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups, with the weights that the samplers have now."""
         self.reload(learner_version)
-        groups = self.with_spread(n_groups, self.sample_next)
-        self.engine.sleep()
-        return groups
+        return super().next(n_groups, learner_version)
 
     def sample_next(self, n_groups: int) -> list[Rollout]:
         """The next n groups, each by the sampler with the fewest groups."""

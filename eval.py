@@ -66,29 +66,19 @@ def mean_se(x) -> tuple[float, float]:
     return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
 
 
-def solve(
-    engine,
-    task,
-    tokenizer,
-    indices,
-    samples: int,
-    sampling: Sampling,
-    seed: int,
-    ends: list[int],
-    write=None,
-):
-    """Sample and grade `samples` responses to each held-out problem. Returns correctness (0 or 1),
-    (len(indices), samples), and the mean length in tokens.
+def solve(engine, one: EvalSet, tokenizer, indices, sampling: Sampling, seed, ends, write=None):
+    """Sample and grade responses to problems of a held-out set. Returns correctness (0 or 1),
+    (len(indices), one.samples), and the mean length in tokens.
 
-    indices: problem numbers. ends: tokens that end a response (prompts.stop_ids). write(problem,
-    group): callback for each problem's graded responses."""
+    indices: problem numbers. sampling: see `drawn_as`. ends: tokens that end a response
+    (prompts.stop_ids). write(problem, group): callback for each problem's graded responses."""
+    task, samples, sampling = one.task, one.samples, drawn_as(one, sampling)
     right, lengths, chunk = [], [], tasks.at_once(samples)
     rounds = -(-len(indices) // chunk)
     bar = tqdm(total=rounds, desc="evaluate", leave=False, disable=rounds < 2)
     start = 0
-    while engine.any_rank(
-        start < len(indices)
-    ):  # ranks sharing one engine must all call generate, even with no prompts
+    # ranks sharing one engine must all call generate, even with no prompts
+    while engine.any_rank(start < len(indices)):
         problems = [task.problem("test", i) for i in indices[start : start + chunk]]
         prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
         seeds = [
@@ -155,17 +145,8 @@ def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
     for eval_set in run.eval_sets:
         n = n_problems(eval_set.task, cfg.eval_problems)
         indices = list(range(learner.comm.rank, n, learner.comm.size))
-        plain = drawn_as(eval_set, Sampling())
-        right, _ = solve(
-            engine,
-            eval_set.task,
-            run.tokenizer,
-            indices,
-            eval_set.samples,
-            plain,
-            cfg.seed,
-            run.stop_ids,
-        )
+        model = (run.tokenizer, indices, Sampling(), cfg.seed, run.stop_ids)
+        right, _ = solve(engine, eval_set, *model)
         score = right.mean(1) if indices else np.zeros(0)
         total, squares = learner.comm.sum([score.sum(), (score**2).sum()])
         mean = total / n
@@ -254,12 +235,8 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     """Open the task sets and the model, and check them. UserError: one sentence.
 
     problems: default of --problems. sampler: folder of a different model that samples."""
-    defaults = {
-        "samples": cfg.samples,
-        "temperature": cfg.temperature,
-        "max_tokens": cfg.max_tokens,
-    }
-    sets = eval_sets(cfg, "task", defaults)
+    defaults = ("samples", "temperature", "max_tokens")
+    sets = eval_sets(cfg, "task", {flag: getattr(cfg, flag) for flag in defaults})
     folder = find_model(cfg, "model", cfg.role)
     one_model = Path(cfg.model) not in Path(folder).parents
     need(
@@ -314,12 +291,9 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
 def evaluate(cfg: EvalFlags) -> dict:
     """Sample, grade, and print pass@k with standard errors for each set. Returns the results."""
     check(cfg, greedy=True)
+    no_learner = "an evaluation has no learner; use python -m probe"
     for name in ("learner_quant", "exact", "router_replay"):
-        value = getattr(cfg, name)
-        need(
-            value in (False, "none"),
-            f"--{name}={value}: an evaluation has no learner; use python -m probe",
-        )
+        flags.need_each(cfg, (getattr(cfg, name) in (False, "none"), name, no_learner))
     setup = open_setup(cfg, PROBLEMS)
     ks = {eval_set.label: ks_of(cfg.k, eval_set.samples) for eval_set in setup.sets}
     if cfg.out:
@@ -333,10 +307,9 @@ def evaluate(cfg: EvalFlags) -> dict:
     results = []
     for eval_set in setup.sets:
         indices = range(n_problems(eval_set.task, setup.most))
-        plain = drawn_as(eval_set, Sampling.of(cfg))
-        request = (eval_set.samples, plain, cfg.seed, setup.stop_ids)
+        request = (indices, Sampling.of(cfg), cfg.seed, setup.stop_ids)
         write = partial(write_responses, path, eval_set.label, setup.tokenizer) if cfg.out else None
-        right, length = solve(engine, eval_set.task, setup.tokenizer, indices, *request, write)
+        right, length = solve(engine, eval_set, setup.tokenizer, *request, write)
         results.append(scores(eval_set, right, length, ks[eval_set.label]))
     engine.close()
     first = {"model": setup.folder, "task": cfg.task}
@@ -405,20 +378,15 @@ def show_prompt(cfg: EvalFlags) -> dict:
     return {}
 
 
-def filled(cfg: ModelFlags, required: tuple[str, ...]) -> ModelFlags:
-    """The flags with defaults filled in. UserError: a flag of `required` is not set, and the model
-    is not a toy model."""
+def filled(cfg: ModelFlags) -> ModelFlags:
+    """The flags with defaults filled in. UserError: --max_tokens is not set, and the model is not a
+    toy model."""
     is_custom = cfg.model.strip() and not cfg.model.startswith("base:")
-    missing = [
-        f"--{flag}={PROPOSED[flag]}"
-        for flag in required
-        if is_custom and getattr(cfg, flag) is None
-    ]
-    flags_of_ours = {"max_tokens", *required} | (set() if is_custom else {"dtype"})
-    cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in flags_of_ours})
-    if missing:
+    if is_custom and cfg.max_tokens is None:
         find_model(cfg, "model", cfg.role)  # raises for a wrong name
-    check_named(cfg.model, missing)
+        check_named(cfg.model, [f"--max_tokens={PROPOSED['max_tokens']}"])
+    flags_of_ours = ("max_tokens",) if is_custom else ("max_tokens", "dtype")
+    cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in flags_of_ours})
     if cfg.dtype is None:
         model = cfg.model if is_hub_id(cfg.model) else find_model(cfg, "model", cfg.role)
         cfg = replace(cfg, dtype=models.own_dtype(model))
@@ -429,7 +397,7 @@ def main(argv: list[str] | None = None) -> dict:
     """Run the command; return the result, which --out writes. UserError: one sentence."""
     cfg = parse_flags(EvalFlags, argv, "python eval.py --model=FOLDER --key=value ...")
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(EvalFlags, argv)})
-    cfg = filled(cfg, ("max_tokens",))
+    cfg = filled(cfg)
     if cfg.out:
         check_result("out", cfg.out)
     if cfg.grade_gold:

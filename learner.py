@@ -46,11 +46,7 @@ from model import (
     routers_of,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The learner
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+COUNTERS = ("version", "skipped", "skipped_in_a_row", "rejected")  # in a checkpoint
 MAX_SKIPS = 5  # consecutive non-finite updates that stop a run; float16 overflows do not count
 
 
@@ -190,12 +186,6 @@ class Learner:
 
     # -- one optimizer step ------------------------------------------------------------------------
 
-    def update(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
-        """`backward` and `step` on this rank's share of a batch. Returns the metrics over all
-        ranks."""
-        logged = self.backward(batch, stats)
-        return logged | self.step(logged)
-
     def backward(self, batch: Batch, stats: objectives.StepStats) -> dict[str, float]:
         """Write the gradient of a batch's loss over all ranks to .grad; return the metrics."""
         cfg = self.cfg
@@ -221,18 +211,13 @@ class Learner:
                 with torch.no_grad():
                     observe(sums, new, batch_ref, stats, logs, cfg)
         self.models.end_replay()
-        self._unscale()
-        logged = derive(sums.reduce(self.comm))
-        return logged | {"loss": self.comm.sum([total])[0]}
-
-    def _unscale(self) -> None:
-        """Unscale the gradients. The loss scale halves after an overflow and doubles after 2,000
-        updates without one. The loss scale is the same on all ranks."""
-        if not self.scaler.is_enabled():
-            return
         for optimizer in chain.from_iterable(self.optimizers.values()):
             self.scaler.unscale_(optimizer)
+        # halves the loss scale after an overflow, doubles it after 2,000 updates without one; the
+        # loss scale is the same on all ranks
         self.scaler.update()
+        logged = derive(sums.reduce(self.comm))
+        return logged | {"loss": self.comm.sum([total])[0]}
 
     def dot(self, a, b) -> float:
         """<a, b> of two directions in a model's weights, the same number on every rank. a, b: one
@@ -338,39 +323,24 @@ class Learner:
         dequantized weights, and remote samplers get unquantized weights, which they quantize. If
         all engine weights have one 16-bit dtype (`engine_type`), unquantized matrices of dense
         models are cast to it before gathering."""
-        whole_of = self._whole_for_engine(name, packed)
-        if not self._quantizes(packed):
-            return Published(lambda: self.named_tensors(name, whole_of))
         model = getattr(self.models, name)
-        return Published(
-            lambda: quant.for_engine(self.named_tensors(name), model, self.rollout_format, packed)
-        )
-
-    def _quantizes(self, packed: bool) -> bool:
-        """Whether published matrices are low-bit."""
-        return self.rollout_format is not None and (self.cfg.samplers == "local" or packed)
-
-    def _whole_for_engine(self, name: str, packed: bool):
-        """The function that gathers a published tensor from all ranks."""
-        routes = routers_of(getattr(self.models, name))  # some engines keep routers in float32
-        dtype = None if routes or self._quantizes(packed) else engine_type(self.cfg)
-        return partial(whole_in, dtype) if dtype else whole
+        if self.rollout_format is not None and (self.cfg.samplers == "local" or packed):
+            fmt = self.rollout_format
+            return Published(lambda: quant.for_engine(self.named_tensors(name), model, fmt, packed))
+        # some engines keep routers in float32
+        dtype = None if routers_of(model) else engine_type(self.cfg)
+        return Published(lambda: self.named_tensors(name, partial(whole_in, dtype)))
 
     def state_dict(self) -> dict:
         """Counters and the state of the loss scaler; `trained` returns weights and optimizer
         states."""
-        counters = ("version", "skipped", "skipped_in_a_row", "rejected")
-        return {
-            **{name: getattr(self, name) for name in counters},
-            "scaler": self.scaler.state_dict(),
-        }
+        return {**{n: getattr(self, n) for n in COUNTERS}, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the state of `state_dict`."""
-        for counter in ("version", "skipped", "skipped_in_a_row", "rejected"):
+        for counter in COUNTERS:
             setattr(self, counter, state[counter])
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
+        self.scaler.load_state_dict(state["scaler"])
 
     def trained(self, name: str) -> dict[str, torch.Tensor]:
         """Trainable weights (model/weight) and optimizer states (model/weight/kind) of one model on
@@ -424,6 +394,6 @@ def engine_type(cfg: Config) -> torch.dtype | None:
     return None if others or cfg.rollout_dtype == "float32" else getattr(torch, cfg.rollout_dtype)
 
 
-def whole_in(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-    """`whole`, with matrices cast to this dtype first."""
-    return whole(x.detach().to(dtype) if x.ndim > 1 else x)
+def whole_in(dtype: torch.dtype | None, x: torch.Tensor) -> torch.Tensor:
+    """`whole`, with matrices cast to this dtype first, if there is one."""
+    return whole(x.detach().to(dtype) if dtype and x.ndim > 1 else x)

@@ -17,7 +17,7 @@ import textwrap
 
 from config import Config
 from machinery.flags import run_command
-from machinery.measure import Derived, Max, Mean, Means, Sums, View, k3
+from machinery.measure import Derived, Max, Mean, Sums, View, ess, k3
 from model import FLOOR
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ WEIGHTS = [
     Mean("_wk2", lambda v: v.applied**2),
     Derived(
         "rollout_corr/rollout_is_eff_sample_size",
-        lambda m: m.ess("_wk", "_wk2"),
+        lambda m: ess(m["_wk"], m["_wk2"]),
         "(sum w)^2 / (n sum w^2) of weight x keep; 1: all tokens count equally; for --ratio_base=inf or group the "
         "weight includes the unclipped ratio",
     ),
@@ -109,7 +109,7 @@ WEIGHTS = [
     ),
     Derived(
         "rollout_corr/seq_eff_sample_size",
-        lambda m: m.ess("_R", "_R2"),
+        lambda m: ess(m["_R"], m["_R2"]),
         "relative effective sample size (ESS / N) of R over responses; misleading if seq_clamped_fraction is high: all "
         "responses at the clamp have weight e^20 or e^-20, and equal weights give 1",
     ),
@@ -342,13 +342,9 @@ def observe(sums: Sums, new, batch, stats, logs, cfg: Config) -> None:
     sums.constant("_distill", stats.distill_lambda)
 
 
-def derive(m: Means) -> dict[str, float]:
-    """The logged metrics: means, maxima and `Derived` rows. error/* are omitted if the batch has no
-    token in their domain."""
-    empty = {name for name in m.pairs if name.startswith("error/") and m.count(name) == 0}
-    out = {
-        name: value for name, value in m.items() if not name.startswith("_") and name not in empty
-    }
+def derive(m: dict[str, float]) -> dict[str, float]:
+    """The logged metrics: the means and maxima of `Sums.reduce`, and `Derived` rows."""
+    out = {name: value for name, value in m.items() if not name.startswith("_")}
     derived = {row.name: row.formula(m) for row in ROWS if isinstance(row, Derived)}
     return out | {name: value for name, value in derived.items() if value is not None}
 
@@ -360,19 +356,14 @@ def derive(m: Means) -> dict[str, float]:
 
 def page() -> str:
     """Names and meanings of all metrics."""
+    wrapper = textwrap.TextWrapper(118, initial_indent="  ", subsequent_indent=" " * 48)
+    rows_of = {title: [(r.name, r.meaning) for r in rows] for title, rows in SECTIONS.items()}
     lines = []
-    for title, rows in SECTIONS.items():
-        lines += ["", title, *entries({row.name: row.meaning for row in rows if row.meaning})]
-    return "\n".join([*lines, "", "Logged by other files", *entries(ELSEWHERE)]).strip()
-
-
-def entries(named: dict[str, str]) -> list[str]:
-    out = []
-    for name, meaning in named.items():
-        out += textwrap.wrap(
-            f"{name:46s}{meaning}", 118, initial_indent="  ", subsequent_indent=" " * 48
-        )
-    return out
+    for title, rows in {**rows_of, "Logged by other files": ELSEWHERE.items()}.items():
+        lines += ["", title]
+        for name, meaning in filter(all, rows):  # rows without a meaning are not logged
+            lines += wrapper.wrap(f"{name:46s}{meaning}")
+    return "\n".join(lines).strip()
 
 
 if __name__ == "__main__":

@@ -45,18 +45,17 @@ class Response:
 class Rollout:
     """One group: G responses to one prompt by one model at one weight version."""
 
-    uid: tuple[
-        str, int, int
-    ]  # sampler, incarnation (number of its restarts), sequence number: unique
+    # sampler, incarnation (number of its restarts), sequence number: unique
+    uid: tuple[str, int, int]
     prompt_id: str
     prompt_ids: np.ndarray  # int32 [P]
     sampling: Sampling
-    model: str  # the model that sampled: "policy" or "actor"
-    precision: str  # of the sampling engine, e.g. "float32"
-    version: int  # of the sampling weights: number of learner updates
-    digest: str  # of the sampling weights, as the engine received them
-    t_start: float  # start and end of sampling, in seconds since the epoch by the sampler's clock
-    t_end: float
+    model: str = "policy"  # the model that sampled: "policy" or "actor"
+    precision: str = "float32"  # of the sampling engine
+    version: int = 0  # of the sampling weights: number of learner updates
+    digest: str = ""  # of the sampling weights, as the engine received them
+    t_start: float = 0.0  # start and end of sampling, seconds since the epoch, sampler's clock
+    t_end: float = 0.0
     responses: list[Response] = field(default_factory=list)
     # Columns of the ref pass (batching.write_ref_columns): name -> one array per response.
     ref: dict[str, list[np.ndarray]] = field(default_factory=dict)
@@ -70,17 +69,8 @@ def as_groups(
     prompts[i].
 
     key: part of the uids that distinguishes these groups from all other groups."""
-    about = dict(
-        sampling=sampling,
-        model="policy",
-        precision=precision,
-        version=0,
-        digest="",
-        t_start=0.0,
-        t_end=0.0,
-    )
     return [
-        Rollout((key, 0, i), prompt_id=str(i), prompt_ids=prompt, responses=rows, **about)
+        Rollout((key, 0, i), str(i), prompt, sampling, precision=precision, responses=rows)
         for i, (prompt, rows) in enumerate(zip(prompts, responses, strict=True))
     ]
 
@@ -107,6 +97,5 @@ def probe_ids(context: int, vocabulary: int) -> np.ndarray:
 
 def request_seed(*key) -> int:
     """A 63-bit seed for one response: a hash of `key`."""
-    return (
-        int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-    )
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -126,29 +126,24 @@ class LocalSource:
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """Sample and grade the next n groups with the newest published weights.
 
+        With --dynamic_sampling (DAPO, Eq. 11), groups with equal rewards are set aside and new
+        prompts are sampled, up to the number of rounds; groups set aside fill missing places.
         stop: nonempty if the run must end, for sources that wait (remote/source.py)."""
-        groups = self.with_spread(n_groups, self.sample_next)
+        groups, aside = [], []
+        for _ in range(max(1, self.resample)):
+            if not self.engine.any_rank(len(groups) < n_groups):
+                break
+            for group in self.sample_next(n_groups - len(groups)):
+                (aside if self.resample and not has_spread(group) else groups).append(group)
+        missing = n_groups - len(groups)
+        self.no_spread += len(aside) - missing
         self.engine.sleep()
-        return groups
+        return groups + aside[:missing]
 
     def sample_next(self, n_groups: int) -> list[Rollout]:
         numbers = range(self.sequence, self.sequence + n_groups)
         self.sequence += n_groups
         return self.sample(numbers)
-
-    def with_spread(self, n_groups: int, sample) -> list[Rollout]:
-        """n groups from sample(n). With --dynamic_sampling (DAPO, Eq. 11), groups with equal
-        rewards are set aside and new prompts are sampled, up to the number of rounds; groups set
-        aside fill missing places."""
-        groups, aside = [], []
-        for _ in range(max(1, self.resample)):
-            if not self.engine.any_rank(len(groups) < n_groups):
-                break
-            for group in sample(n_groups - len(groups)):
-                (aside if self.resample and not has_spread(group) else groups).append(group)
-        missing = n_groups - len(groups)
-        self.no_spread += len(aside) - missing
-        return groups + aside[:missing]
 
     def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
         """(problem number, uid) of this source's i-th group.
@@ -160,11 +155,9 @@ class LocalSource:
     def sample(self, numbers) -> list[Rollout]:
         """Sample and grade the groups with these numbers, with the engine's current weights."""
         start = time.time()
-        problems, uids = [], []
-        for i in numbers:
-            number, uid = self.identify(i)
-            problems.append(self.task.problem("train", number))
-            uids.append(uid)
+        identities = [self.identify(i) for i in numbers]
+        problems = [self.task.problem("train", number) for number, _ in identities]
+        uids = [uid for _, uid in identities]
         prompts = [np.array(encode(self.tokenizer, problem), np.int32) for problem in problems]
         seeds = [self.seeds(uid) for uid in uids]
         tools = (self.engine, self.task, self.tokenizer)

@@ -1,7 +1,7 @@
 """Weight sync: load new weights into an engine and check that the engine has them.
 
-The most common silent failure in this field is an engine that keeps sampling from old weights:
-training continues, the mismatch grows, and nothing reports it. Two checks detect it.
+An engine that keeps sampling from old weights fails silently: training continues and the mismatch
+grows. Two checks detect it.
 
 Bytes, at every sync. The checksum of an engine tensor must equal the sum of its published parts'
 checksums. At RL learning rates 99 % of the bytes of a bfloat16 model stay the same from one version
@@ -28,10 +28,8 @@ deviation. On the first rollouts the probabilities of sampled tokens are compare
 
 The noise floor f is measured on the same model and sequences, with one more forward pass in which
 each module's output is perturbed by the engine's rounding error. On SmolLM2-135M, engine errors are
-0.3 to 2.2 f in float32, bfloat16, int8, fp8 and w4a16.
-
-Cached prefixes need no check: vLLM's cache is keyed by the number of loads (VLLMEngine.generate).
-"""
+0.3 to 2.2 f in float32, bfloat16, int8, fp8 and w4a16. Cached prefixes need no check: vLLM's cache
+is keyed by the number of loads (VLLMEngine.generate)."""
 
 from __future__ import annotations
 
@@ -88,13 +86,14 @@ def checksums(named_tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, to
         places[name] = (x.data_ptr(), x.shape, x.dtype)
         if places[name] not in sums:
             sums[places[name]] = checksum(x)
-    on_host = dict(zip(sums, to_host(list(sums.values())), strict=True))
+    on_host = to_host(sums)
     return {name: (on_host[place], place[2]) for name, place in places.items()}
 
 
-def to_host(sums: list[torch.Tensor]) -> list[int]:
-    """The values of 0-d tensors, read in one transfer."""
-    return torch.stack(sums).tolist() if sums else []
+def to_host(sums: dict) -> dict:
+    """The dict with the values of its 0-d tensors, read in one transfer."""
+    values = torch.stack(list(sums.values())).tolist() if sums else []
+    return dict(zip(sums, values, strict=True))
 
 
 class Stream:
@@ -117,10 +116,6 @@ class Stream:
             held = x if self.rows is None or not is_vocabulary(name) else x[: self.rows]
             self.sums[name] = checksum(held, self.types.get(name))
             yield name, x
-
-    def finish(self) -> dict[str, int]:
-        """name -> checksum."""
-        return dict(zip(self.sums, to_host(list(self.sums.values())), strict=True))
 
 
 def is_vocabulary(name: str) -> bool:
@@ -153,13 +148,10 @@ def parts_of(held, published, fused: dict[str, list[str]]) -> dict[str, list[str
     """engine tensor -> its published parts. fused: name of a fused module -> names of its parts."""
     by_key, parts_of_tensor = {key(name): name for name in published}, {}
     for name in held:
-        options = [[key(name)]]
-        options += [
-            [key(name).replace(module, part) for part in parts] for module, parts in fused.items()
-        ]
-        for parts in options:
-            if all(part in by_key for part in parts):
-                parts_of_tensor[name] = [by_key[part] for part in parts]
+        for module, parts in {"": [""], **fused}.items():  # first the tensor itself
+            keys = [key(name).replace(module, part) for part in parts]
+            if all(part in by_key for part in keys):
+                parts_of_tensor[name] = [by_key[part] for part in keys]
                 break
     return parts_of_tensor
 
@@ -208,21 +200,20 @@ class WeightCheck:
             engine.load(rolled(named_tensors))
             held, packed = engine.held()
             self._compare(engine, version, rolled(named_tensors), trial=True)
-            self._map(engine, held | packed, [name for name, _ in named_tensors])
+            held = held | packed
+            self.parts = parts_of(held, [name for name, _ in named_tensors], engine.fused)
+            self.types = {p: held[name][1] for name, parts in self.parts.items() for p in parts}
             stream, loaded = self._load(engine, named_tensors)
             error, floor = self._compare(engine, version, named_tensors)
             self._keep_readable(engine, loaded)
             self.engine, self.layout = engine, stream.layout
         stale = self._differing(engine, loaded)
         if stale:
-            old = all(self._matches(engine, name, self.before) for name in stale)
             names = [part for name in stale for part in self.parts[name]]
             suffix = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-            state = (
-                f"still holds the bytes of version {self.version}"
-                if old
-                else "holds bytes that differ from the published bytes"
-            )
+            state = "holds bytes that differ from the published bytes"
+            if all(self._matches(engine, name, self.before) for name in stale):
+                state = f"still holds the bytes of version {self.version}"
             raise SyncError(
                 f"version {version}: the engine {state} in {names[0]}{suffix}; {TURN_OFF}"
             )
@@ -240,12 +231,7 @@ class WeightCheck:
         for _ in passing:  # tensors that the engine did not read
             pass
         self.held = engine.held()
-        return stream, stream.finish()
-
-    def _map(self, engine, held: dict, published: list[str]) -> None:
-        """Find the published parts of each engine tensor, and their dtype in the engine."""
-        self.parts = parts_of(held, published, engine.fused)
-        self.types = {part: held[name][1] for name, parts in self.parts.items() for part in parts}
+        return stream, to_host(stream.sums)
 
     def _differing(self, engine, loaded: dict[str, int]) -> list[str]:
         """Engine tensors with checksums that differ from their published parts'."""
@@ -261,12 +247,10 @@ class WeightCheck:
     def _keep_readable(self, engine, loaded: dict[str, int]) -> None:
         """Remove engine tensors without comparable checksums from `parts`; warn about them."""
         held, packed = self.held
-        everything = self.parts
         self.in_place = set(held)
         self.in_place -= {name for name in self._differing(engine, loaded) if name in packed}
-        self.parts = {
-            name: parts for name, parts in everything.items() if self._matches(engine, name, loaded)
-        }
+        for name in self._differing(engine, loaded):
+            del self.parts[name]
         read = {part for parts in self.parts.values() for part in parts}
         tied = {loaded[name] for name in read}  # some engines store a tied head only once
         unread = [

@@ -105,15 +105,15 @@ def parse(
     argv: list[str] | None,
     own: type[WorthFlags] = WorthFlags,
     usage: str = "python worth.py [--config=FILE.toml] --key=value ...",
-) -> tuple[WorthFlags, dict[str, config.Config], config.Config]:
+) -> tuple[WorthFlags, dict[str, Config], Config]:
     """The flags, the configuration of each row, and the configuration of g (`on_policy_config`).
     UserError: one sentence."""
-    worth_flags, pairs = flags.parse_own(own, config.Config, argv, usage)
+    worth_flags, pairs = flags.parse_own(own, Config, argv, usage)
     given = {k for k, _ in pairs}
     for name in ("objective", "correction"):
         need(name not in given, f"--{name}: name the objectives to measure with --rows")
-    defaults = {"lr": "1", "actor_lr": "1"}  # required flags, not used here
-    defaults["micro_tokens"] = str(config.MICRO_TOKENS)  # the plan does not count the measurement
+    # lr, actor_lr: required, not used here. micro_tokens: the plan does not count the measurement
+    defaults = {"lr": "1", "actor_lr": "1", "micro_tokens": str(config.MICRO_TOKENS)}
     pairs = [*((k, v) for k, v in defaults.items() if k not in given), *pairs]
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
     of_g = [f"--{k}={v}" for k, v in pairs if k not in of_rows] + ["--objective=none"]
@@ -166,7 +166,7 @@ def check(worth_flags: WorthFlags) -> None:
     flags.check_result("json", worth_flags.json)
 
 
-def check_row(cfg: config.Config) -> None:
+def check_row(cfg: Config) -> None:
     """Raise UserError if a row cannot be measured."""
     from_weights = "worth.py does not simulate delays; name an older policy as --actor"
     rounded = "shifted weights cannot measure the gradient through rounded weights; use none"
@@ -189,7 +189,7 @@ def check_row(cfg: config.Config) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def batches_of(learner, groups, rows: dict[str, config.Config]) -> dict[str, batching.Batch]:
+def batches_of(learner, groups, rows: dict[str, Config]) -> dict[str, batching.Batch]:
     """row -> the groups as a batch, with the row's advantages and ref columns (Z depends on
     lambda)."""
     collated, scored, batches = {}, {}, {}
@@ -246,25 +246,23 @@ class Weights:
 
     def gradient(self) -> list[torch.Tensor]:
         """Gradient of J (the loss is -J) from the last backward pass."""
-        gradients = [local(p.grad).detach().view(-1) for p in learning(self.learner.models.policy)]
+        gradients = [local(p.grad).view(-1) for p in learning(self.learner.models.policy)]
         return [-x for x in self.chosen(gradients)]
 
     def random(self, number: int) -> list[torch.Tensor]:
         """A direction of independent random signs: E <x, v>^2 = |x|^2."""
         out = []
-        for i, x in enumerate(self.start):
-            generator = torch.Generator().manual_seed(
-                1_000_003 * (1 + number) + 1009 * self.seed + i
-            )
+        first_seed = 1_000_003 * (1 + number) + 1009 * self.seed
+        for seed, x in enumerate(self.start, first_seed):
+            generator = torch.Generator().manual_seed(seed)
             signs = torch.randint(0, 2, x.shape, generator=generator, dtype=torch.int8) * 2 - 1
             out.append(signs.to(x.device))
         return out
 
     @torch.no_grad()
     def shift(self, direction, size: float) -> None:
-        for x, entries, values, d in zip(
-            self.flat, self.entries, self.start, direction, strict=True
-        ):
+        parts = zip(self.flat, self.entries, self.start, direction, strict=True)
+        for x, entries, values, d in parts:
             x[entries] = values + size * d.to(x.device)
 
     def slopes(self, batch, directions) -> list[torch.Tensor]:
@@ -289,13 +287,10 @@ class Weights:
         if id(direction) not in self.spreads:
             part = batch.select(list(range(min(len(batch), 16))))
             small = 1e-3 / math.sqrt(self.learner.dot(direction, direction))
-            change = (
-                self.shifted(part, direction, small)
-                - unshifted[: len(part), : part.tokens.shape[1]]
-            )
-            squares, count = self.learner.comm.sum(
-                [change[part.mask].double().square().sum(), part.mask.sum()]
-            )
+            before = unshifted[: len(part), : part.tokens.shape[1]]
+            change = (self.shifted(part, direction, small) - before)[part.mask]
+            sums = [change.double().square().sum(), len(change)]
+            squares, count = self.learner.comm.sum(sums)
             self.spreads[id(direction)] = max(math.sqrt(squares / count) / small, 1e-12)
         return self.spreads[id(direction)]
 
@@ -322,9 +317,7 @@ class Slopes:
 class Measurement:
     """Sampler, policy and the on-policy gradient, over all ranks."""
 
-    def __init__(
-        self, worth_flags: WorthFlags, rows: dict[str, config.Config], on_policy_cfg: config.Config
-    ):
+    def __init__(self, worth_flags: WorthFlags, rows: dict[str, Config], on_policy_cfg: Config):
         self.worth_flags, self.rows, self.on_policy_cfg = worth_flags, rows, on_policy_cfg
         # the engine records the largest top-K of all rows
         self.cfg = cfg = max(rows.values(), key=topk_of)
@@ -379,9 +372,8 @@ class Measurement:
 
     def slopes(self, reference: Reference) -> Iterator[Slopes]:
         """Yield the sampler's batches with their slopes."""
-        for b in tqdm(
-            range(self.worth_flags.batches), desc="the sampler's batches", disable=self.quiet
-        ):
+        numbers = range(self.worth_flags.batches)
+        for b in tqdm(numbers, desc="the sampler's batches", disable=self.quiet):
             batches = batches_of(self.learner, self.sampler.next(self.groups, 0), self.rows)
             batch = next(iter(batches.values()))
             self.count("sampler", batch, token_k3(batch.log_r)[batch.mask].double().sum())
@@ -398,10 +390,9 @@ class Measurement:
         samples.along.append(self.comm.sum([(c * s).sum() for s in slopes.along]))
         if slopes.random is not None:
             shares = torch.stack([(c * s).sum(1) for s in slopes.random], 1)  # (B, directions)
-            local_shares = shares.new_zeros(self.groups, len(slopes.random)).index_add_(
-                0, batch.group, shares
-            )
-            everyone = self.comm.cat(local_shares.flatten().to(self.comm.device))
+            by_group = shares.new_zeros(self.groups, shares.shape[1])
+            by_group.index_add_(0, batch.group, shares)
+            everyone = self.comm.cat(by_group.flatten().to(self.comm.device))
             samples.noise.append(everyone.view(-1, len(slopes.random)).cpu().numpy())
 
     def count(self, who: str, batch, kl=0.0) -> None:
@@ -442,7 +433,7 @@ def on_policy_source(learner, run, cfg: Config) -> LocalSource:
     return source
 
 
-def on_policy_config(cfg: config.Config) -> config.Config:
+def on_policy_config(cfg: Config) -> Config:
     """The flags of g: the policy samples, no correction, no trust region, no rejection."""
     changes = {"correction": "none", "surrogate": "reinforce", "ratio_base": "ref"}
     changes |= {"is_cap": None, "is_floor": 0.0, "rs_low": None, "rs_high": None}
@@ -480,9 +471,7 @@ def cost(measurement: Measurement) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def weigh(
-    worth_flags: WorthFlags, rows: dict[str, config.Config], on_policy_cfg: config.Config
-) -> dict:
+def weigh(worth_flags: WorthFlags, rows: dict[str, Config], on_policy_cfg: Config) -> dict:
     """Sample and measure all rows: {"about": both samplers, "rows": {row: ...}}."""
     start = time.perf_counter()
     measurement = Measurement(worth_flags, rows, on_policy_cfg)
@@ -494,11 +483,12 @@ def weigh(
             measurement.add_to(samples[name], slopes, c)
     groups = measurement.groups * measurement.comm.size
     measured = {name: with_errors(samples[name], reference, groups) for name in rows}
-    results = {"about": measurement.about() | {"halves": reference.halves()}, "rows": measured}
+    about = measurement.about() | {"halves": reference.halves()}
     if worth_flags.cost:
-        results["about"] |= cost(measurement)
-    results["about"] |= {"batches": worth_flags.batches, "reference": worth_flags.reference}
-    results["about"]["seconds"] = time.perf_counter() - start
+        about |= cost(measurement)
+    about |= {"batches": worth_flags.batches, "reference": worth_flags.reference}
+    about["seconds"] = time.perf_counter() - start
+    results = {"about": about, "rows": measured}
     measurement.sampler.close()
     if measurement.comm.rank == 0:
         write_result(worth_flags.json, results)
@@ -532,9 +522,9 @@ def table(results: dict) -> str:
         "|g|^2 from each half of the on-policy batches: {:.2f} and {:.2f} of the |g|^2 from all".format(
             *about["halves"]
         ),
+        f"{'':49s}  cosine with g",
+        f"{'':32s}            worth   batch    mean   scale     bias    noise",
     ]
-    lines.append(f"{'':49s}  cosine with g")
-    lines.append(f"{'':32s}            worth   batch    mean   scale     bias    noise")
     ordered = sorted(results["rows"], key=lambda name: -results["rows"][name]["worth"])
     for name in ordered:
         x = results["rows"][name]

@@ -116,4 +116,5 @@ def random_groups(rng, n: int, length: int, vocabulary: int, K: int = 0) -> list
 def update(learner, groups: list[Rollout]) -> None:
     """Do one optimizer step on these groups."""
     batch = batching.collate(groups, learner.cfg, learner.version)
-    learner.update(batch, objectives.prepare(batch, learner.comm, learner.cfg, {}))
+    stats = objectives.prepare(batch, learner.comm, learner.cfg, {})
+    learner.step(learner.backward(batch, stats))

@@ -493,7 +493,7 @@ def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
     for version in range(3):
         load = partial(check.load, engine, version, learner.published("policy", engine.packed))
         times.append(s.seconds(lambda now=load: changed.append(now().changed)))
-        learner.update(batch, stats)
+        learner.step(learner.backward(batch, stats))
     goal = {"goal": "> 0", "met": changed[-1] > 0}
     yield row("share of tensors changed by an update", changed[-1], **goal)
     yield row("the first publication and its check", times[0], "s")

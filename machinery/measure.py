@@ -84,7 +84,7 @@ class Max(Mean):
 
 @dataclass(frozen=True)
 class Derived:
-    """A formula of the update's means: formula(m) reads m[name] and m.count(name); None: omitted."""
+    """A formula of the update's means: formula(m) reads m[name]; None: omitted."""
 
     name: str
     formula: Callable
@@ -117,28 +117,22 @@ class Sums:
         """Set a number that is the same in every micro-batch and on every rank."""
         self.pairs[name] = (value, 1.0)
 
-    def reduce(self, comm) -> Means:
-        """All means and maxima over ranks."""
+    def reduce(self, comm) -> dict[str, float]:
+        """name -> mean or maximum over the whole update and all ranks. A mean over no entries is 0;
+        error/* are omitted."""
         flat = comm.sum([v for pair in self.pairs.values() for v in pair])
-        means = Means(zip(self.pairs, zip(flat[::2], flat[1::2], strict=True), strict=True))
+        out = {}
+        for name, total, n in zip(self.pairs, flat[::2], flat[1::2], strict=True):
+            if n or not name.startswith("error/"):
+                out[name] = total / n if n else 0.0
         if self.tops:
-            means.update(zip(self.tops, comm.max(self.tops.values()), strict=True))
-        return means
+            out.update(zip(self.tops, comm.max(self.tops.values()), strict=True))
+        return out
 
 
-class Means(dict):
-    """name -> mean or maximum over the whole update."""
-
-    def __init__(self, pairs):
-        self.pairs = dict(pairs)
-        super().__init__({name: total / n if n else 0.0 for name, (total, n) in self.pairs.items()})
-
-    def count(self, name) -> float:
-        return self.pairs[name][1]
-
-    def ess(self, first, second) -> float:
-        """Effective sample size over the number of samples, from the means of w and w^2."""
-        return self[first] ** 2 / self[second] if self[second] > 0 else 0.0
+def ess(mean: float, mean_square: float) -> float:
+    """Effective sample size over the number of samples, from the means of w and w^2."""
+    return mean**2 / mean_square if mean_square > 0 else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,11 +159,8 @@ class Reference:
 
     def halves(self) -> list[float]:
         """|g|^2 from each half of the folds, divided by |g|^2 from all folds; both are about 1."""
-        middle = FOLDS // 2
-        return [
-            self.square(half) / self.square(range(FOLDS))
-            for half in (range(middle), range(middle, FOLDS))
-        ]
+        halves = np.split(np.arange(FOLDS), 2)
+        return [self.square(half) / self.square(range(FOLDS)) for half in halves]
 
     def is_found(self) -> bool:
         """Whether the estimate of |g|^2 is above 0 with all folds and without each single fold."""
@@ -195,28 +186,22 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
     batches, rows, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
     square = reference.square(folds)
     n = len(folds) * reference.batches
-    noise_on = (
-        (reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean())
-        * n
-        / (n - 1)
-    )
+    spread = reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean()
+    noise_on = spread * n / (n - 1)
     by_batch = along[np.ix_(batches, folds)].mean(1) / square
     scale = by_batch.mean()
     scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)  # noise subtracted
     shares = noise[np.ix_(rows, directions)]
     variance = groups * shares.var(0, ddof=1)  # variance of a batch along each direction
-    elsewhere = groups * shares.mean(0) - scale * reference.overlap[np.ix_(directions, folds)].mean(
-        1
-    )
+    overlap = reference.overlap[np.ix_(directions, folds)].mean(1)
+    elsewhere = groups * shares.mean(0) - scale * overlap
     # expected square of the noise in `elsewhere`
     of_means = variance * groups / len(rows) + scale_squared * noise_on / n
     bias = max((elsewhere**2 - of_means).mean(), 0.0) / square
     noise_of_batch = variance.mean() / square
     noise_on = noise_on / square
-    length, total = (
-        math.copysign(math.sqrt(scale_squared), scale),
-        scale_squared + bias + noise_of_batch,
-    )
+    length = math.copysign(math.sqrt(scale_squared), scale)
+    total = scale_squared + bias + noise_of_batch
     return {
         "worth": scale_squared * noise_on / (bias + noise_of_batch) if length > 0 else 0.0,
         "batch_cosine": length / math.sqrt(total) if total else 0.0,

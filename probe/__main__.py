@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> dict:
     usage = "python -m probe --model=FOLDER --key=value ...  (--rollouts=FILE --help: of a dump)"
     cfg = parse_flags(ProbeFlags, argv, usage)
     cfg = tasks.as_trained(cfg, {key for key, _ in flags.read(ProbeFlags, argv)})
-    cfg = filled(cfg, ("max_tokens",))
+    cfg = filled(cfg)
     if cfg.actor == "none":
         cfg = replace(cfg, actor="")
     if cfg.out:

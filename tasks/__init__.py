@@ -123,13 +123,13 @@ def digests(cfg: Config, task=None) -> dict[str, str]:
     names = [cfg.task, *names_of(cfg.eval_task)]
     parts = rewards.parts_of(cfg.reward) if cfg.reward else ()
     names += [part.name for part in parts if data.is_own(part.name)]
-    found = {name: data.digest_of(name) for name in names}
+    hashes = {name: data.digest_of(name) for name in names}
     for flag, text in prompts.contents(cfg).items():
-        found[f"--{flag}"] = hashlib.sha256(text.encode()).hexdigest()
+        hashes[f"--{flag}"] = hashlib.sha256(text.encode()).hexdigest()
     if isinstance(task, OwnTask):
         name = f"the problems of {task.name} (a Python set has a new order in each process)"
-        found[name] = task.digest()
-    return found
+        hashes[name] = task.digest()
+    return hashes
 
 
 def check_unchanged(cfg: Config, task) -> None:

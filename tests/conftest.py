@@ -7,7 +7,7 @@ import random
 import shutil
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -311,7 +311,13 @@ def at(logp, ids):
 
 def logprobs(learner, name: str, ids) -> np.ndarray:
     """log p(ids[t] | ids[:t]) for t >= 1 of one model: (R, L) -> (R, L - 1)."""
-    stats = learner.score(batching.of_rows(ids, learner.cfg), Needs())
+    groups = []
+    for row in ids.astype(np.int32):
+        zero, nothing = np.zeros(len(row) - 1, np.float32), np.zeros((len(row) - 1, 0))
+        response = Response(row[1:], zero == 0, zero, nothing.astype(np.int32), nothing, "length")
+        groups.append(Rollout(("", 0, 0), "", row[:1], Sampling(), responses=[response]))
+    batch = batching.collate(groups, replace(learner.cfg, router_replay=False, mask_cut=False))
+    stats = learner.score(batch, Needs())
     return (stats.logp if name == "policy" else stats.actor_logp).numpy()
 
 

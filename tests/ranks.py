@@ -104,7 +104,7 @@ def one_update(cfg, learner, groups) -> tuple[dict, dict, dict]:
     batch, controllers = batching.collate(groups, cfg), {}
     stats = objectives.prepare(batch, learner.comm, cfg, controllers)
     hold_back_the_step(learner)
-    logged = learner.update(batch, stats)
+    logged = learner.backward(batch, stats)
     objectives.update_controllers(controllers, logged, cfg)
     grads = {name: whole(p.grad).clone() for name, p in learner.models.named_parameters() if p.requires_grad}
     return grads, logged, controllers

@@ -162,7 +162,7 @@ def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
         """The main part of the reward and the template of each set."""
         solved.clear()
         evaluation.main([f"--model={run}", "--rollout=hf", "--samples=1", "--problems=1", *flags])
-        return [(task.reward.parts[0].name, task.style.template) for task, *_ in solved]
+        return [(one.task.reward.parts[0].name, one.task.style.template) for one, *_ in solved]
 
     of_letters = [("letter", prompts.TEMPLATES["letter"])]
     for reward in ("", "letter*2"):  # as in QaRL's out-of-distribution row
@@ -175,7 +175,7 @@ def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
     run = make_run(task="arith", arith="min_ops=2,max_ops=4,operand=7,seed=5")  # not eval.py's default sums
     for arith, seed in ("", 5), ("--arith=min_ops=2,max_ops=4,operand=7,seed=6", 6):
         evaluation.main([f"--model={run}", "--rollout=hf", "--samples=1", "--problems=2", *filter(None, [arith])])
-        task = solved[-1][0]
+        task = solved[-1][0].task
         assert (task.min_ops, task.max_ops, task.operand, task.seed) == (2, 4, 7, seed)
     assert graded(run, f"--task={sums}")  # a file is a different task
 
@@ -201,7 +201,8 @@ class GoldEngine:
 
     def solve(self, indices, samples: int, seed=0):
         self.todo = list(indices)
-        return evaluation.solve(self, TASK, TOKENIZER, indices, samples, Sampling(), seed, [1])
+        one = tasks.EvalSet(TASK, "arith", samples, 1.0, 32)
+        return evaluation.solve(self, one, TOKENIZER, indices, Sampling(), seed, [1])
 
 
 TASK, TOKENIZER = Arithmetic(), arithmetic_tokenizer()
@@ -299,8 +300,8 @@ def test_evaluation_in_training_has_the_runs_stop_tokens_and_reward(folders, eva
     learner = SimpleNamespace(models=models, comm=Comm(), device="cpu", version=0)
     evaluation.held_out(learner, "actor", open_run(cfg, Comm()))
     assert evaluated.calls[0][4] == [1, 8, 9, SPARE]
-    [(task, _, _, n, sampling, *_)] = solved
-    assert (task.reward.parts[0].name, n, sampling.temperature, sampling.max_tokens) == ("gsm8k", 2, 0.5, 4)
+    [(one, *_)] = solved
+    assert (one.task.reward.parts[0].name, one.samples, one.temperature, one.max_tokens) == ("gsm8k", 2, 0.5, 4)
 
 
 def flags_of_run(model, out, *more) -> list[str]:
@@ -362,7 +363,7 @@ def test_the_setup_of_several_sets(folders, tmp_path):
 
     def setup(task, sampler=""):
         flags = [f"--model={model}", f"--task={task}", "--rollout=hf", "--reward=boxed", "--stop=<spare0>"]
-        cfg = evaluation.filled(parse_flags(evaluation.EvalFlags, [*flags, "--max_tokens=30"]), ("max_tokens",))
+        cfg = evaluation.filled(parse_flags(evaluation.EvalFlags, [*flags, "--max_tokens=30"]))
         return evaluation.open_setup(cfg, 8, str(sampler) or None)
 
     alone = [setup(word).context for word in sets.split(",")]

@@ -333,7 +333,7 @@ def main(out: str) -> None:
             dist.all_gather_object(gaps[-1], gap(learner, groups))
             if turn == 0:
                 batch = batching.collate(groups, learner.cfg)
-                learner.update(batch, objectives.prepare(batch, comm, learner.cfg, {}))
+                learner.step(learner.backward(batch, objectives.prepare(batch, comm, learner.cfg, {})))
                 engine.load(learner.published("policy", engine.packed))
     if comm.rank == 0:
         torch.save(gaps, out)

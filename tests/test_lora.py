@@ -94,7 +94,8 @@ def updated(cfg, model, steps=2):
     learner = Learner(model, None, cfg, Comm())
     batch = batching.collate(make_groups(2, seed=8), cfg)
     for _ in range(steps):
-        assert learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))["stepped"]
+        logged = learner.backward(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+        assert learner.step(logged)["stepped"]
     return learner, batch
 
 

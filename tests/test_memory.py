@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg, make_groups, tiny_model
-from ranks import LOW_BITS, hold_back_the_step, make_learner, one_update, relative
+from ranks import LOW_BITS, make_learner, one_update, relative
 from standins import model, save, tokenizer
 from torch.distributed.tensor import DTensor
 from torchrun import torchrun
@@ -42,10 +42,9 @@ def bytes_kept(learner, batch, cfg) -> int:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    hold_back_the_step(learner)
     stats = objectives.prepare(batch, learner.comm, cfg, {})
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        learner.update(batch, stats)
+        learner.backward(batch, stats)
     weights = {p.untyped_storage().data_ptr() for p in learner.models.parameters()}
     return sum(n for place, n in kept.items() if place not in weights)
 

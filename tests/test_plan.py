@@ -157,7 +157,7 @@ def measure_update() -> None:
     batch = collate(bench.random_groups(np.random.default_rng(0), 1, 480, 16_000), cfg)
     for _ in range(2):  # the first update creates the optimizer states
         trim()
-        learner.update(batch, objectives.prepare(batch, Comm(), cfg, {}))
+        learner.step(learner.backward(batch, objectives.prepare(batch, Comm(), cfg, {})))
     print(memory_of("VmHWM") - before)
 
 

@@ -121,7 +121,8 @@ def test_the_start_model_scores_and_stays_frozen():
     alone = Learner(tiny_model(3, dtype=f64), None, replace(cfg, kl_coef=0.0), Comm())
     assert torch.allclose(start_logp, alone.score(batch, Needs()).logp, atol=1e-12)
     before_logp = make_learner(replace(cfg, kl_coef=0.0)).score(batch, Needs()).logp
-    logged = learner.update(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+    logged = learner.backward(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+    learner.step(logged)
     assert logged["start_kl"] == pytest.approx(float((before_logp - start_logp)[batch.mask].mean()))
     for name, p in learner.models.named_parameters():
         assert torch.equal(p, before[name]) == name.startswith("start."), name

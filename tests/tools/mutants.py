@@ -284,7 +284,7 @@ MUTANTS = {
         ("                    loss = loss * 0.0", "                    pass"),
         (' and not (all_rejected and name == "policy")', ""),
         ("self.skipped_in_a_row = 0 if finite else", "self.skipped_in_a_row = self.skipped_in_a_row if finite else"),
-        ("        self._unscale()\n", ""),
+        ("self.scaler.unscale_(optimizer)", "pass"),
         ("+ (not overflow)", "+ 1"),
         ("top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)", "pass"),
         ("if self.comm.any(name):", "if False:"),
@@ -389,8 +389,8 @@ MUTANTS = {
         ("core.abort_request(requested, internal=True)", "pass"),
     ],
     "rollout.py": [
-        ("prompt_ids=prompt, responses=rows, **about", "prompt_ids=prompts[0], responses=rows, **about"),
-        (" hashlib.blake2b(repr(key).encode(), ", " hashlib.blake2b(repr(key[:1]).encode(), "),
+        ("str(i), prompt, sampling", "str(i), prompts[0], sampling"),
+        ("repr(key).encode(), digest_size=16", "repr(key[:1]).encode(), digest_size=16"),
     ],
     "delay.py": [
         ("min(self.samplers, key=lambda sampler: sampler.groups)", "self.samplers[0]"),
@@ -439,7 +439,7 @@ MUTANTS = {
     "eval.py": [
         ("temperature=1.0, top_k=1,", "temperature=1.0, top_k=2,"),
         ("float(x.std(ddof=1) / math.sqrt(len(x)))", "float(x.std() / math.sqrt(len(x)))"),
-        ("engine.any_rank(\n        start < len(indices)\n    )", "start < len(indices)"),
+        ("engine.any_rank(start < len(indices))", "start < len(indices)"),
         ("return 1.0 - math.comb(n - c, k) / math.comb(n, k)", "return 1.0 - (1 - c / n) ** k"),
         ("problem.id, ", ""),
         ("indices = list(range(learner.comm.rank, n, learner.comm.size))", "indices = list(range(n))"),
@@ -451,7 +451,7 @@ MUTANTS = {
     "machinery/measure.py": [
         ("x = x.double() * where", "x = x.double()"),
         ("value = x.double().masked_fill(~where, -math.inf).amax()", "value = x.double().amax()"),
-        ("first] ** 2 / self[second]", "second] / self[first] ** 2"),
+        ("mean**2 / mean_square if", "mean_square / mean**2 if"),
         ("self.responses | batch.cut if cfg.mask_cut", "self.responses if cfg.mask_cut"),
         ("self.n = batch.mask.sum(1).clamp_min(1)", "self.n = batch.length.clamp_min(1)"),
         ("return (gram.sum() - np.trace(gram)) / (len(folds) * (len(folds) - 1))", "return gram.mean()"),
@@ -534,7 +534,7 @@ MUTANTS = {
         ("    factor = (error / PRECISE) ** 2", "    factor = error / PRECISE"),
         ("size = STEP / self.spread(batch, unshifted, v)", "size = STEP"),
         ("(1 << 20) // learner.comm.size", "0", "both samplers may then have the same problems"),
-        ("\n                0, batch.group, shares\n            ", "0, batch.group * 0, shares"),
+        ("index_add_(0, batch.group, shares)", "index_add_(0, batch.group * 0, shares)"),
     ],
     "machinery/flags.py": [
         ('replaceable |= "command" in before and "config" not in before', 'replaceable |= "command" in before'),
