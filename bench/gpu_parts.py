@@ -384,7 +384,7 @@ def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3)
     batch, stats = batch_of(learner)
     length = cfg.max_tokens + PROMPT
     work = sum(operations(getattr(learner.models, name), length) for name in learner.names)
-    run = s.waited(partial(learner.update, batch, stats))
+    run = s.waited(lambda: learner.step(learner.backward(batch, stats)))
     run()
     gib = s.allocated() - before + s.peak_of(run)
     tokens, seconds = int(batch.ids.numel()), [s.seconds(run) for _ in range(n)]
