@@ -34,7 +34,6 @@ from remote.account import (
     names_of_files,
     read_regular,
     split,
-    verified,
     write_atomically,
 )
 from remote.groups import Limits
@@ -45,10 +44,7 @@ BEAT = 2.0  # seconds between two signs of life
 def read_message(path: Path, kind):
     """Read a message of this kind from a file. WireError: a different or a damaged message;
     OSError: no such file."""
-    try:
-        message = wire.decode(read_regular(path, wire.MOST))
-    except ValueError as e:
-        raise wire.WireError(str(e)) from None
+    message = wire.decode(read_regular(path, wire.MOST))
     wire.need(isinstance(message, kind), f"{path.name}: a message of a different kind")
     return message
 
@@ -58,14 +54,12 @@ class FilesHub(Intake):
     its own thread."""
 
     def __init__(self, folder: str, welcome: wire.Welcome, limits: Limits, log):
-        super().__init__(limits.room)
+        super().__init__(limits, log)
         for name in ("models", "rollouts", "receipts", "samplers"):
             (Path(folder) / name).mkdir(parents=True, exist_ok=True)
         self.folder = Path(folder).resolve()
         self.address = str(folder)
         self.welcome = welcome
-        self.limits = limits
-        self.log = log
         self.closed = threading.Event()
         self.beat = 0.0  # time of the learner's last sign of life
         self.unwritten: dict[Path, bytes] = {}  # messages that wait for room on the disk
@@ -147,7 +141,7 @@ class FilesHub(Intake):
             self.log.error("a fault in the files of sampler %s: %r", sampler, e)
 
     def _samplers(self, kind: str) -> list[str]:
-        """The samplers in one of the folders: subfolders with groups, or files with a message."""
+        """The samplers with groups ("rollouts") or with a message ("samplers")."""
         with self._guarded(kind):
             return sorted(filter(is_sampler, os.listdir(self.folder / kind)))
         return []
@@ -177,29 +171,25 @@ class FilesHub(Intake):
         nbytes = max(0, path.lstat().st_size - 32)  # without the digest
         if nbytes > self.limits.nbytes:
             self.log.warning("%s is too big for a group", path)
-            return Arrived(name, time.time(), fate="refused")
+            return Arrived(name, fate="refused")
         if not self.take_room(nbytes):
             return None
-        data = None
+        data = b""
         try:
-            data = verified(read_regular(path, nbytes + 32))
+            data = wire.verified(read_regular(path, nbytes + 32))
         except ValueError:
-            pass
-        finally:
-            if data is None:
-                self.free(nbytes)
-        if data is None:
             self.log.warning("%s is damaged", path)
-            return Arrived(name, time.time(), fate="corrupt")
+            return Arrived(name, fate="corrupt")
+        finally:
+            if not data:
+                self.free(nbytes)
         self.counts["received"] += 1
         self.counts["bytes_in"] += nbytes
-        return Arrived(name, time.time(), data=data)
+        return Arrived(name, data)
 
     def _read_report(self, sampler: str) -> None:
         """Read how many groups a sampler has handed over."""
         hello = read_message(self.folder / "samplers" / sampler, wire.Hello)
-        wire.need(
-            hello.sampler == sampler,
-            f"a hello of {hello.sampler}, under the name of a different sampler",
-        )
+        sentence = f"a hello of {hello.sampler}, under the name of a different sampler"
+        wire.need(hello.sampler == sampler, sentence)
         self.report(sampler, hello.incarnation, hello.handed)
