@@ -85,10 +85,11 @@ class FilesHub(Intake):
             self._write_waiting()
             for sampler in self._samplers("samplers"):
                 with self._guarded(sampler):
-                    self._read_report(sampler)
-        return [
-            arrived for sampler in self._samplers("rollouts") for arrived in self._fetch(sampler)
-        ]
+                    hello = read_message(self.folder / "samplers" / sampler, wire.Hello)
+                    fault = f"a hello of {hello.sampler}, under the name of a different sampler"
+                    wire.need(hello.sampler == sampler, fault)
+                    self.report(sampler, hello.incarnation, hello.handed)
+        return [group for sampler in self._samplers("rollouts") for group in self._fetch(sampler)]
 
     def close(self) -> None:
         self.closed.set()
@@ -186,10 +187,3 @@ class FilesHub(Intake):
         self.counts["received"] += 1
         self.counts["bytes_in"] += nbytes
         return Arrived(name, data)
-
-    def _read_report(self, sampler: str) -> None:
-        """Read how many groups a sampler has handed over."""
-        hello = read_message(self.folder / "samplers" / sampler, wire.Hello)
-        sentence = f"a hello of {hello.sampler}, under the name of a different sampler"
-        wire.need(hello.sampler == sampler, sentence)
-        self.report(sampler, hello.incarnation, hello.handed)

@@ -203,8 +203,10 @@ class Hub(threading.Thread, Intake):
             peer = self._let_in(identity, key, hello)
         self.report(hello.sampler, hello.incarnation, hello.handed)
         for name in hello.lost:
-            if is_of(peer.sampler, name):
-                self._on_lost(peer, name)
+            if is_of(peer.sampler, name) and name not in self.got:
+                if name in peer.pulls:
+                    self._drop(peer, name)
+                self._enter(Arrived(name, fate="lost"))
         if self.newest is not None and hello.newest != self.newest.version:
             self._send(identity, self.newest)
         held = [name for name in hello.lost if name in self.held]
@@ -233,13 +235,6 @@ class Hub(threading.Thread, Intake):
         self.peers[identity] = Peer(identity, key, hello.sampler, hello.incarnation)
         self._send(identity, self.welcome)
         return self.peers[identity]
-
-    def _on_lost(self, peer: Peer, name: str) -> None:
-        """Record that the sampler cannot send this group any more."""
-        if name not in self.got:
-            if name in peer.pulls:
-                self._drop(peer, name)
-            self._enter(Arrived(name, fate="lost"))
 
     def _enter(self, arrived: Arrived) -> None:
         """Put a group, or its fate, into the inbox of the training loop."""

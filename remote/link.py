@@ -141,10 +141,8 @@ class Link(Connection):
                 try:
                     self._turn(time.monotonic())
                 except OSError as e:  # no room for the new weights: the fetch is repeated
-                    print(
-                        f"{self.fetcher.store}: {e.strerror or e}; waiting for disk space",
-                        flush=True,
-                    )
+                    store = self.fetcher.store
+                    print(f"{store}: {e.strerror or e}; waiting for disk space", flush=True)
                     time.sleep(1.0)
         except Exception as e:
             self.error = f"the link failed: {e!r}"
@@ -227,11 +225,10 @@ class Fetcher:
 
     def turn(self) -> None:
         """Continue the fetch for a moment. OSError: no room in the store; the fetch starts over."""
-        if self.work is None:
-            if self.wanted is None:
-                return
-            self.work = self._fetch(self.wanted)
-        work, self.work = self.work, None
+        if self.wanted is None:
+            return
+        work = self.work or self._fetch(self.wanted)
+        self.work = None
         try:
             if next(work, "complete") is None:
                 self.work = work
@@ -271,10 +268,8 @@ class Fetcher:
             if deltas:
                 yield from delta.rebuild(self.link.newest.path, deltas, offer.of, sink)
         except wire.WireError as e:
-            print(
-                f"{self.link.address} sent {wire.printable(e)}; its weights are fetched in full",
-                flush=True,
-            )
+            fault = f"{self.link.address} sent {wire.printable(e)}"
+            print(f"{fault}; its weights are fetched in full", flush=True)
             return False
         return bool(deltas)
 

@@ -1,10 +1,8 @@
 """Published weights on disk: one file for all ranks. HeteroRL, section 4.2.
 
 Gathered weights arrive one tensor after the other, and every rank must request each tensor. The
-first rank copies them to host memory and writes the file.
-
-Equal weights make equal files, and weights of the same model make files of the same size
-(machinery/checkpoint/tensors.py)."""
+first rank copies them to host memory and writes the file. Equal weights make equal files, and
+weights of the same model make files of the same size (machinery/checkpoint/tensors.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +33,6 @@ class Store:
         path, change = self.folder / f"v{version:06d}.safetensors", None
         if self.comm.rank > 0:
             deque(named_tensors, maxlen=0)
-            self.files = [path]
             return path, None
         self._write_if_new(path, named_tensors)
         if self.with_deltas and self.files:
