@@ -1,8 +1,7 @@
-"""The learner's end over a shared folder: HeteroRL's `Model_Sync_Path` and `Rollout_Sync_Path`,
-section 4.2.
+"""Both ends over a shared folder: HeteroRL's `Model_Sync_Path` and `Rollout_Sync_Path`, section 4.2.
 
-`FilesHub` has the interface of hub.Hub; files_link.py is the sampler's end. Every file is written
-whole and then renamed into place:
+`FilesHub`, the learner's end, has the interface of hub.Hub; `FilesLink`, the sampler's end, has that
+of link.Link. Every file is written whole and then renamed into place:
 
     welcome                       the Welcome: the run's description, and the learner's session
     models/v000012.safetensors    weights, written by weights.Store
@@ -20,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +30,7 @@ from remote import wire
 from remote.account import (
     Arrived,
     Intake,
+    Spool,
     is_sampler,
     names_of_files,
     read_regular,
@@ -37,8 +38,10 @@ from remote.account import (
     write_atomically,
 )
 from remote.groups import Limits
+from remote.link import Connection
 
 BEAT = 2.0  # seconds between two signs of life
+WEIGHTS = re.compile(r"v[0-9]{6,18}\.safetensors")
 
 
 def read_message(path: Path, kind):
@@ -187,3 +190,65 @@ class FilesHub(Intake):
         self.counts["received"] += 1
         self.counts["bytes_in"] += nbytes
         return Arrived(name, data)
+
+
+class FilesLink(Connection):
+    """A thread that polls the folder, as link.Link polls its socket. The spool is the shared folder
+    itself."""
+
+    def __init__(self, folder: str, flags, spool: Spool):
+        super().__init__(folder, flags, spool)
+        self.folder = Path(folder).resolve()
+        self.touched = 0  # time when the learner last touched `welcome`, by the folder's clock
+        self.start()
+
+    def run(self) -> None:
+        while not self.stopping and not self.error:
+            now = time.monotonic()
+            # a bad file does not stop the reading of other files
+            for work in (
+                self._read_welcome,
+                self._read_receipt,
+                self._say_hello,
+                self._read_newest,
+            ):
+                try:
+                    work(now)
+                except (FileNotFoundError, wire.WireError):
+                    pass  # replaced while it was read: the next turn reads the new one
+                except OSError as e:
+                    print(f"{self.folder}: {e.strerror}; trying again", flush=True)
+                    time.sleep(1.0)
+            self.check_silence(now)
+            time.sleep(0.05)
+
+    def _read_welcome(self, now: float) -> None:
+        path = self.folder / "welcome"
+        touched = path.stat().st_mtime_ns
+        if touched == self.touched:
+            return
+        welcome = read_message(path, wire.Welcome)
+        self.touched = touched
+        self.heard = now
+        if self.welcome is None or welcome.session != self.welcome.session:
+            self.on_welcome(welcome)
+
+    def _read_receipt(self, now: float) -> None:
+        """Read which groups the learner holds, and which it has fetched."""
+        self.on_receipt(read_message(self.folder / "receipts" / self.spool.sampler, wire.Receipt))
+
+    def _read_newest(self, now: float) -> None:
+        offer = read_message(self.folder / "models" / "newest", wire.Offer)
+        wire.need(WEIGHTS.fullmatch(offer.of.name), "newest: not an offer of weights")
+        path = self.folder / "models" / offer.of.name
+        weights = wire.ReceivedWeights(offer.version, offer.published, path)
+        if self.newest != weights:
+            whole = wire.manifest(path.name, read_regular(path, offer.of.nbytes))
+            wire.need(whole == offer.of, f"{path.name}: damaged")
+            self.newest = weights
+
+    def _say_hello(self, now: float) -> None:
+        if now - self.beat > BEAT:
+            self.beat = now
+            path = self.folder / "samplers" / self.spool.sampler
+            write_atomically(path, wire.encode(self.hello()))

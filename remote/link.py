@@ -3,8 +3,7 @@ weights. HeteroRL, section 4.2.
 
 `Link` is a thread with one ZeroMQ DEALER socket. The sampling loop (sampler.py) reads `welcome`,
 `newest` and `error`, and never waits for the thread. A malformed message is dropped. hub.py is the
-learner's end; wire.py lists the messages; files_link.py is the sampler's end over a shared
-folder."""
+learner's end; wire.py lists the messages; files.py has both ends over a shared folder."""
 
 from __future__ import annotations
 
@@ -275,13 +274,14 @@ class Fetcher:
 
     def _pull(self, of: wire.Manifest, sink):
         """Ask for the chunks of an object until it is complete."""
-        pull, at, asked = wire.Pull(of, sink), -1, -math.inf
+        pull = wire.Pull(of, sink)
+        asked = -math.inf
         while not pull.done:
             now = time.monotonic()
-            if pull.at != at or now - asked > self.link.flags.patience:
-                at, asked = pull.at, now
-                self.link.send(wire.Ask(of.name, at))
+            if now - asked > self.link.flags.patience:
+                asked = now
+                self.link.send(wire.Ask(of.name, pull.at))
             yield
             chunk, self.chunk = self.chunk, None
-            if chunk is not None and chunk.name == of.name:
-                pull.put(chunk)
+            if chunk is not None and chunk.name == of.name and pull.put(chunk):
+                asked = -math.inf

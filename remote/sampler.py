@@ -7,7 +7,7 @@ Everything but the engine's flags and the files of task and reward comes from th
 model's configuration and tokenizer, the sampling settings, the task's flags, the weights.
 Two threads run without waiting for each other. The main thread samples with the newest complete
 weights, hands each group over to the spool and continues. The link's thread (link.py or
-files_link.py) offers the groups in the spool until the learner holds them, and fetches new weights.
+files.py) offers the groups in the spool until the learner holds them, and fetches new weights.
 After a kill and a restart, a sampler offers the groups that are still in its spool and continues as
 a new incarnation. Each sampler starts at a random place of the task."""
 
@@ -34,7 +34,7 @@ from machinery.settings import check_engine
 from model.engines import make_engine
 from remote import wire
 from remote.account import Spool, is_sampler
-from remote.files_link import FilesLink
+from remote.files import FilesLink
 from remote.groups import encode_group, name_of
 from remote.keys import SamplerKeys, sampler_keys
 from remote.link import Connection, Link
@@ -77,16 +77,6 @@ class SamplerFlags(EngineFlags):
 
     rollout_quant: Literal["auto", "none", "int8", "fp8", "w4a16", "w2a16"] = "auto"
     """Low-bit format of the engine's linear layers; auto: the learner's --rollout_quant."""
-
-
-def sample(flags: SamplerFlags) -> None:
-    """Run until a signal comes. Raise UserError if the learner refuses, or is silent for longer
-    than --give_up."""
-    sampler = connect(flags)
-    try:
-        sampler.run()
-    finally:
-        sampler.link.close()
 
 
 @dataclass
@@ -332,6 +322,14 @@ def check_task(path: str, learners: str, digest: str) -> None:
         f"--task={path}: this file differs from the learner's {learners}; copy the learner's file here and "
         "name it with --task",
     )
+
+
+def sample(flags: SamplerFlags) -> None:
+    """Run until a signal comes. Raise UserError if the learner refuses, or is silent for longer
+    than --give_up."""
+    sampler = connect(flags)
+    with contextlib.closing(sampler.link):
+        sampler.run()
 
 
 def main(argv: list[str] | None = None) -> None:

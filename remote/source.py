@@ -56,19 +56,14 @@ SHARED |= {"group_size", "max_tokens", "seed", "rollout_dtype", "rollout_quant",
 SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
 
 
-def open_remote_source(
-    cfg: Config, run, model: str, topk: int, max_allowed: int, comm
-) -> RemoteSource:
+def open_remote_source(cfg: Config, run, topk: int, max_allowed: int, comm) -> RemoteSource:
     """The source of --samplers. It accepts samplers from the first `publish` on.
 
-    run: run.Run. model: "policy" or "actor", the model that samples. topk: alternatives to record
-    for each token; max_allowed: tokens of a set of allowed tokens, 0 if no sets are recorded.
-    UserError: the address is in use, or the keys are missing."""
-    welcome = wire.Welcome(
-        session=secrets.token_hex(8),
-        run=describe_run(cfg, run, model, topk, max_allowed),
-        setup=wire.pack_setup(getattr(run, model)),
-    )
+    run: run.Run. topk: alternatives to record for each token; max_allowed: tokens of a set of
+    allowed tokens, 0 if no sets are recorded. UserError: the address is in use, or the keys are missing."""
+    model = getattr(run, run.rollout_model)
+    description = describe_run(cfg, run, topk, max_allowed)
+    welcome = wire.Welcome(secrets.token_hex(8), description, wire.pack_setup(model))
     limits = Limits(
         group_size=cfg.group_size,
         max_tokens=cfg.max_tokens,
@@ -76,7 +71,7 @@ def open_remote_source(
         vocab=run.vocabulary,
         topk=topk,
         max_allowed=max_allowed,
-        routed=routing_of(getattr(run, model)) if cfg.router_replay else (0, 0, 0),
+        routed=routing_of(model) if cfg.router_replay else (0, 0, 0),
     )
     log = open_log(cfg.out)
     over_zmq = "://" in cfg.samplers
@@ -99,12 +94,12 @@ def travels_packed(cfg: PrecisionFlags) -> bool:
     return cfg.rollout_quant in ("int8", "fp8", "w4a16")
 
 
-def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int) -> wire.Description:
+def describe_run(cfg: Config, run, topk: int, max_allowed: int) -> wire.Description:
     """Everything that a sampler must know of a run, except the model's files."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
     return wire.Description(
         config=shared | contents(cfg),
-        model=model,
+        model=run.rollout_model,
         topk=topk,
         max_allowed=max_allowed,
         context=run.context,
@@ -304,9 +299,8 @@ class RemoteSource:
             try:
                 self.task.find(group.prompt_id)
             except Exception:  # a task may raise any exception for an unknown id
-                raise wire.WireError(
-                    f"{name}: the task has no problem {wire.printable(group.prompt_id, 100)}"
-                ) from None
+                problem = wire.printable(group.prompt_id, 100)
+                raise wire.WireError(f"{name}: the task has no problem {problem}") from None
         return group
 
     def fate(self, item: Ready, learner_version: int) -> str:

@@ -18,7 +18,7 @@ from test_wire import BLOB, RUN, group, limits
 
 from machinery.checkpoint.tensors import read_tensors
 from machinery.ranks import Comm
-from remote import account, files, files_link, hub, keys, link, sampler, wire
+from remote import account, files, hub, keys, link, sampler, wire
 from remote import source as remote
 from remote.groups import encode_group
 from remote.sampler import SamplerFlags
@@ -127,7 +127,7 @@ class Opened(contextlib.ExitStack):
 
     def folder_link(self, folder, name="box", **changes):
         spool = account.Spool(folder / "rollouts" / name, name, 1)
-        return self.add(files_link.FilesLink(str(folder), SamplerFlags(**changes), spool))
+        return self.add(files.FilesLink(str(folder), SamplerFlags(**changes), spool))
 
 
 @pytest.fixture
