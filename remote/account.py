@@ -43,8 +43,7 @@ def split(name: str) -> tuple[str, int, int]:
 
 def is_of(sampler: str, name: str) -> bool:
     """Whether this is a name of a sampler's group. The name may come from an untrusted peer."""
-    match = GROUP.fullmatch(name)
-    return match is not None and match[1] == sampler
+    return name.startswith(f"{sampler}/") and GROUP.fullmatch(name) is not None
 
 
 def names_of_files(sampler: str, files: Iterable[str]) -> list[str]:

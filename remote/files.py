@@ -206,12 +206,7 @@ class FilesLink(Connection):
         while not self.stopping and not self.error:
             now = time.monotonic()
             # a bad file does not stop the reading of other files
-            for work in (
-                self._read_welcome,
-                self._read_receipt,
-                self._say_hello,
-                self._read_newest,
-            ):
+            for work in (self._read_welcome, self._read_receipt, self._say_hello, self._read_offer):
                 try:
                     work(now)
                 except (FileNotFoundError, wire.WireError):
@@ -237,7 +232,7 @@ class FilesLink(Connection):
         """Read which groups the learner holds, and which it has fetched."""
         self.on_receipt(read_message(self.folder / "receipts" / self.spool.sampler, wire.Receipt))
 
-    def _read_newest(self, now: float) -> None:
+    def _read_offer(self, now: float) -> None:
         offer = read_message(self.folder / "models" / "newest", wire.Offer)
         wire.need(WEIGHTS.fullmatch(offer.of.name), "newest: not an offer of weights")
         path = self.folder / "models" / offer.of.name

@@ -98,12 +98,19 @@ class Connection(threading.Thread):
 
 
 class Link(Connection):
-    """store: the folder for weights. keys: None for an unencrypted connection."""
+    """store: the folder for weights. keys: None for an unencrypted connection.
+
+    wanted: the last offer of weights, until they are complete. chunk: the last answer to an Ask.
+    digest: of the weights in the store."""
 
     def __init__(self, address: str, flags, spool: Spool, store: Path, keys: SamplerKeys | None):
         super().__init__(address, flags, spool)
         self.offered: dict[str, tuple[bytes, float]] = {}  # name -> (data, time of Offer or Ask)
-        self.fetcher = Fetcher(self, store)
+        self.store = store
+        self.wanted: wire.Offer | None = None
+        self.work = None  # the running generator `_fetch`
+        self.chunk: wire.Chunk | None = None
+        self.digest = ""
         self.context = zmq.Context()
         try:
             self.socket = self._connect(keys)
@@ -140,8 +147,7 @@ class Link(Connection):
                 try:
                     self._turn(time.monotonic())
                 except OSError as e:  # no room for the new weights: the fetch is repeated
-                    store = self.fetcher.store
-                    print(f"{store}: {e.strerror or e}; waiting for disk space", flush=True)
+                    print(f"{self.store}: {e.strerror or e}; waiting for disk space", flush=True)
                     time.sleep(1.0)
         except Exception as e:
             self.error = f"the link failed: {e!r}"
@@ -158,7 +164,7 @@ class Link(Connection):
         self.check_silence(now)
         if self.welcome is not None:
             self._offer(now)
-            self.fetcher.turn()
+            self._continue_fetch()
 
     def _receive(self) -> None:
         """Handle at most a thousand messages that have arrived."""
@@ -206,24 +212,14 @@ class Link(Connection):
                 self.offered[message.name] = data, self.heard
                 self.send(wire.chunk_of(data, message))
             case wire.Offer() if message.version >= 0 and message.of.nbytes <= wire.MOST_WEIGHTS:
-                self.fetcher.wanted = message
+                self.wanted = message
             case wire.Chunk():
-                self.fetcher.chunk = message
+                self.chunk = message
 
+    # -- the newest weights, one complete set after the other
 
-class Fetcher:
-    """Fetches the newest weights over a link into the store, one complete set after the other."""
-
-    def __init__(self, link: Link, store: Path):
-        self.link = link
-        self.store = store
-        self.wanted: wire.Offer | None = None  # the last offer, until its weights are complete
-        self.work = None  # the running generator `fetch`
-        self.chunk: wire.Chunk | None = None  # the last answer
-        self.digest = ""  # of the weights in the store
-
-    def turn(self) -> None:
-        """Continue the fetch for a moment. OSError: no room in the store; the fetch starts over."""
+    def _continue_fetch(self) -> None:
+        """Fetch weights for a moment. OSError: no room in the store; the fetch starts over."""
         if self.wanted is None:
             return
         work = self.work or self._fetch(self.wanted)
@@ -237,7 +233,7 @@ class Fetcher:
     def _fetch(self, offer: wire.Offer):
         """Bring these weights into the store. A generator that yields while it waits and after each
         block."""
-        before = self.link.newest
+        before = self.newest
         if offer.of.digest == self.digest:  # same weights, new version
             path = before.path
         else:
@@ -251,7 +247,7 @@ class Fetcher:
             os.replace(part, path)
             self.digest = offer.of.digest
             retain_weights(path, [before.path] if before else [])
-        self.link.newest = wire.ReceivedWeights(offer.version, offer.published, path)
+        self.newest = wire.ReceivedWeights(offer.version, offer.published, path)
         if self.wanted == offer:
             self.wanted = None
 
@@ -265,9 +261,9 @@ class Fetcher:
                 yield from self._pull(of, data)
                 deltas.append(data.getvalue())
             if deltas:
-                yield from delta.rebuild(self.link.newest.path, deltas, offer.of, sink)
+                yield from delta.rebuild(self.newest.path, deltas, offer.of, sink)
         except wire.WireError as e:
-            fault = f"{self.link.address} sent {wire.printable(e)}"
+            fault = f"{self.address} sent {wire.printable(e)}"
             print(f"{fault}; its weights are fetched in full", flush=True)
             return False
         return bool(deltas)
@@ -278,9 +274,9 @@ class Fetcher:
         asked = -math.inf
         while not pull.done:
             now = time.monotonic()
-            if now - asked > self.link.flags.patience:
+            if now - asked > self.flags.patience:
                 asked = now
-                self.link.send(wire.Ask(of.name, pull.at))
+                self.send(wire.Ask(of.name, pull.at))
             yield
             chunk, self.chunk = self.chunk, None
             if chunk is not None and chunk.name == of.name and pull.put(chunk):

@@ -84,9 +84,10 @@ def open_remote_source(cfg: Config, run, topk: int, max_allowed: int, comm) -> R
     else:
         hub = FilesHub(cfg.samplers, welcome, limits, log)
     folder = Path(cfg.out) / "versions" if over_zmq else Path(cfg.samplers) / "models"
+    packed = travels_packed(cfg)
     # In float32 an update changes nearly every number, and a shared folder is read in place.
-    with_deltas = over_zmq and (travels_packed(cfg) or cfg.rollout_dtype != "float32")
-    return RemoteSource(hub, cfg, Store(folder, comm, with_deltas), comm, run.task)
+    with_deltas = over_zmq and (packed or cfg.rollout_dtype != "float32")
+    return RemoteSource(hub, cfg, Store(folder, comm, with_deltas), comm, run.task, packed)
 
 
 def travels_packed(cfg: PrecisionFlags) -> bool:
@@ -154,6 +155,7 @@ class RemoteSource:
     store: Store
     comm: object
     task: object = None
+    packed: bool = False  # `publish` needs the engine's low-bit tensors
     error: str = ""
     counts: Counter = field(default_factory=Counter)  # fate -> groups
     since: list[str] = field(default_factory=list)  # groups decided since the last checkpoint
@@ -164,11 +166,6 @@ class RemoteSource:
     broadcast_at: int | None = None  # the version published last
     # version -> time of publication, in this history
     published: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def packed(self) -> bool:
-        """Whether `publish` needs the engine's low-bit tensors."""
-        return travels_packed(self.cfg)
 
     def now(self, learner_version: int) -> float:
         return time.time()

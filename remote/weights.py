@@ -9,6 +9,7 @@ from __future__ import annotations
 import filecmp
 import mmap
 from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from machinery.checkpoint.tensors import write_tensors
@@ -16,16 +17,14 @@ from remote import delta
 from remote.account import retain_weights
 
 
+@dataclass
 class Store:
-    """The folder of published weights.
+    """The folder of published weights."""
 
-    with_deltas: also return the delta from the previous file."""
-
-    def __init__(self, folder: Path, comm, with_deltas: bool):
-        self.folder = folder
-        self.comm = comm
-        self.with_deltas = with_deltas
-        self.files: list[Path] = []  # of this session
+    folder: Path
+    comm: object
+    with_deltas: bool  # also return the delta from the previous file
+    files: list[Path] = field(default_factory=list)  # of this session
 
     def publish(self, version: int, named_tensors) -> tuple[Path, bytes | None]:
         """Write a version; return (its file, the delta from the previous file), which only the
