@@ -91,8 +91,7 @@ class Intake:
         self.is_open = True
 
     def broadcast(self, offer, path: Path, change: bytes | None) -> None:
-        """Offer these weights to all samplers. change: the delta from the previous weights, if
-        there is one."""
+        """Offer weights to all samplers. change: the delta from the previous weights, or None."""
 
     def hold(self, names: list[str]) -> None:
         """Record that a checkpoint accounts for these groups: their samplers may delete them."""
@@ -192,8 +191,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
-    """Write a file whole or not at all. flush: write it to the disk, so that it survives a power
-    failure."""
+    """Write a file whole or not at all. flush: so that it survives a power failure."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(scratch, "wb") as f:
@@ -209,10 +207,8 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
 
 
 def retain_weights(path: Path, published: list[Path]) -> list[Path]:
-    """The newest weights, at most VERSIONS, with `path` last; all other weights in its folder are
-    deleted.
-
-    Weights of a discarded history are deleted too, whatever their numbers."""
+    """The newest weights, at most VERSIONS, with `path` last. All other weights in its folder are
+    deleted, those of a discarded history too, whatever their numbers."""
     newest = [*(p for p in published if p != path), path][-VERSIONS:]
     for old in path.parent.glob("v*.safetensors"):
         if old not in newest:

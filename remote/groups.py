@@ -177,10 +177,8 @@ def check_shapes(head: GroupHead, arrays: dict, limits: Limits) -> None:
     need(fits, f"lengths from {least} to {most} after a prompt of {prompt}")
     N = int(lengths.sum(dtype=np.int64))
     need(all(len(arrays[name]) == N for name in PER_TOKEN), "arrays of unequal length")
-    need(
-        arrays["topk_ids"].shape == arrays["topk_logp"].shape == (N, limits.topk),
-        f"top-K of {arrays['topk_ids'].shape[1]} instead of {limits.topk}",
-    )
+    fits = arrays["topk_ids"].shape == arrays["topk_logp"].shape == (N, limits.topk)
+    need(fits, f"top-K of {arrays['topk_ids'].shape[1]} instead of {limits.topk}")
     if limits.routed[0]:
         fits = arrays["routed"].shape == (N + G * (prompt - 1), *limits.routed[:2])
         need(fits, f"experts of shape {arrays['routed'].shape}")

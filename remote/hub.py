@@ -30,8 +30,7 @@ from remote.groups import Limits
 from remote.keys import refusal_of, secure
 from remote.weights import mapped
 
-# seconds without a chunk after which the room of a requested group is released
-UNANSWERED = 30.0
+UNANSWERED = 30.0  # seconds without a chunk after which a requested group's room is released
 PULLS = 64  # most groups that are fetched from one sampler at the same time
 
 

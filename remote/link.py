@@ -131,9 +131,8 @@ class Link(Connection):
         try:
             socket.connect(self.address)
         except zmq.ZMQError as e:
-            raise UserError(
-                f"--connect={self.address}: {zmq.strerror(e.errno)}; write tcp://HOST:PORT"
-            ) from None
+            fault = f"--connect={self.address}: {zmq.strerror(e.errno)}; write tcp://HOST:PORT"
+            raise UserError(fault) from None
         return socket
 
     def send(self, message: wire.Message) -> None:
@@ -185,8 +184,7 @@ class Link(Connection):
         with self.spool.lock:
             waiting = [name for name in self.spool.waiting if name not in known]
         for name in waiting[: OFFERS - len(self.offered)]:
-            data = self.spool.read(name)
-            if data is not None:
+            if (data := self.spool.read(name)) is not None:
                 self._offer_group(name, data, now)
 
     def _offer_group(self, name: str, data: bytes, now: float) -> None:

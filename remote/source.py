@@ -164,8 +164,7 @@ class RemoteSource:
     batch: list[Ready] = field(default_factory=list)  # handed out last
     waited: float = 0.0  # seconds spent in `next` since the last metrics
     broadcast_at: int | None = None  # the version published last
-    # version -> time of publication, in this history
-    published: dict[int, float] = field(default_factory=dict)
+    published: dict[int, float] = field(default_factory=dict)  # version -> time, in this history
 
     def now(self, learner_version: int) -> float:
         return time.time()
@@ -188,11 +187,9 @@ class RemoteSource:
     # -- groups
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
-        """The next n groups for each rank. Waits for them, and prints a line once a minute.
-        Collective.
-
-        An empty list if `stop` fills on the first rank, or, with `error` set, after --give_up
-        seconds without any group."""
+        """The next n groups for each rank; an empty list if `stop` fills on the first rank, or,
+        with `error` set, after --give_up seconds without any group. Waits, and prints a line once a
+        minute. Collective."""
         self.batch = []
         if self.comm.rank == 0:
             start = time.monotonic()

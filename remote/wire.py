@@ -287,6 +287,5 @@ def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
         try:
             (folder / name).write_bytes(zlib.decompress(data))
         except zlib.error:
-            raise UserError(
-                f"the learner sent a damaged {name}; start this sampler again"
-            ) from None
+            fault = f"the learner sent a damaged {name}; start this sampler again"
+            raise UserError(fault) from None
