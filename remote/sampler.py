@@ -81,14 +81,12 @@ class SamplerFlags(EngineFlags):
 
 @dataclass
 class RemoteSampler:
-    """The loop: load the newest weights, sample, hand over.
-
-    folder: used by this sampler only."""
+    """The loop: load the newest weights, sample, hand over."""
 
     flags: SamplerFlags
     link: Connection
     spool: Spool
-    folder: Path
+    folder: Path  # used by this sampler only
     welcome: wire.Welcome | None = None
     source: SamplerSource | None = None  # opened at the first welcome
     loaded: wire.ReceivedWeights | None = None
