@@ -193,7 +193,7 @@ def open_source(cfg: Config, run, comm, sleeps: bool = True):
     if cfg.samplers != "local":
         from remote.source import open_remote_source  # needs packages that local runs do not
 
-        return open_remote_source(cfg, run, run.rollout_model, topk, max_allowed, comm)
+        return open_remote_source(cfg, run, topk, max_allowed, comm)
     # the engine also evaluates
     context = max(run.context, run.eval_context if cfg.eval_engine != "torch" else 0)
     engine_options = (comm.device, run.vocabulary, sleep_level(cfg) if sleeps else 0)

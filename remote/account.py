@@ -1,32 +1,29 @@
 """The account of every group: handed over by a sampler, held by the learner. HeteroRL, section 4.2.
 
 A group's name is SAMPLER/INCARNATION/N. An incarnation is one life of a sampler's process, and N
-counts its groups. One rule (`split`) reads every such name, from a message, a file or a checkpoint.
-The sampler writes a group into its `Spool`, as a file that starts with its digest and appears
-whole. From then on the group is accounted for. The file stays until the learner says that a
-checkpoint holds the group. A damaged file is replaced by an empty `.lost` file, and the learner
-books the group as lost. The learner's side is a set of names. A checkpoint stores this set, and a group
-with a name in the set is rejected if it arrives again."""
+counts its groups. The sampler writes a group into its `Spool`, as a file that starts with its
+digest and appears whole. From then on the group is accounted for. The file stays until the learner
+says that a checkpoint holds the group. A damaged file is replaced by an empty `.lost` file, and the
+learner books the group as lost. The learner's side is a set of names. A checkpoint stores this set,
+and a group with a name in the set is rejected if it arrives again."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import stat
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from remote.wire import need, verified, with_digest
 
 VERSIONS = 3  # sets of weights in a folder: a sampler may finish reading the previous sets
 MOST_GROUP = 1 << 30  # most bytes of a file in a spool
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Names
-# ---------------------------------------------------------------------------------------------------------------------
 
 SAMPLER = "[A-Za-z0-9_-]{1,64}"
 NUMBER = "(?:0|[1-9][0-9]{0,17})"
@@ -38,17 +35,15 @@ def is_sampler(name: str) -> bool:
 
 
 def split(name: str) -> tuple[str, int, int]:
-    """(sampler, incarnation, n) of a group's name. Raise ValueError for any other text."""
+    """(sampler, incarnation, n) of a group's name. Raise WireError for any other text."""
     match = GROUP.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{name[:100]!r} is not the name of a group")
+    need(match, f"{name[:100]!r} is not the name of a group")
     return match[1], int(match[2]), int(match[3])
 
 
 def is_of(sampler: str, name: str) -> bool:
     """Whether this is a name of a sampler's group. The name may come from an untrusted peer."""
-    match = GROUP.fullmatch(name)
-    return match is not None and match[1] == sampler
+    return name.startswith(f"{sampler}/") and GROUP.fullmatch(name) is not None
 
 
 def names_of_files(sampler: str, files: Iterable[str]) -> list[str]:
@@ -57,37 +52,34 @@ def names_of_files(sampler: str, files: Iterable[str]) -> list[str]:
     return sorted((name for name in names if GROUP.fullmatch(name)), key=split)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The learner's side
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Arrived:
     """A group for the training loop: its bytes, or the fate of a group that will not arrive."""
 
     name: str
-    when: float  # seconds since the epoch
     data: bytes = b""
     fate: str = ""  # listed in remote/source.py; empty: undecided, the data decides
+    when: float = field(default_factory=time.time)  # time of arrival, seconds since the epoch
 
 
 class Intake:
     """The learner's account, the same for both transports. Ranks other than the first have an
     Intake without a transport, which brings no groups.
 
-    counts: groups and messages, by kind. reports: groups that each (sampler, incarnation) says it
-    has handed over. got: groups that have arrived or will not arrive; held: the part of them that a
-    checkpoint accounts for. broken: the error that ended the transport."""
+    limits: groups.Limits. counts: groups and messages, by kind. reports: groups that each
+    (sampler, incarnation) says it has handed over. got: groups that have arrived or will not
+    arrive; held: the part of them that a checkpoint accounts for. broken: the error that ended the
+    transport."""
 
     address = ""
 
-    def __init__(self, room: int):
+    def __init__(self, limits, log):
+        self.limits = limits
+        self.log = log
         self.counts: Counter = Counter()
         self.reports: dict[tuple[str, int], int] = {}
         self.got: set[str] = set()
         self.held: set[str] = set()
-        self.room = room  # most bytes of groups that have arrived or are asked for
         self.size = 0  # bytes of groups that have arrived or are asked for
         self.lock = threading.Lock()
         self.is_open = False
@@ -99,8 +91,7 @@ class Intake:
         self.is_open = True
 
     def broadcast(self, offer, path: Path, change: bytes | None) -> None:
-        """Offer these weights to all samplers. change: the delta from the previous weights, if
-        there is one."""
+        """Offer weights to all samplers. change: the delta from the previous weights, or None."""
 
     def hold(self, names: list[str]) -> None:
         """Record that a checkpoint accounts for these groups: their samplers may delete them."""
@@ -122,7 +113,7 @@ class Intake:
         """Reserve room for a group; False if there is not enough. A group that exceeds the whole
         room is accepted when no other group takes room."""
         with self.lock:
-            fits = not self.size or self.size + nbytes <= self.room
+            fits = not self.size or self.size + nbytes <= self.limits.room
             self.size += nbytes * fits
         return fits
 
@@ -130,11 +121,6 @@ class Intake:
         """Release the room of a group."""
         with self.lock:
             self.size -= nbytes
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The sampler's side: files
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Spool:
@@ -175,16 +161,14 @@ class Spool:
         """The bytes of a waiting group. None if they are missing or damaged: the group is lost from
         here on."""
         try:
-            data = verified(read_regular(self.path(name), MOST_GROUP))
+            return verified(read_regular(self.path(name), MOST_GROUP))
         except (FileNotFoundError, ValueError):
-            data = None
-        if data is None:
             self.lost_path(name).touch()
             self.path(name).unlink(missing_ok=True)
             with self.lock:
                 self.waiting.remove(name)
                 self.lost.append(name)
-        return data
+            return None
 
     def forget(self, names: Iterable[str]) -> None:
         """Delete groups that the learner holds or has booked as lost; ignore other names."""
@@ -197,23 +181,17 @@ class Spool:
             self.lost_path(name).unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files that are whole or not there
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def read_regular(path: Path, most: int) -> bytes:
     """The bytes of a file. Other users may write into its folder, so links are not followed and
-    pipes are not read. ValueError: not a regular file of at most `most` bytes. OSError: no file."""
+    pipes are not read. WireError: not a regular file of at most `most` bytes. OSError: no file."""
     about = path.lstat()
-    if not stat.S_ISREG(about.st_mode) or about.st_size > most:
-        raise ValueError(f"{path.name}: not a regular file of at most {most} bytes")
+    valid = stat.S_ISREG(about.st_mode) and about.st_size <= most
+    need(valid, f"{path.name}: not a regular file of at most {most} bytes")
     return path.read_bytes()
 
 
 def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
-    """Write a file whole or not at all. flush: write it to the disk, so that it survives a power
-    failure."""
+    """Write a file whole or not at all. flush: so that it survives a power failure."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(scratch, "wb") as f:
@@ -228,21 +206,9 @@ def write_atomically(path: Path, data: bytes, flush: bool = True) -> None:
         raise
 
 
-def with_digest(data: bytes) -> bytes:
-    """A file's bytes, preceded by their digest."""
-    return hashlib.sha256(data).digest() + data
-
-
-def verified(data: bytes) -> bytes | None:
-    """The inverse of with_digest; None if the bytes are damaged."""
-    return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
-
-
 def retain_weights(path: Path, published: list[Path]) -> list[Path]:
-    """The newest weights, at most VERSIONS, with `path` last; all other weights in its folder are
-    deleted.
-
-    Weights of a discarded history are deleted too, whatever their numbers."""
+    """The newest weights, at most VERSIONS, with `path` last. All other weights in its folder are
+    deleted, those of a discarded history too, whatever their numbers."""
     newest = [*(p for p in published if p != path), path][-VERSIONS:]
     for old in path.parent.glob("v*.safetensors"):
         if old not in newest:

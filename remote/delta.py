@@ -67,10 +67,8 @@ def add_block(words: np.ndarray, packed: bytes) -> None:
         raise wire.WireError(f"a delta that cannot be unpacked ({e})") from None
     changed = np.unpackbits(np.frombuffer(data[:bits], np.uint8), count=len(words)).view(bool)
     values = data[bits:]
-    wire.need(
-        inflate.eof and len(values) == changed.sum() * words.itemsize,
-        "a delta that does not fit the weights",
-    )
+    fits = inflate.eof and len(values) == changed.sum() * words.itemsize
+    wire.need(fits, "a delta that does not fit the weights")
     words[changed] += np.frombuffer(values, words.dtype)
 
 
@@ -130,9 +128,7 @@ class Chain:
         else:
             name = f"{Path(of.name).stem}.delta"
             self.steps.append((wire.Step(self.digest, wire.manifest(name, change)), change))
-        while (
-            len(self.steps) > MOST_CHAIN
-            or sum(len(data) for _, data in self.steps) > of.nbytes // WORTH
-        ):
+        most = of.nbytes // WORTH
+        while len(self.steps) > MOST_CHAIN or sum(len(data) for _, data in self.steps) > most:
             del self.steps[0]
         self.digest = of.digest

@@ -1,8 +1,7 @@
-"""The learner's end over a shared folder: HeteroRL's `Model_Sync_Path` and `Rollout_Sync_Path`,
-section 4.2.
+"""Both ends over a shared folder: HeteroRL's `Model_Sync_Path` and `Rollout_Sync_Path`, section 4.2.
 
-`FilesHub` has the interface of hub.Hub; files_link.py is the sampler's end. Every file is written
-whole and then renamed into place:
+`FilesHub`, the learner's end, has the interface of hub.Hub; `FilesLink`, the sampler's end, has that
+of link.Link. Every file is written whole and then renamed into place:
 
     welcome                       the Welcome: the run's description, and the learner's session
     models/v000012.safetensors    weights, written by weights.Store
@@ -20,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -30,25 +30,24 @@ from remote import wire
 from remote.account import (
     Arrived,
     Intake,
+    Spool,
     is_sampler,
     names_of_files,
     read_regular,
     split,
-    verified,
     write_atomically,
 )
 from remote.groups import Limits
+from remote.link import Connection
 
 BEAT = 2.0  # seconds between two signs of life
+WEIGHTS = re.compile(r"v[0-9]{6,18}\.safetensors")
 
 
 def read_message(path: Path, kind):
     """Read a message of this kind from a file. WireError: a different or a damaged message;
     OSError: no such file."""
-    try:
-        message = wire.decode(read_regular(path, wire.MOST))
-    except ValueError as e:
-        raise wire.WireError(str(e)) from None
+    message = wire.decode(read_regular(path, wire.MOST))
     wire.need(isinstance(message, kind), f"{path.name}: a message of a different kind")
     return message
 
@@ -58,14 +57,12 @@ class FilesHub(Intake):
     its own thread."""
 
     def __init__(self, folder: str, welcome: wire.Welcome, limits: Limits, log):
-        super().__init__(limits.room)
+        super().__init__(limits, log)
         for name in ("models", "rollouts", "receipts", "samplers"):
             (Path(folder) / name).mkdir(parents=True, exist_ok=True)
         self.folder = Path(folder).resolve()
         self.address = str(folder)
         self.welcome = welcome
-        self.limits = limits
-        self.log = log
         self.closed = threading.Event()
         self.beat = 0.0  # time of the learner's last sign of life
         self.unwritten: dict[Path, bytes] = {}  # messages that wait for room on the disk
@@ -91,10 +88,11 @@ class FilesHub(Intake):
             self._write_waiting()
             for sampler in self._samplers("samplers"):
                 with self._guarded(sampler):
-                    self._read_report(sampler)
-        return [
-            arrived for sampler in self._samplers("rollouts") for arrived in self._fetch(sampler)
-        ]
+                    hello = read_message(self.folder / "samplers" / sampler, wire.Hello)
+                    fault = f"a hello of {hello.sampler}, under the name of a different sampler"
+                    wire.need(hello.sampler == sampler, fault)
+                    self.report(sampler, hello.incarnation, hello.handed)
+        return [group for sampler in self._samplers("rollouts") for group in self._fetch(sampler)]
 
     def close(self) -> None:
         self.closed.set()
@@ -147,7 +145,7 @@ class FilesHub(Intake):
             self.log.error("a fault in the files of sampler %s: %r", sampler, e)
 
     def _samplers(self, kind: str) -> list[str]:
-        """The samplers in one of the folders: subfolders with groups, or files with a message."""
+        """The samplers with groups ("rollouts") or with a message ("samplers")."""
         with self._guarded(kind):
             return sorted(filter(is_sampler, os.listdir(self.folder / kind)))
         return []
@@ -177,29 +175,75 @@ class FilesHub(Intake):
         nbytes = max(0, path.lstat().st_size - 32)  # without the digest
         if nbytes > self.limits.nbytes:
             self.log.warning("%s is too big for a group", path)
-            return Arrived(name, time.time(), fate="refused")
+            return Arrived(name, fate="refused")
         if not self.take_room(nbytes):
             return None
-        data = None
+        data = b""
         try:
-            data = verified(read_regular(path, nbytes + 32))
+            data = wire.verified(read_regular(path, nbytes + 32))
         except ValueError:
-            pass
-        finally:
-            if data is None:
-                self.free(nbytes)
-        if data is None:
             self.log.warning("%s is damaged", path)
-            return Arrived(name, time.time(), fate="corrupt")
+            return Arrived(name, fate="corrupt")
+        finally:
+            if not data:
+                self.free(nbytes)
         self.counts["received"] += 1
         self.counts["bytes_in"] += nbytes
-        return Arrived(name, time.time(), data=data)
+        return Arrived(name, data)
 
-    def _read_report(self, sampler: str) -> None:
-        """Read how many groups a sampler has handed over."""
-        hello = read_message(self.folder / "samplers" / sampler, wire.Hello)
-        wire.need(
-            hello.sampler == sampler,
-            f"a hello of {hello.sampler}, under the name of a different sampler",
-        )
-        self.report(sampler, hello.incarnation, hello.handed)
+
+class FilesLink(Connection):
+    """A thread that polls the folder, as link.Link polls its socket. The spool is the shared folder
+    itself."""
+
+    def __init__(self, folder: str, flags, spool: Spool):
+        super().__init__(folder, flags, spool)
+        self.folder = Path(folder).resolve()
+        self.touched = 0  # time when the learner last touched `welcome`, by the folder's clock
+        self.start()
+
+    def run(self) -> None:
+        while not self.stopping and not self.error:
+            now = time.monotonic()
+            # a bad file does not stop the reading of other files
+            for work in (self._read_welcome, self._read_receipt, self._say_hello, self._read_offer):
+                try:
+                    work(now)
+                except (FileNotFoundError, wire.WireError):
+                    pass  # replaced while it was read: the next turn reads the new one
+                except OSError as e:
+                    print(f"{self.folder}: {e.strerror}; trying again", flush=True)
+                    time.sleep(1.0)
+            self.check_silence(now)
+            time.sleep(0.05)
+
+    def _read_welcome(self, now: float) -> None:
+        path = self.folder / "welcome"
+        touched = path.stat().st_mtime_ns
+        if touched == self.touched:
+            return
+        welcome = read_message(path, wire.Welcome)
+        self.touched = touched
+        self.heard = now
+        if self.welcome is None or welcome.session != self.welcome.session:
+            self.on_welcome(welcome)
+
+    def _read_receipt(self, now: float) -> None:
+        """Read which groups the learner holds, and which it has fetched."""
+        self.on_receipt(read_message(self.folder / "receipts" / self.spool.sampler, wire.Receipt))
+
+    def _read_offer(self, now: float) -> None:
+        offer = read_message(self.folder / "models" / "newest", wire.Offer)
+        wire.need(WEIGHTS.fullmatch(offer.of.name), "newest: not an offer of weights")
+        path = self.folder / "models" / offer.of.name
+        weights = wire.ReceivedWeights(offer.version, offer.published, path)
+        if self.newest != weights:
+            whole = wire.manifest(path.name, read_regular(path, offer.of.nbytes))
+            wire.need(whole == offer.of, f"{path.name}: damaged")
+            self.newest = weights
+
+    def _say_hello(self, now: float) -> None:
+        if now - self.beat > BEAT:
+            self.beat = now
+            path = self.folder / "samplers" / self.spool.sampler
+            write_atomically(path, wire.encode(self.hello()))

@@ -29,7 +29,6 @@ from rollout import LEAST_LOGP, Response, Rollout
 from sampling import Sampling
 from tasks.turns import PER_TOKEN
 
-ALLOWED = ("allowed_ids", "allowed_sizes")
 SHAPES = {  # array -> type, dimensions
     "prompt_ids": (np.int32, 1),
     "lengths": (np.int32, 1),
@@ -119,16 +118,14 @@ def encode_group(group: Rollout) -> bytes:
     return save(arrays, metadata={"head": msgspec.json.encode(head).decode()})
 
 
-def decode_group(data, limits: Limits) -> Rollout:
+def decode_group(data: bytes, limits: Limits) -> Rollout:
     """The inverse of encode_group. Raise WireError with the reason if types, shapes, sizes, token
     ids or log-probabilities are wrong."""
-    data = bytes(data)
     try:
         arrays = load(data)
         size = int.from_bytes(data[:8], "little")
-        head = msgspec.json.decode(
-            json.loads(data[8 : 8 + size])["__metadata__"]["head"], type=GroupHead
-        )
+        metadata = json.loads(data[8 : 8 + size])["__metadata__"]
+        head = msgspec.json.decode(metadata["head"], type=GroupHead)
         sampling = msgspec.convert(head.sampling, Sampling)
     except Exception as e:  # three decoders, each with its own errors, RecursionError among them
         raise WireError(f"not a group: {printable(e)}") from None
@@ -163,7 +160,7 @@ def check_shapes(head: GroupHead, arrays: dict, limits: Limits) -> None:
     """Raise WireError unless these are the expected arrays, with consistent sizes."""
     expected = set(SHAPES)
     if not limits.max_allowed:
-        expected -= set(ALLOWED)
+        expected -= {"allowed_ids", "allowed_sizes"}
     if not limits.routed[0]:
         expected.remove("routed")
     need(set(arrays) == expected, f"arrays {printable(sorted(arrays))}")
@@ -171,28 +168,20 @@ def check_shapes(head: GroupHead, arrays: dict, limits: Limits) -> None:
         fits = (x.dtype, x.ndim) == SHAPES[name]
         need(fits, f"{name} is {x.dtype} with {x.ndim} dimensions")
     lengths = arrays["lengths"]
-    need(
-        len(lengths) == len(arrays["rewards"]) == len(head.finish) == limits.group_size,
-        f"{len(lengths)} responses instead of {limits.group_size}",
-    )
+    G = limits.group_size
+    fits = len(lengths) == len(arrays["rewards"]) == len(head.finish) == G
+    need(fits, f"{len(lengths)} responses instead of {G}")
     prompt = len(arrays["prompt_ids"])
-    need(
-        1 <= lengths.min() <= lengths.max() <= limits.max_tokens
-        and 1 <= prompt <= limits.max_prompt,
-        f"lengths from {lengths.min()} to {lengths.max()} after a prompt of {prompt}",
-    )
+    least, most = lengths.min(), lengths.max()
+    fits = 1 <= least <= most <= limits.max_tokens and 1 <= prompt <= limits.max_prompt
+    need(fits, f"lengths from {least} to {most} after a prompt of {prompt}")
     N = int(lengths.sum(dtype=np.int64))
     need(all(len(arrays[name]) == N for name in PER_TOKEN), "arrays of unequal length")
-    need(
-        arrays["topk_ids"].shape == arrays["topk_logp"].shape == (N, limits.topk),
-        f"top-K of {arrays['topk_ids'].shape[1]} instead of {limits.topk}",
-    )
+    fits = arrays["topk_ids"].shape == arrays["topk_logp"].shape == (N, limits.topk)
+    need(fits, f"top-K of {arrays['topk_ids'].shape[1]} instead of {limits.topk}")
     if limits.routed[0]:
-        read = N + len(lengths) * (prompt - 1)
-        need(
-            arrays["routed"].shape == (read, *limits.routed[:2]),
-            f"experts of shape {arrays['routed'].shape}",
-        )
+        fits = arrays["routed"].shape == (N + G * (prompt - 1), *limits.routed[:2])
+        need(fits, f"experts of shape {arrays['routed'].shape}")
 
 
 def check_values(arrays: dict, limits: Limits) -> None:
@@ -201,35 +190,22 @@ def check_values(arrays: dict, limits: Limits) -> None:
         x = arrays.get(name, np.zeros(0))
         inside = x.size == 0 or 0 <= x.min() <= x.max() < limits.vocab
         need(inside, f"{name} outside the vocabulary of {limits.vocab}")
-    need(
-        arrays["loss_mask"].view(np.uint8).max() <= 1, "a loss mask that is neither true nor false"
-    )
-    need(arrays["loss_mask"].any(), "a loss mask without any token")
     routed = arrays.get("routed", np.zeros(0))
-    need(
-        routed.size == 0 or 0 <= routed.min() <= routed.max() < limits.routed[2],
-        "experts that the model does not have",
-    )
+    inside = routed.size == 0 or 0 <= routed.min() <= routed.max() < limits.routed[2]
+    need(inside, "experts that the model does not have")
+    loss_mask = arrays["loss_mask"]
+    need(loss_mask.view(np.uint8).max() <= 1, "a loss mask that is neither true nor false")
+    need(loss_mask.any(), "a loss mask without any token")
     logp_inf, rewards = arrays["logp_inf"], arrays["rewards"]
-    need(
-        logp_inf.min() >= LEAST_LOGP and logp_inf.max() < 1e-3,  # both false for NaN
-        f"log-probabilities that are NaN, below {LEAST_LOGP:g} or above 0",
-    )
+    possible = logp_inf.min() >= LEAST_LOGP and logp_inf.max() < 1e-3  # both false for NaN
+    need(possible, f"log-probabilities that are NaN, below {LEAST_LOGP:g} or above 0")
     need(np.isfinite(rewards).all(), "a reward that is NaN or infinite")
     need(np.abs(rewards).max() <= MOST_REWARD, f"a reward beyond {MOST_REWARD:g}")
-    if limits.topk:
-        check_topk(arrays["topk_ids"], arrays["topk_logp"])
-
-
-def check_topk(ids: np.ndarray, logp: np.ndarray) -> None:
-    """Raise WireError unless these [N, K] arrays are the most likely tokens of distributions. A
-    token excluded by truncation has -inf."""
+    ids, logp = arrays["topk_ids"], arrays["topk_logp"]  # [N, K], -inf for truncated tokens
     need((logp < 1e-3).all(), "top-K log-probabilities that are NaN or above 0")
     need((logp[:, 1:] <= logp[:, :-1]).all(), "top-K log-probabilities that are not sorted")
-    need(
-        (np.exp(logp.astype(np.float64)).sum(1) < 1.01).all(),
-        "top-K probabilities that sum to more than 1",
-    )
+    sums = np.exp(logp.astype(np.float64)).sum(1)
+    need((sums < 1.01).all(), "top-K probabilities that sum to more than 1")
     need((np.diff(np.sort(ids, 1), axis=1) > 0).all(), "a token that occurs twice among the top K")
 
 
@@ -238,19 +214,16 @@ def check_allowed(arrays: dict, limits: Limits) -> None:
     sampled tokens."""
     if limits.max_allowed:
         sizes = arrays["allowed_sizes"]
-        need(
+        fits = (
             len(sizes) == len(arrays["tokens"])
-            and sizes.min() >= 1
-            and sizes.max() <= limits.max_allowed
-            and sizes.sum(dtype=np.int64) == len(arrays["allowed_ids"]),
-            "sets of allowed tokens with wrong sizes",
+            and 1 <= sizes.min() <= sizes.max() <= limits.max_allowed
+            and sizes.sum(dtype=np.int64) == len(arrays["allowed_ids"])
         )
+        need(fits, "sets of allowed tokens with wrong sizes")
         begins = np.cumsum(sizes, dtype=np.int64) - sizes
         sampled = np.repeat(arrays["tokens"], sizes) == arrays["allowed_ids"]
-        need(
-            np.logical_or.reduceat(sampled, begins).all(),
-            "a token that is not in its set of allowed tokens",
-        )
+        contained = np.logical_or.reduceat(sampled, begins).all()
+        need(contained, "a token that is not in its set of allowed tokens")
 
 
 def split_responses(head: GroupHead, arrays: dict) -> list[Response]:
@@ -270,10 +243,8 @@ def split_responses(head: GroupHead, arrays: dict) -> list[Response]:
         if "allowed_ids" in arrays:
             response.allowed_offsets = offsets[start : end + 1] - offsets[start]
             response.allowed_ids = arrays["allowed_ids"][offsets[start] : offsets[end]]
-        if "routed" in arrays:
-            # routing entries of the prompts before this response; `through` includes its own prompt
-            before = i * (len(arrays["prompt_ids"]) - 1)
-            through = before + len(arrays["prompt_ids"]) - 1
-            response.routed = arrays["routed"][start + before : end + through]
+        if "routed" in arrays:  # also has entries of the prompt, before those of each response
+            prompt = len(arrays["prompt_ids"]) - 1
+            response.routed = arrays["routed"][start + i * prompt : end + (i + 1) * prompt]
         responses.append(response)
     return responses

@@ -30,8 +30,7 @@ from remote.groups import Limits
 from remote.keys import refusal_of, secure
 from remote.weights import mapped
 
-# seconds without a chunk after which the room of a requested group is released
-UNANSWERED = 30.0
+UNANSWERED = 30.0  # seconds without a chunk after which a requested group's room is released
 PULLS = 64  # most groups that are fetched from one sampler at the same time
 
 
@@ -47,15 +46,12 @@ class Peer:
 
 
 class Hub(threading.Thread, Intake):
-    """The socket, the thread, and the account. The training loop calls the first part of the
-    methods."""
+    """The socket, the thread, and the account."""
 
     def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: Limits, log):
         threading.Thread.__init__(self, daemon=True, name="hub")
-        Intake.__init__(self, limits.room)
+        Intake.__init__(self, limits, log)
         self.welcome = welcome
-        self.limits = limits
-        self.log = log
         self.arrived: deque[Arrived] = deque()  # the inbox
         self.todo: deque[Callable[[], None]] = deque()  # work from the training loop
         self.stopping = False
@@ -201,16 +197,15 @@ class Hub(threading.Thread, Intake):
             self._send(identity, wire.Refuse(refusal))
             return
         peer = self.peers.get(identity)
-        same = peer is not None and (peer.sampler, peer.incarnation) == (
-            hello.sampler,
-            hello.incarnation,
-        )
+        same = peer and peer.sampler == hello.sampler and peer.incarnation == hello.incarnation
         if not same or hello.session != self.welcome.session:
             peer = self._let_in(identity, key, hello)
         self.report(hello.sampler, hello.incarnation, hello.handed)
         for name in hello.lost:
-            if is_of(peer.sampler, name):
-                self._on_lost(peer, name)
+            if is_of(peer.sampler, name) and name not in self.got:
+                if name in peer.pulls:
+                    self._drop(peer, name)
+                self._enter(Arrived(name, fate="lost"))
         if self.newest is not None and hello.newest != self.newest.version:
             self._send(identity, self.newest)
         held = [name for name in hello.lost if name in self.held]
@@ -223,9 +218,9 @@ class Hub(threading.Thread, Intake):
             return f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _"
         if key and (refusal := refusal_of(hello.sampler, self.known[key])):
             return refusal
-        same_name = [peer for peer in self.peers.values() if peer.sampler == hello.sampler]
-        if any(peer.incarnation > hello.incarnation for peer in same_name):
-            return f"a newer sampler is also called {hello.sampler}: give each sampler a different --name"
+        for peer in self.peers.values():
+            if peer.sampler == hello.sampler and peer.incarnation > hello.incarnation:
+                return f"a newer sampler is also called {hello.sampler}: give each sampler a different --name"
         return ""
 
     def _let_in(self, identity: bytes, key: str, hello: wire.Hello) -> Peer:
@@ -240,13 +235,6 @@ class Hub(threading.Thread, Intake):
         self._send(identity, self.welcome)
         return self.peers[identity]
 
-    def _on_lost(self, peer: Peer, name: str) -> None:
-        """Record that the sampler cannot send this group any more."""
-        if name not in self.got:
-            if name in peer.pulls:
-                self._drop(peer, name)
-            self._enter(Arrived(name, time.time(), fate="lost"))
-
     def _enter(self, arrived: Arrived) -> None:
         """Put a group, or its fate, into the inbox of the training loop."""
         self.got.add(arrived.name)
@@ -260,7 +248,7 @@ class Hub(threading.Thread, Intake):
             self.counts["duplicate"] += 1
         elif of.nbytes > self.limits.nbytes:
             self.log.warning("offer refused: %s has %d bytes", name, of.nbytes)
-            self._enter(Arrived(name, time.time(), fate="refused"))
+            self._enter(Arrived(name, fate="refused"))
         else:
             is_new = name not in peer.pulls
             if is_new and len(peer.pulls) < PULLS and self.take_room(of.nbytes):
@@ -276,10 +264,8 @@ class Hub(threading.Thread, Intake):
 
     def _on_chunk(self, peer: Peer, chunk: wire.Chunk) -> None:
         pull = peer.pulls.get(chunk.name)
-        if pull is None:
-            return
         try:
-            if not pull.put(chunk):
+            if pull is None or not pull.put(chunk):
                 return
         except wire.WireError:
             self._drop(peer, chunk.name)  # the sampler repeats its offer
@@ -290,7 +276,7 @@ class Hub(threading.Thread, Intake):
         del peer.pulls[chunk.name]
         self.counts["received"] += 1
         self.counts["bytes_in"] += pull.of.nbytes
-        self._enter(Arrived(chunk.name, time.time(), data=pull.sink.getvalue()))
+        self._enter(Arrived(chunk.name, pull.sink.getvalue()))
         self._send_receipt(peer, chunk.name)
 
     def _drop(self, peer: Peer, name: str) -> None:

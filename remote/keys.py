@@ -34,14 +34,12 @@ class SamplerKeys(NamedTuple):
 
 def make_keys(out: str, samplers: int) -> None:
     """Write OUT/learner and OUT/sampler0, ...: a folder of keys for each machine; only the owner
-    can read the secret keys.
-
-    UserError: OUT is not empty."""
+    can read the secret keys. UserError: OUT is not empty."""
     need(samplers >= 1, f"--samplers={samplers}: must be at least 1")
     root = Path(out)
     need(not root.exists() or root.is_dir(), f"{out} is a file; name a new folder")
-    if root.exists() and any(root.iterdir()):
-        raise UserError(f"{out} is not empty: keys are not overwritten; name a new folder")
+    is_new = not root.exists() or not any(root.iterdir())
+    need(is_new, f"{out} is not empty: keys are not overwritten; name a new folder")
     learner = root / "learner"
     folders = [root / f"sampler{i}" for i in range(samplers)]
     for folder in (learner, *folders):
@@ -59,11 +57,11 @@ def make_keys(out: str, samplers: int) -> None:
 def machine_keys(folder: str) -> tuple[bytes, bytes]:
     """(public, secret) in a machine's folder of keys. Raise UserError if there is no secret key."""
     files = sorted(Path(folder).glob("*.key_secret"))
-    if len(files) != 1:
-        raise UserError(
-            f"--keys={folder}: {len(files)} secret keys there instead of one; "
-            "`python -m remote.keys OUT --samplers=N` makes a folder for each machine"
-        )
+    need(
+        len(files) == 1,
+        f"--keys={folder}: {len(files)} secret keys there instead of one; "
+        "`python -m remote.keys OUT --samplers=N` makes a folder for each machine",
+    )
     public, secret = read_key_file(files[0])
     need(
         secret is not None,
@@ -75,10 +73,10 @@ def machine_keys(folder: str) -> tuple[bytes, bytes]:
 def sampler_keys(folder: str) -> SamplerKeys:
     """The keys in a sampler's folder. Raise UserError if it is not one."""
     learner = Path(folder) / "learner.key"
-    if not learner.is_file():
-        raise UserError(
-            f"--keys={folder}: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler"
-        )
+    need(
+        learner.is_file(),
+        f"--keys={folder}: no learner.key there; copy the folder that `python -m remote.keys` made for this sampler",
+    )
     return SamplerKeys(*machine_keys(folder), learner=read_key_file(learner)[0])
 
 
@@ -87,9 +85,8 @@ def read_key_file(path: Path) -> tuple[bytes, bytes | None]:
     try:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError):
-        raise UserError(
-            f"--keys: {path} is not a file of keys; copy it again, or make new keys"
-        ) from None
+        sentence = f"--keys: {path} is not a file of keys; copy it again, or make new keys"
+        raise UserError(sentence) from None
 
 
 def secure(context, socket, keys: str) -> tuple[ThreadAuthenticator, dict[str, str]]:
@@ -101,11 +98,11 @@ def secure(context, socket, keys: str) -> tuple[ThreadAuthenticator, dict[str, s
     public, secret = machine_keys(keys)
     files = sorted((Path(keys) / "samplers").glob("*.key"))
     known = {read_key_file(path)[0].decode("ascii"): path.stem for path in files}
-    if not known:
-        raise UserError(
-            f"--keys={keys}: no sampler's public key in its folder samplers, so no sampler can connect; check that "
-            "this is the learner's folder"
-        )
+    need(
+        known,
+        f"--keys={keys}: no sampler's public key in its folder samplers, so no sampler can connect; check that "
+        "this is the learner's folder",
+    )
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve(domain="*", location=Path(keys) / "samplers")

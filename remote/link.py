@@ -3,8 +3,7 @@ weights. HeteroRL, section 4.2.
 
 `Link` is a thread with one ZeroMQ DEALER socket. The sampling loop (sampler.py) reads `welcome`,
 `newest` and `error`, and never waits for the thread. A malformed message is dropped. hub.py is the
-learner's end; wire.py lists the messages; files_link.py is the sampler's end over a shared
-folder."""
+learner's end; wire.py lists the messages; files.py has both ends over a shared folder."""
 
 from __future__ import annotations
 
@@ -99,12 +98,19 @@ class Connection(threading.Thread):
 
 
 class Link(Connection):
-    """store: the folder for weights. keys: None for an unencrypted connection."""
+    """store: the folder for weights. keys: None for an unencrypted connection.
+
+    wanted: the last offer of weights, until they are complete. chunk: the last answer to an Ask.
+    digest: of the weights in the store."""
 
     def __init__(self, address: str, flags, spool: Spool, store: Path, keys: SamplerKeys | None):
         super().__init__(address, flags, spool)
         self.offered: dict[str, tuple[bytes, float]] = {}  # name -> (data, time of Offer or Ask)
-        self.fetcher = Fetcher(self, store)
+        self.store = store
+        self.wanted: wire.Offer | None = None
+        self.work = None  # the running generator `_fetch`
+        self.chunk: wire.Chunk | None = None
+        self.digest = ""
         self.context = zmq.Context()
         try:
             self.socket = self._connect(keys)
@@ -125,9 +131,8 @@ class Link(Connection):
         try:
             socket.connect(self.address)
         except zmq.ZMQError as e:
-            raise UserError(
-                f"--connect={self.address}: {zmq.strerror(e.errno)}; write tcp://HOST:PORT"
-            ) from None
+            fault = f"--connect={self.address}: {zmq.strerror(e.errno)}; write tcp://HOST:PORT"
+            raise UserError(fault) from None
         return socket
 
     def send(self, message: wire.Message) -> None:
@@ -141,10 +146,7 @@ class Link(Connection):
                 try:
                     self._turn(time.monotonic())
                 except OSError as e:  # no room for the new weights: the fetch is repeated
-                    print(
-                        f"{self.fetcher.store}: {e.strerror or e}; waiting for disk space",
-                        flush=True,
-                    )
+                    print(f"{self.store}: {e.strerror or e}; waiting for disk space", flush=True)
                     time.sleep(1.0)
         except Exception as e:
             self.error = f"the link failed: {e!r}"
@@ -161,7 +163,7 @@ class Link(Connection):
         self.check_silence(now)
         if self.welcome is not None:
             self._offer(now)
-            self.fetcher.turn()
+            self._continue_fetch()
 
     def _receive(self) -> None:
         """Handle at most a thousand messages that have arrived."""
@@ -182,8 +184,7 @@ class Link(Connection):
         with self.spool.lock:
             waiting = [name for name in self.spool.waiting if name not in known]
         for name in waiting[: OFFERS - len(self.offered)]:
-            data = self.spool.read(name)
-            if data is not None:
+            if (data := self.spool.read(name)) is not None:
                 self._offer_group(name, data, now)
 
     def _offer_group(self, name: str, data: bytes, now: float) -> None:
@@ -209,29 +210,18 @@ class Link(Connection):
                 self.offered[message.name] = data, self.heard
                 self.send(wire.chunk_of(data, message))
             case wire.Offer() if message.version >= 0 and message.of.nbytes <= wire.MOST_WEIGHTS:
-                self.fetcher.wanted = message
+                self.wanted = message
             case wire.Chunk():
-                self.fetcher.chunk = message
+                self.chunk = message
 
+    # -- the newest weights, one complete set after the other
 
-class Fetcher:
-    """Fetches the newest weights over a link into the store, one complete set after the other."""
-
-    def __init__(self, link: Link, store: Path):
-        self.link = link
-        self.store = store
-        self.wanted: wire.Offer | None = None  # the last offer, until its weights are complete
-        self.work = None  # the running generator `fetch`
-        self.chunk: wire.Chunk | None = None  # the last answer
-        self.digest = ""  # of the weights in the store
-
-    def turn(self) -> None:
-        """Continue the fetch for a moment. OSError: no room in the store; the fetch starts over."""
-        if self.work is None:
-            if self.wanted is None:
-                return
-            self.work = self._fetch(self.wanted)
-        work, self.work = self.work, None
+    def _continue_fetch(self) -> None:
+        """Fetch weights for a moment. OSError: no room in the store; the fetch starts over."""
+        if self.wanted is None:
+            return
+        work = self.work or self._fetch(self.wanted)
+        self.work = None
         try:
             if next(work, "complete") is None:
                 self.work = work
@@ -241,7 +231,7 @@ class Fetcher:
     def _fetch(self, offer: wire.Offer):
         """Bring these weights into the store. A generator that yields while it waits and after each
         block."""
-        before = self.link.newest
+        before = self.newest
         if offer.of.digest == self.digest:  # same weights, new version
             path = before.path
         else:
@@ -255,7 +245,7 @@ class Fetcher:
             os.replace(part, path)
             self.digest = offer.of.digest
             retain_weights(path, [before.path] if before else [])
-        self.link.newest = wire.ReceivedWeights(offer.version, offer.published, path)
+        self.newest = wire.ReceivedWeights(offer.version, offer.published, path)
         if self.wanted == offer:
             self.wanted = None
 
@@ -269,24 +259,23 @@ class Fetcher:
                 yield from self._pull(of, data)
                 deltas.append(data.getvalue())
             if deltas:
-                yield from delta.rebuild(self.link.newest.path, deltas, offer.of, sink)
+                yield from delta.rebuild(self.newest.path, deltas, offer.of, sink)
         except wire.WireError as e:
-            print(
-                f"{self.link.address} sent {wire.printable(e)}; its weights are fetched in full",
-                flush=True,
-            )
+            fault = f"{self.address} sent {wire.printable(e)}"
+            print(f"{fault}; its weights are fetched in full", flush=True)
             return False
         return bool(deltas)
 
     def _pull(self, of: wire.Manifest, sink):
         """Ask for the chunks of an object until it is complete."""
-        pull, at, asked = wire.Pull(of, sink), -1, -math.inf
+        pull = wire.Pull(of, sink)
+        asked = -math.inf
         while not pull.done:
             now = time.monotonic()
-            if pull.at != at or now - asked > self.link.flags.patience:
-                at, asked = pull.at, now
-                self.link.send(wire.Ask(of.name, at))
+            if now - asked > self.flags.patience:
+                asked = now
+                self.send(wire.Ask(of.name, pull.at))
             yield
             chunk, self.chunk = self.chunk, None
-            if chunk is not None and chunk.name == of.name:
-                pull.put(chunk)
+            if chunk is not None and chunk.name == of.name and pull.put(chunk):
+                asked = -math.inf

@@ -5,12 +5,11 @@
 
 Everything but the engine's flags and the files of task and reward comes from the learner: the
 model's configuration and tokenizer, the sampling settings, the task's flags, the weights.
-Two threads run without waiting for each other. The
-main thread samples with the newest complete weights, hands each group over to the spool (a file
-that appears whole; from then on the group is accounted for) and continues. The link's thread
-(link.py or files_link.py) offers the groups in the spool until the learner holds them, and fetches
-new weights. After a kill and a restart, a sampler offers the groups that are still in its spool and
-continues as a new incarnation. Each sampler starts at a random place of the task."""
+Two threads run without waiting for each other. The main thread samples with the newest complete
+weights, hands each group over to the spool and continues. The link's thread (link.py or
+files.py) offers the groups in the spool until the learner holds them, and fetches new weights.
+After a kill and a restart, a sampler offers the groups that are still in its spool and continues as
+a new incarnation. Each sampler starts at a random place of the task."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ import contextlib
 import os
 import re
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,20 +28,13 @@ import quant
 from config import Config, EngineFlags
 from machinery.checkpoint.models import read_config, read_tokenizer, vocabulary_size, write_zeros
 from machinery.checkpoint.tensors import Published, read_tensors
-from machinery.flags import (
-    UserError,
-    check_ranges,
-    need,
-    need_each,
-    parse_flags,
-    run_command,
-)
+from machinery.flags import UserError, check_ranges, need, need_each, parse_flags, run_command
 from machinery.run import lock_folder
 from machinery.settings import check_engine
 from model.engines import make_engine
 from remote import wire
 from remote.account import Spool, is_sampler
-from remote.files_link import FilesLink
+from remote.files import FilesLink
 from remote.groups import encode_group, name_of
 from remote.keys import SamplerKeys, sampler_keys
 from remote.link import Connection, Link
@@ -53,6 +45,7 @@ from tasks import make_task
 from tasks.data import digest_of, file_of
 
 PRINT_EVERY = 10.0  # seconds between two lines on the screen
+LOCKS = []  # of samplers' folders, open until the process ends
 
 
 @dataclass(frozen=True)
@@ -86,31 +79,14 @@ class SamplerFlags(EngineFlags):
     """Low-bit format of the engine's linear layers; auto: the learner's --rollout_quant."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def sample(flags: SamplerFlags) -> None:
-    """Run until a signal comes. Raise UserError if the learner refuses, or is silent for longer
-    than --give_up."""
-    sampler = connect(flags, incarnation=int(time.time() * 1000))
-    try:
-        sampler.run()
-    finally:
-        sampler.link.close()
-
-
 @dataclass
 class RemoteSampler:
-    """The loop: load the newest weights, sample, hand over.
-
-    folder: used by this sampler only."""
+    """The loop: load the newest weights, sample, hand over."""
 
     flags: SamplerFlags
     link: Connection
     spool: Spool
-    folder: Path
+    folder: Path  # used by this sampler only
     welcome: wire.Welcome | None = None
     source: SamplerSource | None = None  # opened at the first welcome
     loaded: wire.ReceivedWeights | None = None
@@ -122,7 +98,11 @@ class RemoteSampler:
         while not self.link.error:
             self.read_welcome()
             if self.loaded is not None and time.monotonic() - self.printed > PRINT_EVERY:
-                self.print_progress()
+                self.printed = time.monotonic()
+                version, behind = self.loaded.version, self.link.behind
+                print(
+                    f"{self.sampled} groups, version {version}, {behind} to be fetched", flush=True
+                )
             is_ready = self.source is not None and self.link.newest is not None
             # The loop waits only for the first weights, and for a learner that does not keep up.
             keeps_up = self.link.behind < self.flags.spool_groups
@@ -150,13 +130,6 @@ class RemoteSampler:
             )
             self.welcome = welcome
 
-    def print_progress(self) -> None:
-        self.printed = time.monotonic()
-        print(
-            f"{self.sampled} groups, version {self.loaded.version}, {self.link.behind} to be fetched",
-            flush=True,
-        )
-
     def load_newest(self, newest: wire.ReceivedWeights) -> bool:
         """Load these weights if they are not loaded. False: newer weights have replaced the file,
         and the link will report them."""
@@ -180,12 +153,7 @@ class RemoteSampler:
                 time.sleep(1.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The connection: all checks that come before a model is loaded
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def connect(flags: SamplerFlags, incarnation: int) -> RemoteSampler:
+def connect(flags: SamplerFlags) -> RemoteSampler:
     """Check the flags, lock the folder, start the link. UserError: a flag is wrong."""
     need(
         flags.connect, "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder"
@@ -209,7 +177,10 @@ def connect(flags: SamplerFlags, incarnation: int) -> RemoteSampler:
         over_zmq or Path(flags.connect).is_dir(),
         f"--connect={flags.connect}: neither an address such as tcp://HOST:PORT nor an existing folder",
     )
-    folder = sampler_folder(flags, name)
+    own_folder = flags.spool or f"out/samplers/{name}"
+    LOCKS.append(lock_folder("spool", own_folder))
+    folder = Path(own_folder)
+    incarnation = int(time.time() * 1000)
     if over_zmq:
         spool = Spool(folder / "spool" / name, name, incarnation)
         link = Link(flags.connect, flags, spool, folder, keys)
@@ -217,17 +188,6 @@ def connect(flags: SamplerFlags, incarnation: int) -> RemoteSampler:
         spool = Spool(Path(flags.connect) / "rollouts" / name, name, incarnation)
         link = FilesLink(flags.connect, flags, spool)
     return RemoteSampler(flags, link, spool, folder)
-
-
-LOCKS = []  # open until the process ends
-
-
-def sampler_folder(flags: SamplerFlags, name: str) -> Path:
-    """The folder of this sampler, locked for this process. Raise UserError if a different sampler
-    uses it."""
-    folder = flags.spool or f"out/samplers/{name}"
-    LOCKS.append(lock_folder("spool", folder))
-    return Path(folder)
 
 
 def sampler_name(flags: SamplerFlags) -> str:
@@ -254,24 +214,16 @@ def checked_keys(flags: SamplerFlags) -> SamplerKeys | None:
     return keys
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The engine, the task and the weights, as the learner describes them
-# ---------------------------------------------------------------------------------------------------------------------
-
-
+@dataclass(eq=False, repr=False)
 class SamplerSource(LocalSource):
     """A LocalSource for groups that carry this sampler's name and incarnation, and start at a
-    random place of the task.
+    random place of the task."""
 
-    owner: (name, incarnation) of the sampler. skeleton: the learner's model without its weights;
-    low_bits: the learner publishes low-bit tensors; fmt: the engine's low-bit format or None."""
-
-    def __init__(self, *args, skeleton, low_bits: bool, fmt, **more):
-        super().__init__(*args, **more)
-        self.owner = ("", 0)
-        self.skeleton = skeleton
-        self.low_bits = low_bits
-        self.fmt = fmt
+    _: KW_ONLY
+    skeleton: torch.nn.Module  # the learner's model without its weights
+    low_bits: bool  # the learner publishes low-bit tensors
+    fmt: quant.Format | None  # the engine's low-bit format
+    owner: tuple[str, int] = ("", 0)  # (name, incarnation) of the sampler
 
     def identify(self, i: int) -> tuple[int, tuple[str, int, int]]:
         return request_seed("walk", *self.owner) % 2**31 + i, (*self.owner, i)
@@ -288,11 +240,9 @@ class SamplerSource(LocalSource):
         if self.low_bits:
             return iter(stored) if self.engine.packed else quant.without_int4(stored)
         tensors = ((name, x.float() if x.is_floating_point() else x) for name, x in stored)
-        return (
-            quant.for_engine(tensors, self.skeleton, self.fmt, self.engine.packed)
-            if self.fmt
-            else tensors
-        )
+        if not self.fmt:
+            return tensors
+        return quant.for_engine(tensors, self.skeleton, self.fmt, self.engine.packed)
 
 
 def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> SamplerSource:
@@ -314,6 +264,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
     fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
     task = make_task(cfg)
     task.fit(tokenizer, cfg.max_prompt_tokens)  # drops the problems that the learner drops
+    check = WeightCheck(read_config(model), run.probe, fmt, vocabulary) if cfg.check_sync else None
     return SamplerSource(
         engine,
         task,
@@ -324,9 +275,7 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
         max_allowed=run.max_allowed,
         stop_ids=run.stop_ids,
         model=run.model,
-        check=WeightCheck(read_config(model), run.probe, fmt, vocabulary)
-        if cfg.check_sync
-        else None,
+        check=check,
         skeleton=quant.empty_model(model),
         low_bits=run.packed,
         fmt=fmt,
@@ -371,6 +320,14 @@ def check_task(path: str, learners: str, digest: str) -> None:
         f"--task={path}: this file differs from the learner's {learners}; copy the learner's file here and "
         "name it with --task",
     )
+
+
+def sample(flags: SamplerFlags) -> None:
+    """Run until a signal comes. Raise UserError if the learner refuses, or is silent for longer
+    than --give_up."""
+    sampler = connect(flags)
+    with contextlib.closing(sampler.link):
+        sampler.run()
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,12 +1,11 @@
 """Groups from samplers on other machines, for the training loop. HeteroRL, section 4.2.
 
 `RemoteSource` has the interface of a LocalSource (source.py in the root): it publishes weights,
-returns groups
-in order of arrival, and keeps the account. hub.py or files.py brings the groups to the first rank,
-which deals them to all ranks.
-No group is trained on twice. A sampler keeps each group (account.py) until the learner says
-`held`; the learner says `held` only of groups that a checkpoint accounts for. A learner that restarts from
-this checkpoint is offered all other groups again. Every group has one fate:
+returns groups in order of arrival, and keeps the account. hub.py or files.py brings the groups to
+the first rank, which deals them to all ranks. No group is trained on twice. A sampler keeps each
+group (account.py) until the learner says `held`; the learner says `held` only of groups that a
+checkpoint accounts for. A learner that restarts from this checkpoint is offered all other groups
+again. Every group has one fate:
 
     trained      the learner has trained on it
     staleness    sampled by weights that were more than --max_staleness updates old
@@ -33,7 +32,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from config import Config, PrecisionFlags, PromptFlags, RemoteFlags, TaskFlags
+from config import Config, PrecisionFlags, PromptFlags, TaskFlags
 from model import routing_of
 from remote import wire
 from remote.account import Arrived, Intake, split
@@ -57,24 +56,14 @@ SHARED |= {"group_size", "max_tokens", "seed", "rollout_dtype", "rollout_quant",
 SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Opening
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def open_remote_source(
-    cfg: Config, run, model: str, topk: int, max_allowed: int, comm
-) -> RemoteSource:
+def open_remote_source(cfg: Config, run, topk: int, max_allowed: int, comm) -> RemoteSource:
     """The source of --samplers. It accepts samplers from the first `publish` on.
 
-    run: run.Run. model: "policy" or "actor", the model that samples. topk: alternatives to record
-    for each token; max_allowed: tokens of a set of allowed tokens, 0 if no sets are recorded.
-    UserError: the address is in use, or the keys are missing."""
-    welcome = wire.Welcome(
-        session=secrets.token_hex(8),
-        run=describe_run(cfg, run, model, topk, max_allowed),
-        setup=wire.pack_setup(getattr(run, model)),
-    )
+    run: run.Run. topk: alternatives to record for each token; max_allowed: tokens of a set of
+    allowed tokens, 0 if no sets are recorded. UserError: the address is in use, or the keys are missing."""
+    model = getattr(run, run.rollout_model)
+    description = describe_run(cfg, run, topk, max_allowed)
+    welcome = wire.Welcome(secrets.token_hex(8), description, wire.pack_setup(model))
     limits = Limits(
         group_size=cfg.group_size,
         max_tokens=cfg.max_tokens,
@@ -82,22 +71,23 @@ def open_remote_source(
         vocab=run.vocabulary,
         topk=topk,
         max_allowed=max_allowed,
-        routed=routing_of(getattr(run, model)) if cfg.router_replay else (0, 0, 0),
+        routed=routing_of(model) if cfg.router_replay else (0, 0, 0),
     )
     log = open_log(cfg.out)
     over_zmq = "://" in cfg.samplers
     if over_zmq:
         wire.check_address("samplers", cfg.samplers, 0)
     if comm.rank > 0:
-        hub = Intake(limits.room)
+        hub = Intake(limits, log)
     elif over_zmq:
         hub = Hub(cfg.samplers, cfg.keys, welcome, limits, log)
     else:
         hub = FilesHub(cfg.samplers, welcome, limits, log)
     folder = Path(cfg.out) / "versions" if over_zmq else Path(cfg.samplers) / "models"
     packed = travels_packed(cfg)
-    store = Store(folder, comm, sends_deltas(cfg))
-    return RemoteSource(hub, cfg, limits, Sampling.of(cfg), store, comm, log, run.task, packed)
+    # In float32 an update changes nearly every number, and a shared folder is read in place.
+    with_deltas = over_zmq and (packed or cfg.rollout_dtype != "float32")
+    return RemoteSource(hub, cfg, Store(folder, comm, with_deltas), comm, run.task, packed)
 
 
 def travels_packed(cfg: PrecisionFlags) -> bool:
@@ -105,18 +95,12 @@ def travels_packed(cfg: PrecisionFlags) -> bool:
     return cfg.rollout_quant in ("int8", "fp8", "w4a16")
 
 
-def sends_deltas(cfg: Config) -> bool:
-    """Whether changed words are sent instead of whole weights. In float32 an update changes nearly
-    every number, and a shared folder is read in place."""
-    return "://" in cfg.samplers and (travels_packed(cfg) or cfg.rollout_dtype != "float32")
-
-
-def describe_run(cfg: Config, run, model: str, topk: int, max_allowed: int) -> wire.Description:
+def describe_run(cfg: Config, run, topk: int, max_allowed: int) -> wire.Description:
     """Everything that a sampler must know of a run, except the model's files."""
     shared = {k: v for k, v in dataclasses.asdict(cfg).items() if k in SHARED}
     return wire.Description(
         config=shared | contents(cfg),
-        model=model,
+        model=run.rollout_model,
         topk=topk,
         max_allowed=max_allowed,
         context=run.context,
@@ -148,11 +132,6 @@ def open_log(out: str | Path) -> logging.Logger:
     return log
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The source
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Ready:
     """A valid group that is not trained on yet."""
@@ -172,12 +151,9 @@ class RemoteSource:
     None: not checked."""
 
     hub: Intake
-    cfg: RemoteFlags
-    limits: Limits
-    sampling: Sampling
+    cfg: Config
     store: Store
     comm: object
-    log: logging.Logger
     task: object = None
     packed: bool = False  # `publish` needs the engine's low-bit tensors
     error: str = ""
@@ -188,8 +164,7 @@ class RemoteSource:
     batch: list[Ready] = field(default_factory=list)  # handed out last
     waited: float = 0.0  # seconds spent in `next` since the last metrics
     broadcast_at: int | None = None  # the version published last
-    # version -> time of publication, in this history
-    published: dict[int, float] = field(default_factory=dict)
+    published: dict[int, float] = field(default_factory=dict)  # version -> time, in this history
 
     def now(self, learner_version: int) -> float:
         return time.time()
@@ -212,11 +187,9 @@ class RemoteSource:
     # -- groups
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
-        """The next n groups for each rank. Waits for them, and prints a line once a minute.
-        Collective.
-
-        An empty list if `stop` fills on the first rank, or, with `error` set, after --give_up
-        seconds without any group."""
+        """The next n groups for each rank; an empty list if `stop` fills on the first rank, or,
+        with `error` set, after --give_up seconds without any group. Waits, and prints a line once a
+        minute. Collective."""
         self.batch = []
         if self.comm.rank == 0:
             start = time.monotonic()
@@ -229,13 +202,10 @@ class RemoteSource:
                 self.ready.extendleft(reversed(batch))
         for item in self.batch:
             self.record_fate(item.name, "trained")
-        return self._deal([item.group for item in self.batch], n_groups)
-
-    def _deal(self, groups: list[Rollout], n: int) -> list[Rollout]:
-        """This rank's n groups of the first rank's groups. Collective."""
+        groups = [item.group for item in self.batch]
         if self.comm.size == 1:
             return groups
-        parts = [groups[rank * n : (rank + 1) * n] for rank in range(self.comm.size)]
+        parts = [groups[i * n_groups : (i + 1) * n_groups] for i in range(self.comm.size)]
         received: list = [None]
         dist.scatter_object_list(received, parts if self.comm.rank == 0 else None)
         return received[0]
@@ -248,33 +218,30 @@ class RemoteSource:
             for arrived in self.hub.drain():
                 self.validate(arrived)
             now = time.monotonic()
-            so_far = len(batch)
-            self._fill(batch, n_groups, learner_version)
-            if len(batch) > so_far:
-                last_group = now
+            while self.ready and len(batch) < n_groups:
+                item = self.ready.popleft()
+                self.hub.free(item.nbytes)
+                item.nbytes = 0
+                fate = self.fate(item, learner_version)
+                if fate == "trained":
+                    batch.append(item)
+                    last_group = now
+                else:
+                    self.record_fate(item.name, fate)
             if self.hub.broken:
                 self.error = f"the hub failed: {self.hub.broken}"
             elif now - last_group > self.cfg.give_up:
                 self.error = self._no_group_came()
             elif now - last_print > PRINT_EVERY:
                 last_print = now
-                self._print_waiting(len(batch), n_groups)
+                print(
+                    f"waiting for groups: {len(batch)} of {n_groups}, {len(self._samplers())} "
+                    f"samplers seen at {self.hub.address}",
+                    flush=True,
+                )
             if len(batch) < n_groups:
                 time.sleep(0.01)
         return batch
-
-    def _fill(self, batch: list[Ready], n_groups: int, learner_version: int) -> None:
-        """Move ready groups into the batch until it has n groups. Record the fate of groups that
-        must not be trained on."""
-        while self.ready and len(batch) < n_groups:
-            item = self.ready.popleft()
-            self.hub.free(item.nbytes)
-            item.nbytes = 0
-            fate = self.fate(item, learner_version)
-            if fate == "trained":
-                batch.append(item)
-            else:
-                self.record_fate(item.name, fate)
 
     def _no_group_came(self) -> str:
         account = ", ".join(f"{n} {fate}" for fate, n in self.counts.items() if n) or "none came"
@@ -282,13 +249,6 @@ class RemoteSource:
             f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({account}): start "
             f"samplers (python -m remote --connect=...), read {self.cfg.out}/remote.log, or raise --give_up; "
             "--resume continues from here"
-        )
-
-    def _print_waiting(self, n: int, n_groups: int) -> None:
-        samplers = len(self._samplers())
-        print(
-            f"waiting for groups: {n} of {n_groups}, {samplers} samplers seen at {self.hub.address}",
-            flush=True,
         )
 
     def _samplers(self) -> set[str]:
@@ -312,10 +272,10 @@ class RemoteSource:
         try:
             group = self.decode(arrived)
         except wire.WireError as e:
-            self.log.warning("group refused: %s", e)
+            self.hub.log.warning("group refused: %s", e)
         except Exception as e:  # a fault in this code: this group is refused, and the run continues
             self.hub.counts["faults"] += 1
-            self.log.error("a fault in group %s, which is refused: %r", arrived.name, e)
+            self.hub.log.error("a fault in group %s, which is refused: %r", arrived.name, e)
         else:
             self.ready.append(Ready(arrived.name, group, arrived.when, len(arrived.data)))
             return
@@ -325,17 +285,16 @@ class RemoteSource:
     def decode(self, arrived: Arrived) -> Rollout:
         """The group in these bytes. Raise WireError if it is not a group of this run."""
         name = arrived.name
-        group = decode_group(arrived.data, self.limits)
+        group = decode_group(arrived.data, self.hub.limits)
         wire.need(name_of(group.uid) == name, f"{name} holds the group {name_of(group.uid)}")
-        same = dataclasses.replace(group.sampling, seed=self.sampling.seed) == self.sampling
+        same = dataclasses.replace(group.sampling, seed=self.cfg.seed) == Sampling.of(self.cfg)
         wire.need(same, f"{name}: sampled with other settings, {group.sampling}")
         if self.task is not None:
             try:
                 self.task.find(group.prompt_id)
             except Exception:  # a task may raise any exception for an unknown id
-                raise wire.WireError(
-                    f"{name}: the task has no problem {wire.printable(group.prompt_id, 100)}"
-                ) from None
+                problem = wire.printable(group.prompt_id, 100)
+                raise wire.WireError(f"{name}: the task has no problem {problem}") from None
         return group
 
     def fate(self, item: Ready, learner_version: int) -> str:
@@ -345,10 +304,9 @@ class RemoteSource:
             return "orphan"
         if bound is not None and learner_version - group.version > bound:
             return "staleness"
-        if (
-            time.time() - made_at(group.t_end, group.t_published, item.when)
-            > self.cfg.window_seconds
-        ):
+        # by the sampler's clock, clipped to the possible range
+        made = min(max(group.t_end, group.t_published), item.when)
+        if time.time() - made > self.cfg.window_seconds:
             return "window"
         if self.cfg.dynamic_sampling and not has_spread(group):
             return "no_spread"
@@ -397,14 +355,8 @@ class RemoteSource:
         self.counts = Counter(state["counts"])
         self.hub.held = set(state["account"])
         self.published = dict(state["published"])
-        self.hub.reports.update(
-            {(sampler, incarnation): n for sampler, incarnation, n in state["reports"]}
-        )
+        for report in state["reports"]:
+            self.hub.report(*report)
 
     def close(self) -> None:
         self.hub.close()
-
-
-def made_at(stamp: float, published: float, arrived: float) -> float:
-    """When a group was made: its stamp by the sampler's clock, clipped to the possible range."""
-    return min(max(stamp, published), arrived)

@@ -1,16 +1,15 @@
 """Published weights on disk: one file for all ranks. HeteroRL, section 4.2.
 
 Gathered weights arrive one tensor after the other, and every rank must request each tensor. The
-first rank copies them to host memory and writes the file.
-
-Equal weights make equal files, and weights of the same model make files of the same size
-(machinery/checkpoint/tensors.py)."""
+first rank copies them to host memory and writes the file. Equal weights make equal files, and
+weights of the same model make files of the same size (machinery/checkpoint/tensors.py)."""
 
 from __future__ import annotations
 
 import filecmp
 import mmap
 from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from machinery.checkpoint.tensors import write_tensors
@@ -18,16 +17,14 @@ from remote import delta
 from remote.account import retain_weights
 
 
+@dataclass
 class Store:
-    """The folder of published weights.
+    """The folder of published weights."""
 
-    with_deltas: also return the delta from the previous file."""
-
-    def __init__(self, folder: Path, comm, with_deltas: bool):
-        self.folder = folder
-        self.comm = comm
-        self.with_deltas = with_deltas
-        self.files: list[Path] = []  # of this session
+    folder: Path
+    comm: object
+    with_deltas: bool  # also return the delta from the previous file
+    files: list[Path] = field(default_factory=list)  # of this session
 
     def publish(self, version: int, named_tensors) -> tuple[Path, bytes | None]:
         """Write a version; return (its file, the delta from the previous file), which only the
@@ -35,7 +32,6 @@ class Store:
         path, change = self.folder / f"v{version:06d}.safetensors", None
         if self.comm.rank > 0:
             deque(named_tensors, maxlen=0)
-            self.files = [path]
             return path, None
         self._write_if_new(path, named_tensors)
         if self.with_deltas and self.files:

@@ -3,9 +3,10 @@
 Groups of rollouts travel in one direction, weights in the other. The wire treats both as objects: a
 name and some bytes. The owner of an object offers it by its manifest: name, size and SHA-256. The
 receiver asks for one chunk after the other. A receiver without room does not ask, so memory is
-bounded on both ends if no peer is hostile. Nothing is allocated before the manifest's size is checked, and nothing is
-unpickled: messages are msgspec structs, groups are safetensors (groups.py). Every message starts
-with its SHA-256. A damaged message is dropped, and the sampler repeats each message that has no answer.
+bounded on both ends if no peer is hostile. Nothing is allocated before the manifest's size is
+checked, and nothing is unpickled: messages are msgspec structs, groups are safetensors (groups.py).
+Every message starts with its SHA-256. A damaged message is dropped, and the sampler repeats each
+message that has no answer.
 
 The messages between a sampler's Link (link.py) and the learner's Hub (hub.py):
 
@@ -60,9 +61,16 @@ def printable(text, most: int = 300) -> str:
     return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Objects
-# ---------------------------------------------------------------------------------------------------------------------
+def with_digest(data: bytes) -> bytes:
+    """The bytes of a message or a file, preceded by their SHA-256."""
+    return hashlib.sha256(data).digest() + data
+
+
+def verified(data):
+    """The inverse of with_digest. Raise WireError if the bytes are damaged."""
+    body = data[32:]
+    need(hashlib.sha256(body).digest() == data[:32], "not a message, or a damaged one")
+    return body
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -104,10 +112,8 @@ class Pull:
         self.digest.update(chunk.data)
         self.at += len(chunk.data)
         self.moved = time.monotonic()
-        need(
-            not self.done or self.digest.hexdigest() == self.of.digest,
-            f"{self.of.name}: bytes that differ from its manifest",
-        )
+        same = not self.done or self.digest.hexdigest() == self.of.digest
+        need(same, f"{self.of.name}: bytes that differ from its manifest")
         return True
 
 
@@ -118,11 +124,6 @@ class ReceivedWeights(NamedTuple):
     version: int
     published: float
     path: Path
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Messages
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -209,22 +210,18 @@ class Receipt(msgspec.Struct, tag="receipt", frozen=True):
 
 
 Message = Hello | Welcome | Refuse | Offer | Ask | Chunk | Receipt
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
     """A message after its digest."""
-    body = _encoder.encode(message)
-    return hashlib.sha256(body).digest() + body
+    return with_digest(msgspec.msgpack.encode(message))
 
 
 def decode(frame) -> Message:
     """The inverse of encode. Raise WireError if the frame is damaged or is not a message."""
-    head, body = bytes(frame[:32]), frame[32:]
-    need(hashlib.sha256(body).digest() == head, "not a message, or a damaged one")
+    body = verified(frame)
     try:
-        return _decoder.decode(body)
+        return msgspec.msgpack.decode(body, type=Message)
     except Exception as e:  # MsgspecError, UnicodeDecodeError, RecursionError and others
         raise WireError(f"not a message of this revision: {printable(e)}") from None
 
@@ -283,13 +280,12 @@ def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
     """Write the files that pack_setup packed. Raise UserError for a file outside the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
-        if not re.fullmatch(SETUP_FILE, name):
-            raise UserError(
-                f"the learner sent a file called {printable(name, 100)!r}; it is not written"
-            )
+        flags.need(
+            re.fullmatch(SETUP_FILE, name),
+            f"the learner sent a file called {printable(name, 100)!r}; it is not written",
+        )
         try:
             (folder / name).write_bytes(zlib.decompress(data))
         except zlib.error:
-            raise UserError(
-                f"the learner sent a damaged {name}; start this sampler again"
-            ) from None
+            fault = f"the learner sent a damaged {name}; start this sampler again"
+            raise UserError(fault) from None

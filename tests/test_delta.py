@@ -154,12 +154,11 @@ def test_only_changes_are_sent(opened, tmp_path, capsys):
     broadcast(1, step(1))
     one = sent_to(end, 1)
     assert one == len(step(1)) < len(weights[0]) / 20
-    fetcher = end.fetcher
-    turn, fetcher.turn = fetcher.turn, lambda: None  # busy for a while
+    fetch, end._continue_fetch = end._continue_fetch, lambda: None  # busy for a while
     for version in (2, 3, 4):
         broadcast(version, step(version))
-    assert until(lambda: getattr(fetcher.wanted, "version", None) == 4)
-    fetcher.turn = turn
+    assert until(lambda: getattr(end.wanted, "version", None) == 4)
+    end._continue_fetch = fetch
     assert 2 * one < sent_to(end, 4) < 4 * one  # three deltas in a row
     late = opened.link(h, tmp_path / "late", "late")
     sent_to(late, 4)

@@ -139,7 +139,7 @@ def test_a_sampler_survives_odd_messages_of_its_learner(opened, tmp_path):
     assert [learner.hear(wire.Chunk).data for _ in range(2)] == [b"", b"a group"]
     learner.say(wire.Offer(wire.manifest("v", b"x")), *[WELCOME] * 50, wire.Receipt(), wire.Receipt(["box/1/0"]))
     assert until(lambda: learner.end.got == {"box/1/0"})
-    assert learner.end.fetcher.wanted is None and learner.end.error == ""
+    assert learner.end.wanted is None and learner.end.error == ""
     assert (tmp_path / "1-0").exists() and list(spool.waiting) == ["box/1/0"]
     learner.say(wire.Refuse("\x1b[2Jno"))
     assert until(lambda: learner.end.error == "?[2Jno")

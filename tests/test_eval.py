@@ -316,7 +316,7 @@ def test_a_run_keeps_its_stop_tokens_to_the_last_checkpoint(folders, solved, tmp
     for argv in (flags_of_run(origin, out, "--task=arith", "--steps=1"), ["--resume", f"--out={out}", "--steps=2"]):
         cfg = settings.parse(argv)
         run = open_run(cfg, Comm())
-        described = describe_run(cfg, run, "policy", 0, 0)
+        described = describe_run(cfg, run, 0, 0)
         assert session.open_source(cfg, run, Comm()).stop_ids == described.stop_ids == [1, 8, SPARE]
         assert described.config["rollout_dtype"] == cfg.rollout_dtype
         train.train(cfg)
@@ -341,7 +341,7 @@ def test_a_remote_sampler_has_the_learners_stop_tokens_and_reward(folders, tmp_p
     run = open_run(cfg, Comm())
     setup = wire.pack_setup(str(origin))
     assert "generation_config.json" in setup
-    description = describe_run(cfg, run, "policy", 0, 0)
+    description = describe_run(cfg, run, 0, 0)
     names = {f.name for kind in (config.TaskFlags, config.PromptFlags) for f in fields(kind)} - texts.keys()
     assert {name: description.config.get(name, "-") for name in names} == {x: getattr(cfg, x) for x in names}
     welcome = wire.decode(wire.encode(wire.Welcome("session", description, setup)))

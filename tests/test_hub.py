@@ -18,7 +18,7 @@ from test_wire import BLOB, RUN, group, limits
 
 from machinery.checkpoint.tensors import read_tensors
 from machinery.ranks import Comm
-from remote import account, files, files_link, hub, keys, link, sampler, wire
+from remote import account, files, hub, keys, link, sampler, wire
 from remote import source as remote
 from remote.groups import encode_group
 from remote.sampler import SamplerFlags
@@ -127,7 +127,7 @@ class Opened(contextlib.ExitStack):
 
     def folder_link(self, folder, name="box", **changes):
         spool = account.Spool(folder / "rollouts" / name, name, 1)
-        return self.add(files_link.FilesLink(str(folder), SamplerFlags(**changes), spool))
+        return self.add(files.FilesLink(str(folder), SamplerFlags(**changes), spool))
 
 
 @pytest.fixture
@@ -366,7 +366,7 @@ def source(folder, room=256 << 20, **changes):
     log = remote.open_log(folder)
     bounds = limits(group(), room=room)
     end = files.FilesHub(str(folder), WELCOME, bounds, log)
-    return remote.RemoteSource(end, cfg, bounds, Sampling(), Store(folder / "models", Comm(), False), Comm(), log)
+    return remote.RemoteSource(end, cfg, Store(folder / "models", Comm(), False), Comm())
 
 
 def hand_over(folder, source, n, version=0, **changes):
@@ -418,7 +418,7 @@ def test_every_group_has_one_fate(tmp_path):
         hand_over(tmp_path, s, n, **changes)
     os.utime(box / "1-0", (1.0, 1.0))  # an implausible clock
     (box / "1-6").write_bytes(account.with_digest(b"damaged")[:-1])
-    (box / "1-9").write_bytes(account.with_digest(bytes(s.limits.nbytes + 1)))  # valid, but larger than any group
+    (box / "1-9").write_bytes(account.with_digest(bytes(s.hub.limits.nbytes + 1)))  # valid, but larger than any group
     (box / "1-2~").write_bytes(b"an editor's")
     account.write_atomically(tmp_path / "samplers" / "box", wire.encode(wire.Hello("box", 1, "session", 10)))
     assert numbers(s.next(2, 2)) == [0, 8] and s.next(1, 2) == []
