@@ -131,9 +131,7 @@ class Batch:
 PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "sampling", "staleness"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Advantages: rewards (G,) of one group -> (G,). A group of equal rewards has advantage 0.
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Advantages: rewards (G,) of one group -> (G,). A group of equal rewards has advantage 0
 
 
 def grpo(reward):
@@ -187,9 +185,7 @@ def optimal_token_baseline(reward, group, logp, sum_p2, mask, weight):
     return torch.where(mask, reward - weighted / total.clamp_min(1e-30), 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Padding
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Padding
 
 
 def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
@@ -282,9 +278,7 @@ def scored_with(sampling, keep_sampling_mask: str) -> list[float]:
     return [sampling.temperature, 1.0, 0.0, 0.0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Micro-batches
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Micro-batches
 
 
 def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int]], int]:
@@ -315,9 +309,7 @@ def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int
     return [sorted(rows) for rows in parts], sum(map(cost, parts))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The ref pass
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The ref pass
 
 
 def write_ref_columns(groups: list[Rollout], columns: dict[str, torch.Tensor]) -> None:

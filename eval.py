@@ -109,9 +109,7 @@ def drawn_as(one: EvalSet, sampling: Sampling) -> Sampling:
     return replace(sampling, temperature=one.temperature, max_tokens=one.max_tokens)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Within a training run. Functions with a parameter `learner` are collective
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Within a training run. Functions with a parameter `learner` are collective
 
 
 def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
@@ -166,9 +164,7 @@ def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) ->
     return {"pass@1": float(means.mean()), "se": math.sqrt((errors**2).sum()) / len(sets), **values}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The command
 
 
 @dataclass(frozen=True)

@@ -381,9 +381,7 @@ class Learner:
         return {p: f"{name}/{key}" for key, p in model.named_parameters() if p.requires_grad}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Published tensors
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Published tensors
 
 
 def engine_type(cfg: Config) -> torch.dtype | None:

@@ -96,9 +96,7 @@ class WorthFlags:
     """Output file."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Flags
 
 
 def parse(
@@ -184,9 +182,7 @@ def check_row(cfg: Config) -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# c_t: the coefficients of a row on a batch
-# ---------------------------------------------------------------------------------------------------------------------
+# -- c_t: the coefficients of a row on a batch
 
 
 def batches_of(learner, groups, rows: dict[str, Config]) -> dict[str, batching.Batch]:
@@ -215,9 +211,7 @@ def coefficients(batch, comm, cfg: Config) -> torch.Tensor:
     return -torch.autograd.grad(total, logp)[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# s_t: log-probabilities along a direction
-# ---------------------------------------------------------------------------------------------------------------------
+# -- s_t: log-probabilities along a direction
 
 
 class Weights:
@@ -300,9 +294,7 @@ def local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Measuring
 
 
 @dataclass
@@ -442,9 +434,7 @@ def on_policy_config(cfg: Config) -> Config:
     return replace(unregularised(cfg), **changes)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Cost of sampling
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Cost of sampling
 
 
 def cost(measurement: Measurement) -> dict[str, float]:
@@ -466,9 +456,7 @@ def cost(measurement: Measurement) -> dict[str, float]:
     return costs | {"price": costs["sampler/seconds"] / costs["on_policy/seconds"]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The command
 
 
 def weigh(worth_flags: WorthFlags, rows: dict[str, Config], on_policy_cfg: Config) -> dict:

@@ -17,9 +17,7 @@ import torch
 from config import Config
 from sampling import Sampling
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Inputs of formulas: one micro-batch
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Inputs of formulas: one micro-batch
 
 
 class View:
@@ -62,9 +60,7 @@ def k3(log_r, clamp):
     return torch.expm1(log_r.clamp(-clamp, clamp)) - log_r
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Row types
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Row types
 
 
 @dataclass(frozen=True)
@@ -91,9 +87,7 @@ class Derived:
     meaning: str = ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sums over micro-batches and ranks
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Sums over micro-batches and ranks
 
 
 class Sums:
@@ -135,9 +129,7 @@ def ess(mean: float, mean_square: float) -> float:
     return mean**2 / mean_square if mean_square > 0 else 0.0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Worth of a response: estimators for worth.py, with standard errors
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Worth of a response: estimators for worth.py, with standard errors
 
 FOLDS = 4  # folds of the on-policy batches, and of the jackknife over groups and over directions
 

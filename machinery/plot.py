@@ -53,7 +53,7 @@ class PlotFlags:
     """With --samples: number of newest responses to print."""
 
 
-# -- Curves ----------------------------------------------------------------------------------------
+# -- Curves
 
 
 def draw(runs: list[str], out: str) -> str:
@@ -128,7 +128,7 @@ def draw_line(ax, rows: list[dict], key: str, colour: str, width: float) -> None
         ax.plot(x, y, **style)
 
 
-# -- The closing table -----------------------------------------------------------------------------
+# -- The closing table
 
 
 def report(run: str) -> str:
@@ -206,7 +206,7 @@ def percent(x: float) -> str:
     return f"{100 * x:.1f} %"
 
 
-# -- Responses -------------------------------------------------------------------------------------
+# -- Responses
 
 # minimum |log p_policy - log p_inf| of a token, in nats -> its colour in the terminal
 GAPS = {1.0: "\033[41m", 0.1: "\033[31m", 0.01: "\033[33m"}

@@ -99,7 +99,7 @@ class Run:
         return WeightCheck(self.configs[self.rollout_model], ids, fmt, self.vocabulary)
 
 
-# -- Opening a run ---------------------------------------------------------------------------------
+# -- Opening a run
 
 
 def open_run(cfg: Config, comm) -> Run:
@@ -231,7 +231,7 @@ def topk_of(cfg: LossFlags) -> int:
     return cfg.obrs_topk if uses_z or rejects_by_support(cfg) else 0
 
 
-# -- The run folder --------------------------------------------------------------------------------
+# -- The run folder
 
 LOCK = "lock"
 # Files of a run folder. --overwrite deletes only these files. config.json, which marks the folder
@@ -401,7 +401,7 @@ def version(package: str) -> str | None:
         return None
 
 
-# -- Models ----------------------------------------------------------------------------------------
+# -- Models
 
 
 def model_folder(flag: str, cfg: Config, comm) -> str | None:

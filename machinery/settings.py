@@ -38,7 +38,7 @@ from machinery.checkpoint.models import model_in, own_dtype
 from machinery.flags import UserError, choice, need, need_each
 from model import exact, kernels, lora
 
-# -- From a command line to a configuration --------------------------------------------------------
+# -- From a command line to a configuration
 
 
 def parse(
@@ -121,7 +121,7 @@ def saved_flags(path: Path) -> dict:
     return {k: v for k, v in saved.items() if k in FIELDS}
 
 
-# -- Open flags, then checks -----------------------------------------------------------------------
+# -- Open flags, then checks
 
 
 def resolve_open(cfg: Config) -> Config:

@@ -248,9 +248,7 @@ def read_shared(model, batch, at):
     return torch.cat([last[:, None], suffix_out], 1)[:, :T].flatten(0, 1).index_select(0, at)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mixtures of experts: the choices of the routers
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Mixtures of experts: the choices of the routers
 
 
 class Routing:
@@ -371,9 +369,7 @@ def needs_of_update(cfg: Config, has_actor: bool, has_ref: bool) -> Needs:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From logits to statistics, one chunk of N packed tokens at a time
-# ---------------------------------------------------------------------------------------------------------------------
+# -- From logits to statistics, one chunk of N packed tokens at a time
 
 
 @dataclass

@@ -17,9 +17,7 @@ from machinery.flags import UserError
 from quant import ROUTERS, Format
 from sync import SyncError, checksums, wrap
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Patches of vLLM, and state that vLLM must not change
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Patches of vLLM, and state that vLLM must not change
 
 VLLM_VERSION = "0.32.0"  # the version for which the patches below were written
 

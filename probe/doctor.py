@@ -140,9 +140,7 @@ def numbers(row: dict, column: str, place: str) -> np.ndarray:
     return x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Causes: each rule yields the evidence in one sentence if it finds its sign
-# ---------------------------------------------------------------------------------------------------------------------
+# -- Causes: each rule yields the evidence in one sentence if it finds its sign
 
 CAUSES: list[tuple] = []  # (name, rule, check, broken), the most specific first
 

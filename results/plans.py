@@ -56,9 +56,7 @@ def config_of(name: str):
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The recipes
-# ---------------------------------------------------------------------------------------------------------------------
+# -- The recipes
 
 RECIPES = sorted((sweep.ROOT / "configs" / "papers").glob("*.toml"))
 HEAD = ["recipe", "GPUs", "states", "activations", "engine", "peak", "checkpoint", "does it fit?"]
