@@ -53,8 +53,8 @@ class Sampling:
     def of_policy(cls, cfg: SamplingFlags) -> Sampling:
         """Settings of the learner's distribution; truncated unless --keep_sampling_mask=off."""
         law = cls.of(cfg)
-        whole = replace(law, top_p=1.0, top_k=0, min_p=0.0)
-        return whole if cfg.keep_sampling_mask == "off" else law
+        full = replace(law, top_p=1.0, top_k=0, min_p=0.0)
+        return full if cfg.keep_sampling_mask == "off" else law
 
     @property
     def truncates(self) -> bool:

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> dict:
     check_flags(cfg)
     actor = find_model(cfg, "actor", "actor") if cfg.actor else None
     setup = open_setup(cfg, PROBLEMS, actor)
-    settings = [(one.samples, one.temperature, one.max_tokens) for one in setup.sets]
+    settings = [(s.samples, s.temperature, s.max_tokens) for s in setup.sets]
     need(
         settings == [(cfg.samples, cfg.temperature, cfg.max_tokens)],
         f"--task={cfg.task}: the report covers one set, sampled with the flags; name one set without settings",

@@ -96,8 +96,8 @@ def read(path: str, columns: str = "") -> Dump:
     first = rows[0][1]
     need(isinstance(first, dict), f"--rollouts={path}: its rows are not objects with columns")
     at = {}
-    for kind, usual in COLUMNS.items():
-        at[kind] = named.get(kind) or next((name for name in usual if name in first), "")
+    for kind, names in COLUMNS.items():
+        at[kind] = named.get(kind) or next((name for name in names if name in first), "")
     for kind in ("sampler", "trainer"):
         need(
             at[kind],
@@ -374,13 +374,13 @@ def main(argv: list[str] | None = None) -> dict:
     if cfg.out:
         check_result("out", cfg.out)
     d = read(cfg.rollouts, cfg.columns)
-    found, broken = causes(d)
+    likely, broken = causes(d)
     report = {
         "rollouts": cfg.rollouts,
         "responses": len(d.length),
         "tokens": int(d.length.sum()),
         "notes": d.notes,
-        "causes": found,
+        "causes": likely,
     }
     if not broken:
         clamp, log_r = cfg.log_ratio_clamp, np.where(d.on, d.ref - d.inf, 0.0)

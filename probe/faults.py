@@ -148,8 +148,8 @@ def scale_of_one(case: Case) -> Iterator[tuple]:
         return part.logp({f"{name}.weight": q.to(weight.dtype)})  # its scales are 1
 
     first = np.unique(case.batch.group.numpy(), return_index=True)[1][:2]
-    few = replace(case, batch=case.batch.select(first))
-    left = {name: few.left(at(name, few)).sum() for name in layers}
+    small = replace(case, batch=case.batch.select(first))
+    left = {name: small.left(at(name, small)).sum() for name in layers}
     for name in sorted(left, key=left.get)[:SCREENED]:
         yield name, at(name, case)
 

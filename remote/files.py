@@ -238,8 +238,8 @@ class FilesLink(Connection):
         path = self.folder / "models" / offer.of.name
         weights = wire.ReceivedWeights(offer.version, offer.published, path)
         if self.newest != weights:
-            whole = wire.manifest(path.name, read_regular(path, offer.of.nbytes))
-            wire.need(whole == offer.of, f"{path.name}: damaged")
+            manifest = wire.manifest(path.name, read_regular(path, offer.of.nbytes))
+            wire.need(manifest == offer.of, f"{path.name}: damaged")
             self.newest = weights
 
     def _say_hello(self, now: float) -> None:

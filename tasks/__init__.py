@@ -47,8 +47,8 @@ def make_task(
     named = data.named_columns(cfg.columns, ("prompt", "answer"))
     columns = (named.get("prompt", ""), named.get("answer", ""))
     rows = [] if is_custom else data.read_rows(name, flag, columns, needed=not graded_otherwise)
-    usual = "letter" if rows and all(data.choices_of(row["row"]) for row in rows) else "math"
-    parts = rewards.parts_of(cfg.reward or (f"{name}.reward" if is_custom else usual))
+    default = "letter" if rows and all(data.choices_of(row["row"]) for row in rows) else "math"
+    parts = rewards.parts_of(cfg.reward or (f"{name}.reward" if is_custom else default))
     reward = rewards.Reward(parts, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
     if evaluates:
         reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
