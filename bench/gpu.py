@@ -1,29 +1,31 @@
-"""The GPU list: measurements that need a GPU. Each part runs in a process with a time limit.
+"""The GPU list: measurements that need a GPU. Each part runs in a process for at most 60 seconds.
 
-    python -m bench                              # all parts in 35 minutes: results/gpu.json and gpu.md
+    python -m bench                              # all parts in 23 minutes: results/gpu.json and gpu.md
     python -m bench                              # again: the parts that have not succeeded yet
-    python -m bench --parts=learner,linears      # some parts, measured again
+    python -m bench --parts=learner,linears-8B   # some parts (all of learner-*), measured again
     python -m bench --device=cpu --scale=tiny    # the script itself, on a CPU: out/gpu.json
 
-tests        tests/test_gpu.py: rollouts, sync and check, low bits, sleep, FSDP2, a run
-vllm         vLLM: tokens per second, publication and its check, sleep and wake
-linears      speed of aligned linear layers over bfloat16 layers, on Qwen3-0.6B, 1.7B and 8B shapes;
+vllm         vLLM: tokens per second
+sync         publication and its check, sleep and wake of the engine
+learner-*    tokens per second, share of the device's peak, the plan's memory, by length
+kernels-*    the learner's updates with a choice of --kernels
+linears-*    speed of aligned linear layers over bfloat16 layers, on shapes of Qwen3;
              vLLM's kernels over plain torch
-head         the chunked head against whole logits, torch's and Liger's, a vocabulary of 151,936
+tests-*      tests/test_gpu.py: rollouts, sync and check, low bits, sleep, FSDP2, a run
 obrs         time of a Jackpot update over a plain PPO update
-kernels      the learner's updates with each choice of --kernels
-learner      tokens per second, share of the device's peak, the plan's memory, by model and length
-micro        updates with 4,096 tokens in a micro-batch and with the most that the plan allows
-memory       checkpointing, two models, FSDP2 on one rank, aligned learners: time, memory and plan
-trl, ours    TRL's step (PYTHONPATH=.trl, see results/against_trl.py) and our step
 pair         four updates of configs/real_pair.toml: seconds of each stage
+trl, ours    TRL's step (PYTHONPATH=.trl, see results/against_trl.py) and our step
+micro        updates with 4,096 tokens in a micro-batch and with the most that the plan allows
+memory*      checkpointing, two models, FSDP2 on one rank, aligned learners: time, memory and plan
+head-*       the chunked head against whole logits, torch's and Liger's, a vocabulary of 151,936
 
-Models have Qwen3's shapes and random weights, except in pair. Each row is a line of JSON. After a
-failed part the next part starts. A part that reaches its limit keeps the rows that it has measured.
-The table of all rows is written below the marker of the page after each part. Shares of the peak
-refer to dense bfloat16 without sparsity (PEAK). The work is 6 P + 6 L A S operations per token, for
-P parameters in matrix products, L layers, A numbers of all query heads together and S tokens per
-row. It counts forward and backward passes with causal attention, and no recomputation."""
+The most important parts come first. Models have Qwen3's shapes and random weights, except in pair.
+Each row is a line of JSON. After a failed part the next part starts. A part that reaches its limit
+keeps the rows that it has measured. The table of all rows is written below the marker of the page
+after each part. Shares of the peak refer to dense bfloat16 without sparsity (PEAK). The work is 6 P
++ 6 L A S operations per token, for P parameters in matrix products, L layers, A numbers of all
+query heads together and S tokens per row. It counts forward and backward passes with causal
+attention, and no recomputation."""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ from typing import Literal
 
 import torch
 
-from bench.gpu_parts import PARTS, Setting
+from bench.gpu_parts import LIMIT, PARTS, Setting, ours_over_trl
 from machinery.flags import UserError, check_output, need, parse_flags, read_text
 from results.sweep import markdown, rewrite
 
@@ -57,8 +59,8 @@ class GpuFlags:
     """The GPU list"""
 
     parts: str = ""
-    """Names of parts to run, separated by commas; by default all parts without a success in the
-    file."""
+    """Names of parts to run, or their first words, separated by commas; by default all parts without
+    a success in the file."""
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu: a trial of the script without a GPU."""
     scale: Literal["full", "tiny"] = "full"
@@ -66,7 +68,7 @@ class GpuFlags:
     out: str = ""
     """File to which the rows are appended, with the page next to it; by default results/gpu.json,
     and out/gpu.json for a trial."""
-    minutes: float = 35.0
+    minutes: float = 25.0
     """Time limit for all parts together; parts that have not begun by then are skipped."""
     part: str = ""
     """Run one part in this process, and print its lines as JSON."""
@@ -123,6 +125,16 @@ def read_lines(path: Path) -> list[dict]:
         raise UserError(f"--out={path}: not a file of rows ({e}); name a different file") from None
 
 
+def parts_of(words: str) -> list[str]:
+    """The parts that --parts names: NAME, or WORD for all parts WORD-*. UserError: no such part."""
+    names = []
+    for word in filter(None, words.split(",")):
+        chosen = [name for name in PARTS if name == word or name.startswith(f"{word}-")]
+        need(chosen, f"--parts={word}: no such part; there are {', '.join(PARTS)}")
+        names += chosen
+    return names
+
+
 def run_list(flags: GpuFlags) -> None:
     """Run the parts one after the other. Append each row to the file and print it, as JSON; write
     the page after each part."""
@@ -131,7 +143,7 @@ def run_list(flags: GpuFlags) -> None:
     check_output("out", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     succeeded = {line["part"] for line in read_lines(path) if line.get("failed") == ""}
-    names = flags.parts.split(",") if flags.parts else [p for p in PARTS if p not in succeeded]
+    names = parts_of(flags.parts) or [name for name in PARTS if name not in succeeded]
     end = time.perf_counter() + 60 * flags.minutes
 
     def write(line: dict) -> None:
@@ -148,8 +160,10 @@ def run_list(flags: GpuFlags) -> None:
             continue
         command = [sys.executable, "-m", "bench", f"--part={name}"]
         command += [f"--device={flags.device}", f"--scale={flags.scale}"]
-        rows, why = said_by(command, min(PARTS[name][1], end - start))
+        rows, why = said_by(command, min(LIMIT, end - start))
         for row in rows:
+            write({"part": name, **row})
+        for row in ours_over_trl(read_lines(path)) if name == "ours" else ():
             write({"part": name, **row})
         write({"part": name, "seconds": time.perf_counter() - start, "failed": why})
         rewrite(path.with_suffix(".md"), table(read_lines(path)))
@@ -187,10 +201,9 @@ def main(argv: list[str] | None = None) -> None:
     flags = parse_flags(GpuFlags, argv, __doc__.strip())
     if flags.device == "cuda" and not torch.cuda.is_available():
         raise UserError("gpu: there is no GPU here; try the script with --device=cpu --scale=tiny")
-    for name in filter(None, [flags.part, *flags.parts.split(",")]):
-        need(name in PARTS, f"--parts={name}: no such part; there are {', '.join(PARTS)}")
     if not flags.part:
         run_list(flags)
         return
-    for row in PARTS[flags.part][0](Setting(flags.device, flags.scale == "tiny")):
+    need(flags.part in PARTS, f"--part={flags.part}: no such part; there are {', '.join(PARTS)}")
+    for row in PARTS[flags.part](Setting(flags.device, flags.scale == "tiny")):
         print(json.dumps(row), flush=True)

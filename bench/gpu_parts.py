@@ -7,7 +7,6 @@ import contextlib
 import functools
 import gc
 import importlib.util
-import json
 import math
 import os
 import re
@@ -171,10 +170,11 @@ def repeats_row(what: str, values: list[float], unit: str) -> dict:
     return row(f"{what}, {len(values)} times", float(np.median(values)), unit, spread=spread)
 
 
-def tests(s: Setting) -> Iterator[dict]:
-    """tests/test_gpu.py: a row for each test that did not pass, and the number of passed tests."""
+def tests(chosen: str, s: Setting) -> Iterator[dict]:
+    """tests/test_gpu.py, the tests with these names: a row for each test that did not pass, and the
+    number of passed tests."""
     command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "--tb=short", "tests/test_gpu.py"]
-    command += s.pick([], ["-k", "product"])
+    command += ["-k", s.pick(chosen, "int8_product")]
     env = {**os.environ, "GPU_LIST_DEVICE": s.device}
     passed, started = 0, time.perf_counter()
     with subprocess.Popen(
@@ -206,14 +206,13 @@ def block_of(s: Setting, name: str) -> list[torch.nn.Linear]:
 SPEEDUPS = {("fp8", "8B"): 1.5, ("int8", "8B"): 1.2, ("fp8", "1.7B"): 1.3}
 
 
-def linears(s: Setting) -> Iterator[dict]:
+def linears(name: str, s: Setting) -> Iterator[dict]:
     """Speed of aligned linear layers relative to bfloat16 layers: all products of a decoder layer.
     Activations are quantized in each product, weights once, as in the micro-batches of an
     update."""
-    for name in s.pick(("8B", "1.7B", "0.6B"), ("8B",)):
-        for tokens in s.pick((8192, 32_768), (24,)):
-            for kind in ("fp8", "int8"):
-                yield from speeds(s, f"{kind}, {name}, {tokens:,} tokens", kind, name, tokens)
+    for tokens in s.pick((8192, 32_768), (24,)):
+        for kind in ("fp8", "int8"):
+            yield from speeds(s, f"{kind}, {name}, {tokens:,} tokens", kind, name, tokens)
 
 
 @softly
@@ -290,17 +289,16 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
     return {name: partial(both, f) for name, f in ways.items()}
 
 
-def head(s: Setting) -> Iterator[dict]:
+def head(H: int, s: Setting) -> Iterator[dict]:
     """Time relative to whole logits, and memory in addition to the inputs, forward and backward,
-    for hidden states and weights in bfloat16."""
-    N, V = s.pick((8192, 151_936), (48, 300))
-    for H in s.pick((1024, 2560), (32,)):
-        ways = heads(N, H, V, s.device)
-        for name in ("torch.nn.functional.linear_cross_entropy", "liger-kernel"):
-            if name not in ways:
-                yield row(f"{name}, width {H:,}", why="not installed")
-        for name, f in ways.items():
-            yield from one_head(s, f"{name}, width {H:,}", f, ways["whole logits"])
+    for hidden states of width H and weights in bfloat16."""
+    N, H, V = s.pick((8192, H, 151_936), (48, 32, 300))
+    ways = heads(N, H, V, s.device)
+    for name in ("torch.nn.functional.linear_cross_entropy", "liger-kernel"):
+        if name not in ways:
+            yield row(f"{name}, width {H:,}", why="not installed")
+    for name, f in ways.items():
+        yield from one_head(s, f"{name}, width {H:,}", f, ways["whole logits"])
 
 
 @softly
@@ -397,27 +395,25 @@ def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3)
     yield row(title, gib, "GiB", goal="plan within 10 %", met=near)
 
 
-def learner(s: Setting) -> Iterator[dict]:
+def learner(name: str, s: Setting) -> Iterator[dict]:
     """Updates (forward, chunked head, backward, AdamW) in bfloat16 with float32 master weights, by
-    model and row length."""
-    for name in s.pick(("0.6B", "1.7B", "4B"), ("0.6B",)):
-        for length in s.pick((2048, 4096, 8192, 16_384), (40,)):
-            if (name, length) == ("4B", 16_384):  # takes a minute by itself
-                continue
-            rows = max(8, s.pick(32_768, 8) // length // 8 * 8)
-            cfg = configured(s, rows, length)
-            what, cfg = fitting(s, f"{name}, {length:,} tokens", cfg, (name,))
-            yield from case(s, what, cfg, (name,), n=2 if length > 8192 else 3)
+    row length."""
+    for length in s.pick((2048, 4096, 8192, 16_384), (40,)):
+        if (name, length) == ("4B", 16_384):  # takes a minute by itself
+            continue
+        rows = max(8, s.pick(32_768, 8) // length // 8 * 8)
+        cfg = configured(s, rows, length)
+        what, cfg = fitting(s, f"{name}, {length:,} tokens", cfg, (name,))
+        yield from case(s, what, cfg, (name,), n=2 if length > 8192 else 3)
 
 
-def kernels(s: Setting) -> Iterator[dict]:
-    """Updates of the learner with each choice of --kernels, rows of 4,096 tokens."""
+def kernels(kind: str, s: Setting) -> Iterator[dict]:
+    """Updates of the learner with a choice of --kernels, rows of 4,096 tokens."""
     for name in s.pick(("0.6B", "1.7B"), ("0.6B",)):
         length = s.pick(4096, 40)
-        for kind in ("plain", "compile", "liger"):
-            title = f"{name}, {length:,} tokens, --kernels={kind}"
-            cfg = configured(s, 8, length, kernels=kind)
-            yield from case(s, title, cfg, (name,))
+        title = f"{name}, {length:,} tokens, --kernels={kind}"
+        cfg = configured(s, 8, length, kernels=kind)
+        yield from case(s, title, cfg, (name,))
 
 
 def micro(s: Setting) -> Iterator[dict]:
@@ -435,24 +431,28 @@ def micro(s: Setting) -> Iterator[dict]:
             yield from case(s, what, replace(cfg, micro_tokens=tokens), (name,))
 
 
-def memory(s: Setting) -> Iterator[dict]:
-    """Configurations of a run, each compared with the plan: rows of 2,048 tokens."""
+ALIGNED = {"learner_quant": "aligned", "quant_group": 32, "objective": "tis"}
+CONFIGURATIONS = {
+    "1.7B": {},
+    "1.7B, checkpointing": {"gradient_checkpointing": True},
+    "1.7B and 0.6B, Jackpot": {"actor": "base:actor", "objective": "jackpot"},
+    "1.7B, FSDP2 on one rank": {"parallel": "fsdp"},
+    "1.7B, int8, aligned": {"rollout_quant": "int8", **ALIGNED},
+    "1.7B, fp8, aligned": {"rollout_quant": "fp8", **ALIGNED},
+    "1.7B, w4a16, aligned": {"rollout_quant": "w4a16", **ALIGNED},
+}
+
+
+def memory(aligned: bool, s: Setting) -> Iterator[dict]:
+    """Configurations of a run, aligned or not, each compared with the plan: rows of 2,048
+    tokens."""
     rows, length = s.pick((16, 2048), (8, 40))
-    cases = {
-        "1.7B": {},
-        "1.7B, checkpointing": {"gradient_checkpointing": True},
-        "1.7B and 0.6B, Jackpot": {"actor": "base:actor", "objective": "jackpot"},
-    }
-    for kind in ("int8", "fp8", "w4a16"):
-        flags = {"rollout_quant": kind, "learner_quant": "aligned", "quant_group": 32}
-        cases[f"1.7B, {kind}, aligned"] = flags | {"objective": "tis"}
-    for what in s.pick(list(cases), ["1.7B and 0.6B, Jackpot", "1.7B, fp8, aligned"]):
-        names = ("1.7B", "0.6B") if "actor" in cases[what] else ("1.7B",)
-        cfg = configured(s, rows, length, **cases[what])
-        yield from case(s, *fitting(s, what, cfg, names), names)
-    with one_rank(s.device):
-        cfg = configured(s, rows, length, parallel="fsdp")
-        yield from case(s, "1.7B, FSDP2 on one rank", cfg, ("1.7B",))
+    for what, flags in CONFIGURATIONS.items():
+        if aligned == ("rollout_quant" in flags):
+            names = ("1.7B", "0.6B") if "actor" in flags else ("1.7B",)
+            cfg = configured(s, rows, length, **flags)
+            with one_rank(s.device) if "parallel" in flags else contextlib.nullcontext():
+                yield from case(s, *fitting(s, what, cfg, names), names)
 
 
 @contextlib.contextmanager
@@ -471,9 +471,9 @@ def one_rank(device: str):
         torch.distributed.destroy_process_group()
 
 
-def sampled(s: Setting, engine, tokens: int) -> Iterator[dict]:
+def sampled(s: Setting, engine, learner: Learner) -> Iterator[dict]:
     """Tokens per second of an engine, with 64 prompts and 8 responses to each."""
-    n = s.pick(64, 2)
+    n, tokens = s.pick((64, 256), (2, 4))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 200, 10).astype(np.int32) for _ in range(n)]
     seeds = [list(range(8 * i, 8 * i + 8)) for i in range(n)]
@@ -485,7 +485,8 @@ def sampled(s: Setting, engine, tokens: int) -> Iterator[dict]:
 
 
 def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
-    """Seconds of three publications with their checks; an update follows each publication."""
+    """Seconds of three publications with their checks; an update follows each publication. On a GPU
+    the engine then sleeps and wakes up."""
     vocabulary = learner.models.policy.config.vocab_size
     check = WeightCheck(learner.models.policy.config, probe_ids(144, vocabulary))
     batch, stats = batch_of(learner)
@@ -498,10 +499,18 @@ def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
     yield row("share of tensors changed by an update", changed[-1], **goal)
     yield row("the first publication and its check", times[0], "s")
     yield repeats_row("a publication and its check", times[1:], "s")
+    if s.cuda:
+        free = torch.cuda.mem_get_info()[0]
+        asleep = s.seconds(engine.sleep)
+        yield row("memory freed by sleep", (torch.cuda.mem_get_info()[0] - free) / GIB, "GiB")
+        awake = s.seconds(lambda: engine.load(learner.published("policy", engine.packed)))
+        yield row("falls asleep", asleep, "s")
+        yield row("wake-up and load", awake, "s")
 
 
-def vllm(s: Setting) -> Iterator[dict]:
-    """VLLMEngine in bfloat16 with the shape of Qwen3-0.6B, on the same device as a learner."""
+def vllm(measured: Callable, s: Setting) -> Iterator[dict]:
+    """VLLMEngine in bfloat16 with the shape of Qwen3-0.6B, on the same device as a learner.
+    measured: `sampled` or `published`."""
     if not importlib.util.find_spec("vllm"):
         yield row("vLLM", why="not installed")
         return
@@ -513,15 +522,7 @@ def vllm(s: Setting) -> Iterator[dict]:
         start = time.perf_counter()
         engine = VLLMEngine(folder, memory_gib=s.pick(0.3, 0.05), sleep_level=2, **how)
         yield row("start of the engine", time.perf_counter() - start, "s")
-    yield from sampled(s, engine, s.pick(256, 4))
-    yield from published(s, engine, learner)
-    if s.cuda:
-        free = torch.cuda.mem_get_info()[0]
-        asleep = s.seconds(engine.sleep)
-        yield row("memory freed by sleep", (torch.cuda.mem_get_info()[0] - free) / GIB, "GiB")
-        awake = s.seconds(lambda: engine.load(learner.published("policy", engine.packed)))
-        yield row("falls asleep", asleep, "s")
-        yield row("wake-up and load", awake, "s")
+    yield from measured(s, engine, learner)
     engine.close()
 
 
@@ -542,9 +543,8 @@ def ours(s: Setting) -> Iterator[dict]:
 
 
 def trl(s: Setting) -> Iterator[dict]:
-    """Steps of TRL's GRPOTrainer with the same model, batch and lengths (on a GPU with vLLM in the
-    same process), and our steps in a separate process. PYTHONPATH=.trl, see
-    results/against_trl.py."""
+    """Steps of TRL's GRPOTrainer with the same model, batch and lengths as `ours` (on a GPU with
+    vLLM in the same process). PYTHONPATH=.trl, see results/against_trl.py."""
     if importlib.util.find_spec("trl") is None:
         yield row("TRL's step", why="not installed")
         return
@@ -566,14 +566,15 @@ def trl(s: Setting) -> Iterator[dict]:
         against_trl.grpo_trainer(f"{folder}/model", f"{folder}/out", n, clock, **options).train()
     theirs = [seconds for _, seconds in times[1:]]
     yield repeats_row(f"TRL's step, {rows} responses of {length}", theirs, "s")
-    command = [sys.executable, "-m", "bench", "--part=ours", f"--device={s.device}"]
-    command += [f"--scale={s.pick('full', 'tiny')}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"what"')]
-    yield from lines
-    if lines:
-        ratio = lines[0]["value"] / float(np.mean(theirs))
-        yield row("our step over TRL's", ratio, "x", goal="<= 0.8", met=ratio <= 0.8)
+
+
+def ours_over_trl(lines: list[dict]) -> list[dict]:
+    """A row with the ratio of the newest measurements of `ours` and `trl`; [] without both."""
+    seconds = {line["part"]: line["value"] for line in lines if line.get("unit") == "s"}
+    if not {"ours", "trl"} <= seconds.keys():
+        return []
+    ratio = seconds["ours"] / seconds["trl"]
+    return [row("our step over TRL's", ratio, "x", goal="<= 0.8", met=ratio <= 0.8)]
 
 
 def pair(s: Setting) -> Iterator[dict]:
@@ -592,10 +593,13 @@ def pair(s: Setting) -> Iterator[dict]:
             flags |= {"rollout_batch": 16, "lr": 1e-3, "actor_lr": 1e-3, "objective": "jackpot"}
         flags |= {"steps": 4, "eval_every": -1, "save_every": 0, "out": f"{folder}/run"}
         command = [sys.executable, "train.py", *(f"--{key}={x}" for key, x in flags.items())]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            yield row("the pair", why=done.stderr.strip().splitlines()[-1][:300])
-            return
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+            if done.returncode:
+                yield row("the pair", why=done.stderr.strip().splitlines()[-1][:300])
+                return
+        except subprocess.TimeoutExpired:
+            yield row("the pair", why="fewer than four updates in 50 s")
         rows = [r for r in read_metrics(Path(folder, "run")) if r["step"] > 0]
     for key in ("rollout_s", "update_s", "sync_s", "speed/memory_GiB"):
         values = [r[key] for r in rows if key in r]
@@ -603,18 +607,30 @@ def pair(s: Setting) -> Iterator[dict]:
             yield repeats_row(key.removesuffix("_s"), values, "s" if key.endswith("_s") else "GiB")
 
 
-# name -> (the part, its time limit in seconds); all parts fit into 35 minutes
+LIMIT = 60  # seconds of a part
+# name -> part; the most important first
 PARTS = {
-    "tests": (tests, 280),
-    "vllm": (vllm, 200),
-    "linears": (linears, 110),
-    "head": (head, 100),
-    "obrs": (obrs, 100),
-    "kernels": (kernels, 150),
-    "learner": (learner, 160),
-    "micro": (micro, 100),
-    "memory": (memory, 130),
-    "trl": (trl, 200),
-    "ours": (ours, 100),
-    "pair": (pair, 200),
+    "vllm": partial(vllm, sampled),
+    "sync": partial(vllm, published),
+    "learner-0.6B": partial(learner, "0.6B"),
+    "learner-1.7B": partial(learner, "1.7B"),
+    "kernels-plain": partial(kernels, "plain"),
+    "kernels-compile": partial(kernels, "compile"),
+    "kernels-liger": partial(kernels, "liger"),
+    "linears-8B": partial(linears, "8B"),
+    "tests-numbers": partial(tests, "gradient or quantized or product"),
+    "tests-vllm": partial(tests, "vllm or sleeping"),
+    "tests-runs": partial(tests, "not (gradient or quantized or product or vllm or sleeping)"),
+    "obrs": obrs,
+    "pair": pair,
+    "trl": trl,
+    "ours": ours,
+    "micro": micro,
+    "memory": partial(memory, False),
+    "memory-aligned": partial(memory, True),
+    "head-1024": partial(head, 1024),
+    "head-2560": partial(head, 2560),
+    "linears-1.7B": partial(linears, "1.7B"),
+    "linears-0.6B": partial(linears, "0.6B"),
+    "learner-4B": partial(learner, "4B"),
 }

@@ -33,9 +33,11 @@ def test_pairs_alternate():
     assert "".join(calls) == "abab" + "ab" + "ba" + "ab"
 
 
-@pytest.mark.parametrize("name", ["linears", "head", "obrs", "micro", "memory", "trl", "pair"])
+@pytest.mark.parametrize(
+    "name", ["linears-8B", "head-1024", "obrs", "micro", "memory", "memory-aligned", "trl", "pair"]
+)
 def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
-    rows = list(gpu.PARTS[name][0](gpu_parts.Setting("cpu", tiny=True)))
+    rows = list(gpu.PARTS[name](gpu_parts.Setting("cpu", tiny=True)))
     assert rows and not [r for r in rows if r["why"] not in ("", "not installed")]
     assert all(math.isfinite(r["value"]) for r in rows if r["unit"] not in ("GiB", "%") and not r["why"])
 
@@ -48,18 +50,19 @@ def part(name: str, failed: str = "", value: float = 1.5) -> list[dict]:
 
 
 @pytest.mark.timeout(600)
-def test_the_gpu_list_appends_rows_to_its_file(tmp_path):
+def test_the_gpu_list_appends_rows_to_its_file(tmp_path, monkeypatch):
     """A part runs in a separate process, vLLM too. Earlier lines stay; a late part is skipped."""
-    assert sum(limit for _, limit in gpu.PARTS.values()) <= 60 * gpu.GpuFlags.minutes - 20
+    assert gpu.LIMIT <= 60 and gpu.LIMIT * len(gpu.PARTS) <= 60 * gpu.GpuFlags.minutes - 20
     path = tmp_path / "gpu.json"
     before = part("old")
     path.write_text("".join(json.dumps(line) + "\n" for line in before))
-    flags = gpu.GpuFlags(device="cpu", scale="tiny", out=str(path), parts="vllm")
+    flags = gpu.GpuFlags(device="cpu", scale="tiny", out=str(path), parts="sync")
+    monkeypatch.setattr(gpu, "LIMIT", 300)  # a busy machine may need longer
     gpu.run_list(flags)
     lines = gpu.read_lines(path)
     head, *rows, end = lines[3:]
     assert lines[:3] == before and head["about"].items() >= {("torch", torch.__version__)}
-    assert end.items() >= {("part", "vllm"), ("failed", "")}
+    assert end.items() >= {("part", "sync"), ("failed", "")}
     assert "a publication and its check, 2 times" in [row["what"] for row in rows]
     page = path.with_suffix(".md").read_text()
     assert f"torch {torch.__version__}" in page and "| a publication and its check, 2 times |" in page
@@ -87,6 +90,31 @@ def test_only_parts_without_a_success_run_again(tmp_path, monkeypatch):
     ran.clear()
     gpu.run_list(gpu.GpuFlags(device="cpu", scale="tiny", out=str(path), parts="vllm"))
     assert ran == ["--part=vllm"]
+
+
+def test_a_word_names_all_parts_that_begin_with_it():
+    assert gpu.parts_of("head,obrs") == ["head-1024", "head-2560", "obrs"]
+    assert gpu.parts_of("memory") == ["memory", "memory-aligned"]
+    with pytest.raises(UserError, match="--parts=hea: no such part"):
+        gpu.parts_of("hea")
+
+
+def test_every_gpu_test_belongs_to_one_part():
+    """The parts tests-* divide tests/test_gpu.py by names."""
+    chosen = [gpu.PARTS[name].args[0] for name in gpu.parts_of("tests")]
+    listed = []
+    for words in ["", *chosen]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/test_gpu.py", "-k", words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        listed.append([line for line in done.stdout.splitlines() if "::" in line])
+    assert sorted(sum(listed[1:], [])) == sorted(listed[0]) and all(listed)
+
+
+def test_the_ratio_of_steps_uses_the_newest_rows():
+    lines = [{"part": name, "value": value, "unit": "s"} for name, value in [("trl", 9.0), ("trl", 4.0), ("ours", 3.0)]]
+    assert gpu_parts.ours_over_trl(lines[:2]) == []
+    (ratio,) = gpu_parts.ours_over_trl(lines)
+    assert (ratio["value"], ratio["met"]) == (0.75, True)
 
 
 WAYS = {
