@@ -211,11 +211,12 @@ class Learner:
                 with torch.no_grad():
                     observe(sums, new, batch_ref, stats, logs, cfg)
         self.models.end_replay()
-        for optimizer in chain.from_iterable(self.optimizers.values()):
-            self.scaler.unscale_(optimizer)
-        # halves the loss scale after an overflow, doubles it after 2,000 updates without one; the
-        # loss scale is the same on all ranks
-        self.scaler.update()
+        if self.scaler.is_enabled():
+            for optimizer in chain.from_iterable(self.optimizers.values()):
+                self.scaler.unscale_(optimizer)
+            # halves the loss scale after an overflow, doubles it after 2,000 updates without one; the
+            # loss scale is the same on all ranks
+            self.scaler.update()
         logged = derive(sums.reduce(self.comm))
         return logged | {"loss": self.comm.sum([total])[0]}
 
