@@ -22,7 +22,8 @@ class Facts:
     them on the CPU: computed in the forward pass, they would wait for the GPU to finish earlier micro-batches."""
 
     at: torch.Tensor  # (N,) int64   flat positions in (B, T) of the response tokens
-    group: torch.Tensor  # (B,) int64   number of the row's group, in the order of the rows
+    # (B,) int64   number of the row's group, in the order of the rows
+    group: torch.Tensor
     first: torch.Tensor  # (G,) int64   first row of each group
     longest_prompt: int
     has_temperature: bool  # whether a temperature is not 1
@@ -33,11 +34,17 @@ class Facts:
         size = batch.group.unique_consecutive(return_counts=True)[1]
         return cls(
             batch.exists.flatten().nonzero()[:, 0].to(device),
-            torch.arange(len(size), device=size.device).repeat_interleave(size).to(device),
+            torch.arange(len(size), device=size.device)
+            .repeat_interleave(size)
+            .to(device),
             (size.cumsum(0) - size).to(device),
             int(batch.prompt_len.max()),
             bool((batch.sampling[:, 0] != 1).any()),
-            bool((batch.sampling[:, 1:] != batch.sampling.new_tensor([1.0, 0.0, 0.0])).any()),
+            bool(
+                (
+                    batch.sampling[:, 1:] != batch.sampling.new_tensor([1.0, 0.0, 0.0])
+                ).any()
+            ),
         )
 
 
@@ -45,41 +52,45 @@ class Facts:
 class Batch:
     """B responses of whole or partial groups. None: not computed."""
 
-    ids: torch.Tensor  # (B, S) int64     prompt + response, padded on the right with 0
+    ids: torch.Tensor  # (B, S) int64 prompt + response, padded on the right with 0
     prompt_len: torch.Tensor  # (B,) int64
-    length: torch.Tensor  # (B,) int64       response tokens
-    group: torch.Tensor  # (B,) int64       index of the group inside this rank's batch
+    length: torch.Tensor  # (B,) int64 response tokens
+    group: torch.Tensor  # (B,) int64 index of the group inside this rank's batch
     reward: torch.Tensor  # (B,) float32
-    cut: torch.Tensor  # (B,) bool       truncated at --max_tokens
-    adv: torch.Tensor  # (B, 1) float32   advantage of all tokens of a response; otb: (B, T)
-    sampling: torch.Tensor  # (B, 4) float32   the learner's temperature, top_p, top_k, min_p
-    staleness: torch.Tensor  # (B,) float32   age of the sampling weights, in updates
-    tokens: torch.Tensor  # (B, T) int64     response tokens
-    mask: torch.Tensor  # (B, T) bool      tokens that may carry a gradient
-    logp_inf: torch.Tensor  # (B, T) float32   computed by the engine while sampling
+    cut: torch.Tensor  # (B,) bool truncated at --max_tokens
+    # (B, 1) float32 advantage of all tokens of a response; otb: (B, T)
+    adv: torch.Tensor
+    # (B, 4) float32 the learner's temperature, top_p, top_k, min_p
+    sampling: torch.Tensor
+    staleness: torch.Tensor  # (B,) float32 age of the sampling weights, in updates
+    tokens: torch.Tensor  # (B, T) int64 response tokens
+    mask: torch.Tensor  # (B, T) bool tokens that may carry a gradient
+    logp_inf: torch.Tensor  # (B, T) float32 computed by the engine while sampling
     # (B, T) float64 OBRS's draws, a function of (seed, uid, response, position)
     mask_uniforms: torch.Tensor
     # (B, T, 1 + K (+ K)) sampled token, engine's top-K (, policy's top-K)
     support_ids: torch.Tensor
-    support_logp: torch.Tensor  # same shape: log p_inf of support_ids, -inf for duplicates
+    # same shape: log p_inf of support_ids, -inf for duplicates
+    support_logp: torch.Tensor
     # (B, T) float32 the engine's K-th probability, a bound on p_inf outside the support
     p_kth: torch.Tensor
     # (B, S, layers, k) int16: experts of each token that the engine processed, else -1
     routed: torch.Tensor | None = None
     # B pairs (offsets, ids): the tokens that truncated sampling allowed
     allowed: list | None = None
+
     # ref columns: results of the ref pass before the updates on this rollout batch (names of
     # model.TokenStats + "_ref")
     logp_ref: torch.Tensor | None = None  # (B, T)
     support_logp_ref: torch.Tensor | None = None  # (B, T, ...) policy on the support
-    # (B, T)    sum outside the support of min(p_K, p_ref / lambda)
+    # (B, T) sum outside the support of min(p_K, p_ref / lambda)
     tail_ref: torch.Tensor | None = None
     actor_logp_ref: torch.Tensor | None = None  # (B, T)
-    z_ref: torch.Tensor | None = None  # (B, T)    exact Z over the vocabulary (two models)
-    sum_p2_ref: torch.Tensor | None = None  # (B, T)    sum over the vocabulary of p_ref^2
-    # (B, T)    KL(p_ref || distribution of the accepted tokens)
+    z_ref: torch.Tensor | None = None  # (B, T) exact Z over the vocabulary (two models)
+    sum_p2_ref: torch.Tensor | None = None  # (B, T) sum over the vocabulary of p_ref^2
+    # (B, T) KL(p_ref || distribution of the accepted tokens)
     kl_after_ref: torch.Tensor | None = None
-    # (B, T)    log-probability under the frozen model that the run started from
+    # (B, T) log-probability under the frozen model that the run started from
     logp_start: torch.Tensor | None = None
     facts: Facts | None = None
 
@@ -124,11 +135,21 @@ class Batch:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {
-            f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), torch.Tensor)
+            f.name: x
+            for f in fields(self)
+            if isinstance(x := getattr(self, f.name), torch.Tensor)
         }
 
 
-PER_RESPONSE = {"prompt_len", "length", "group", "reward", "cut", "sampling", "staleness"}
+PER_RESPONSE = {
+    "prompt_len",
+    "length",
+    "group",
+    "reward",
+    "cut",
+    "sampling",
+    "staleness",
+}
 
 
 # -- Advantages: rewards (G,) of one group -> (G,). A group of equal rewards has advantage 0
@@ -176,7 +197,8 @@ def optimal_token_baseline(reward, group, logp, sum_p2, mask, weight):
     response of a group has a token t, its advantage at t is 0; verl sets the baseline to 0 instead."""
     lowest = reward.new_zeros(int(group.max()) + 1)
     lowest = lowest.scatter_reduce(0, group, reward, "amin", include_self=False)
-    reward = (reward - lowest[group])[:, None]  # a common shift of all rewards changes no advantage
+    # a common shift of all rewards changes no advantage
+    reward = (reward - lowest[group])[:, None]
     squared_norm = (1 - 2 * logp.exp() + sum_p2).clamp_min(0)
     energy = torch.where(mask, weight.square() * squared_norm, 0).cumsum(1) * mask
     totals = energy.new_zeros(2, len(lowest), energy.shape[1])
@@ -196,7 +218,10 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
     responses = [response for _, response in pairs]
     T = max(1, *(len(response.tokens) for response in responses))
     K = responses[0].topk_ids.shape[1]
-    rewards = [torch.tensor([response.reward for response in group.responses]) for group in groups]
+    rewards = [
+        torch.tensor([response.reward for response in group.responses])
+        for group in groups
+    ]
     advantages = [ADVANTAGES[cfg.advantage](reward) for reward in rewards]
     draws = [
         uniforms(len(response.tokens), "mask", cfg.seed, group.uid, i)
@@ -204,27 +229,43 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
         for i, response in enumerate(group.responses)
     ]
     kth = [
-        np.exp(response.topk_logp[:, -1]) if K else np.ones(len(response.tokens), np.float32)
+        np.exp(response.topk_logp[:, -1])
+        if K
+        else np.ones(len(response.tokens), np.float32)
         for response in responses
     ]
     ids = pad(
-        [np.concatenate([group.prompt_ids, response.tokens]) for group, response in pairs],
+        [
+            np.concatenate([group.prompt_ids, response.tokens])
+            for group, response in pairs
+        ],
         dtype=np.int64,
     )
     routed = allowed = None
     if cfg.router_replay:
         routed = pad(
-            [response.routed for response in responses], ids.shape[1], fill=-1, dtype=np.int16
+            [response.routed for response in responses],
+            ids.shape[1],
+            fill=-1,
+            dtype=np.int16,
         )
-    if cfg.keep_sampling_mask == "replay" and any(group.sampling.truncates for group in groups):
-        allowed = [(response.allowed_offsets, response.allowed_ids) for response in responses]
+    if cfg.keep_sampling_mask == "replay" and any(
+        group.sampling.truncates for group in groups
+    ):
+        allowed = [
+            (response.allowed_offsets, response.allowed_ids) for response in responses
+        ]
     batch = Batch(
         ids=ids,
         prompt_len=torch.tensor([len(group.prompt_ids) for group, _ in pairs]),
         length=torch.tensor([len(response.tokens) for response in responses]),
-        group=torch.tensor([index for index, group in enumerate(groups) for _ in group.responses]),
+        group=torch.tensor(
+            [index for index, group in enumerate(groups) for _ in group.responses]
+        ),
         reward=torch.cat(rewards),
-        cut=torch.tensor([response.finish_reason == "length" for response in responses]),
+        cut=torch.tensor(
+            [response.finish_reason == "length" for response in responses]
+        ),
         adv=torch.cat(advantages)[:, None],
         sampling=torch.tensor(
             [scored_with(group.sampling, cfg.keep_sampling_mask) for group, _ in pairs]
@@ -235,11 +276,16 @@ def collate(groups: list[Rollout], cfg: Config, version: int = 0) -> Batch:
         logp_inf=pad([response.logp_inf for response in responses], T),
         mask_uniforms=pad(draws, T, fill=1.0, dtype=np.float64),
         support_ids=pad(
-            [np.column_stack([response.tokens, response.topk_ids]) for response in responses],
+            [
+                np.column_stack([response.tokens, response.topk_ids])
+                for response in responses
+            ],
             T,
             dtype=np.int64,
         ),
-        support_logp=pad([support_logp(response) for response in responses], T, fill=-np.inf),
+        support_logp=pad(
+            [support_logp(response) for response in responses], T, fill=-np.inf
+        ),
         p_kth=pad(kth, T),
         routed=routed,
         allowed=allowed,
@@ -267,7 +313,9 @@ def pad(rows: list[np.ndarray], T: int = 0, fill=0.0, dtype=None) -> torch.Tenso
 def support_logp(response) -> np.ndarray:
     """log p_inf on a response's support (L, 1 + K); -inf in column 0 if the sampled token is also in the top-K."""
     listed = (response.topk_ids == response.tokens[:, None]).any(1)
-    return np.column_stack([np.where(listed, -np.inf, response.logp_inf), response.topk_logp])
+    return np.column_stack(
+        [np.where(listed, -np.inf, response.logp_inf), response.topk_logp]
+    )
 
 
 def scored_with(sampling, keep_sampling_mask: str) -> list[float]:
@@ -281,19 +329,27 @@ def scored_with(sampling, keep_sampling_mask: str) -> list[float]:
 # -- Micro-batches
 
 
-def micro_batches(batch: Batch, budget: int, share: bool) -> tuple[list[list[int]], int]:
+def micro_batches(
+    batch: Batch, budget: int, share: bool
+) -> tuple[list[list[int]], int]:
     """(rows of each micro-batch, longest first; total number of tokens).
 
     A micro-batch has at most `budget` tokens, or one row. Padding counts: n rows cost n times the
     longest sum of prompt and response. With `share` the rows of a group are adjacent and their prompt is
     processed once: n times the longest response, plus the longest prompt once per group."""
-    prompt, response, group = (x.tolist() for x in (batch.prompt_len, batch.length, batch.group))
-    width = response if share else [p + n for p, n in zip(prompt, response, strict=True)]
+    prompt, response, group = (
+        x.tolist() for x in (batch.prompt_len, batch.length, batch.group)
+    )
+    width = (
+        response if share else [p + n for p, n in zip(prompt, response, strict=True)]
+    )
 
     def cost(rows: list[int]) -> int:
         tokens = len(rows) * max(width[row] for row in rows)
         if share:
-            tokens += len({group[row] for row in rows}) * max(prompt[row] for row in rows)
+            tokens += len({group[row] for row in rows}) * max(
+                prompt[row] for row in rows
+            )
         return tokens
 
     parts: list[list[int]] = []

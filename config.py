@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-COLDEST = 0.01  # lowest temperature above 0: vLLM silently raises a lower temperature to 0.01
+# lowest temperature above 0: vLLM silently raises a lower temperature to 0.01
+COLDEST = 0.01
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ class ObjectiveFlags:
     """Denominator of the surrogate's ratio; group: GEPO's expectation over the group."""
     advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "otb"] | None = None
     """Advantage within a group (default grpo; batching.py); otb: optimal token baseline."""
-    reduction: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
+    reduction: (
+        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
+    ) = None
     """Reduction of (B, T) to a scalar; one denominator over all ranks and micro-batches."""
     clip: bool = True
     """Clip the surrogate's ratio."""
@@ -414,7 +417,14 @@ class Config(
         *("objective", "model", "actor", "out", "resume", "steps"),
         *("rollout_batch", "train_batch", "group_size", "micro_tokens"),
         *("correction", "surrogate", "is_cap", "max_tokens", "temperature"),
-        *("rollout", "rollout_dtype", "rollout_quant", "learner_quant", "delay", "max_staleness"),
+        *(
+            "rollout",
+            "rollout_dtype",
+            "rollout_quant",
+            "learner_quant",
+            "delay",
+            "max_staleness",
+        ),
         *("lr", "actor_lr", "dtype", "parallel"),
         *("task", "reward", "eval_every", "eval_task", "save_every"),
     )
@@ -428,11 +438,15 @@ class Config(
 FIELDS = {f.name: f for f in fields(Config)}
 # flag -> (lowest, highest) meaningful value; a flag that depends on other flags is checked elsewhere
 RANGES = {
-    **dict.fromkeys(("steps", "rollout_batch", "train_batch", "micro_tokens"), (1, 10**9)),
+    **dict.fromkeys(
+        ("steps", "rollout_batch", "train_batch", "micro_tokens"), (1, 10**9)
+    ),
     **dict.fromkeys(("max_tokens", "eval_problems", "samples", "problems"), (1, 10**9)),
     **dict.fromkeys(("keep", "obrs_topk", "quant_group", "delay_samplers"), (1, 10**6)),
     **dict.fromkeys(("lr", "actor_lr"), (1e-12, 1)),
-    **dict.fromkeys(("save_every", "dynamic_sampling", "max_prompt_tokens"), (0, 10**9)),
+    **dict.fromkeys(
+        ("save_every", "dynamic_sampling", "max_prompt_tokens"), (0, 10**9)
+    ),
     **dict.fromkeys(("warmup_steps", "epochs"), (0, 1e9)),
     **dict.fromkeys(("distill_kl_target", "distill_lambda", "cppo_beta"), (0, 1e6)),
     **dict.fromkeys(("gepo_defence", "kl_coef", "entropy_coef"), (0, 1e6)),
@@ -455,13 +469,33 @@ RANGES = {
 }
 # flags that a resumed run may change: they do not change the training
 HARMLESS = {
-    *("resume", "overwrite", "out", "keep", "save_every", "check_sync", "keys", "give_up"),
+    *(
+        "resume",
+        "overwrite",
+        "out",
+        "keep",
+        "save_every",
+        "check_sync",
+        "keys",
+        "give_up",
+    ),
     *("parallel", "micro_tokens", "rollout_memory"),
     *("gradient_checkpointing", "kernels", "eval_every"),
 }
 
 # defaults of toy models (EMBEDDED); values that errors propose for other models (PROPOSED)
-EMBEDDED = {"task": "arith", "max_tokens": 32, "lr": 1e-4, "actor_lr": 3e-4, "dtype": "float32"}
+EMBEDDED = {
+    "task": "arith",
+    "max_tokens": 32,
+    "lr": 1e-4,
+    "actor_lr": 3e-4,
+    "dtype": "float32",
+}
 EMBEDDED |= {"rollout_dtype": "float32", "grad_clip": 0.3}
 MICRO_TOKENS = 4096  # --micro_tokens on a CPU
-PROPOSED = {"task": "hf:openai/gsm8k@main/train", "max_tokens": 4096, "lr": 1e-6, "actor_lr": 1e-6}
+PROPOSED = {
+    "task": "hf:openai/gsm8k@main/train",
+    "max_tokens": 4096,
+    "lr": 1e-6,
+    "actor_lr": 1e-6,
+}

@@ -204,7 +204,9 @@ def vespo(log_r, mask, adv, positive=(2.0, 3.0), negative=(3.0, 2.0), clamp=CLAM
     positive, negative: (k, lambda) for A >= 0 and for A < 0. The formula and these numbers are
     TRL's (GRPOTrainer.get_gamma_weights), with R = p_new / p_inf (`--correction_target=new`)."""
     seq_log_r = seq_sum(log_r, mask).clamp(-clamp, clamp)
-    k, lam = (torch.where(adv >= 0, a, b) for a, b in zip(positive, negative, strict=True))
+    k, lam = (
+        torch.where(adv >= 0, a, b) for a, b in zip(positive, negative, strict=True)
+    )
     weight = (k * seq_log_r + lam * (1 - seq_log_r.exp())).exp()
     return weight, torch.ones_like(weight)
 
@@ -215,7 +217,9 @@ def geo_rs(log_r, mask, rs_low=0.999, rs_high=1.001, clamp=CLAMP):
     return torch.ones_like(keep), keep
 
 
-def geo_rs_seq_tis(log_r, mask, is_cap=4.0, rs_low=0.999, rs_high=1.001, is_floor=0.0, clamp=CLAMP):
+def geo_rs_seq_tis(
+    log_r, mask, is_cap=4.0, rs_low=0.999, rs_high=1.001, is_floor=0.0, clamp=CLAMP
+):
     """weight min(R, C), responses outside low <= exp(mean log r) <= high dropped. Praxis; verl."""
     weight, _ = seq_tis(log_r, mask, is_cap, is_floor, clamp)
     _, keep = geo_rs(log_r, mask, rs_low, rs_high, clamp)
@@ -263,7 +267,9 @@ def group_expectation(log_q, group, c: float):
 def group_log_base(mean_logp_new, log_group_mean, mixing):
     """log of GEPO's denominator, log (e p + (1 - e) E), (B, 1), no gradient. Eq. 15; Eq. 12 if
     e = 0."""
-    return torch.logaddexp(mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean)
+    return torch.logaddexp(
+        mixing.log() + mean_logp_new, torch.log1p(-mixing) + log_group_mean
+    )
 
 
 def cppo_kl(logp_new, logp_inf, how: str, clamp: float):
@@ -284,7 +290,8 @@ class Correction:
 
     function: Callable
     drops: bool = False  # the correction rejects tokens or responses
-    needs_z: bool = False  # the correction needs OBRS's Z, a sum over the vocabulary (obrs.py)
+    # the correction needs OBRS's Z, a sum over the vocabulary (obrs.py)
+    needs_z: bool = False
     plain: bool = False  # all weights are 1
 
     @functools.cached_property
@@ -292,7 +299,9 @@ class Correction:
         """The flags that bound the weights or masks, with their defaults."""
         parameters = inspect.signature(self.function).parameters
         return {
-            n: parameters[n].default for n in ("is_cap", "rs_low", "rs_high") if n in parameters
+            n: parameters[n].default
+            for n in ("is_cap", "rs_low", "rs_high")
+            if n in parameters
         }
 
 
@@ -355,7 +364,8 @@ def largest_kept(x, bound: float) -> float:
     here. M2PO, arXiv 2510.01161: drop the largest (log r)^2 until the mean is small enough."""
     ordered = x.double().sort().values
     mean = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=x.device)
-    kept = max(int((mean <= bound).sum()), 1)  # running means of ascending numbers do not decrease
+    # running means of ascending numbers do not decrease
+    kept = max(int((mean <= bound).sum()), 1)
     return float(ordered[kept - 1]) if len(ordered) else math.inf
 
 
@@ -437,11 +447,20 @@ def weight_and_mask(new, batch, stats, cfg: LossFlags):
     of_obrs, logs = {}, {}
     if row.needs_z:
         logp_tgt, *sums = obrs.target_of(new, batch, cfg.obrs_target)
-        logs = obrs.token_z(batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z)
-        of_obrs = {"z": logs["z"], "lam": stats.lam, "u": batch.mask_uniforms, "logp_tgt": logp_tgt}
+        logs = obrs.token_z(
+            batch.support_logp, *sums, stats.lam, stats.kappa, cfg.obrs_z
+        )
+        of_obrs = {
+            "z": logs["z"],
+            "lam": stats.lam,
+            "u": batch.mask_uniforms,
+            "logp_tgt": logp_tgt,
+        }
         # p_ref / p_tgt is needed only if the surrogate has the ratio p_new / p_ref
         moves = (
-            cfg.obrs_target == "new" and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"
+            cfg.obrs_target == "new"
+            and cfg.ratio_base == "ref"
+            and cfg.surrogate != "reinforce"
         )
         of_obrs["logp_ref"] = batch.logp_ref if moves else None
     weight, keep, *accepted = call(
@@ -465,7 +484,9 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
     that the learner already makes less likely than the sampler: a further decrease has little
     benefit and changes the policy a lot."""
     if cfg.correction_target == "new":
-        batch = replace(batch, logp_ref=new.logp.detach(), support_logp_ref=new.support_logp)
+        batch = replace(
+            batch, logp_ref=new.logp.detach(), support_logp_ref=new.support_logp
+        )
     weight, keep, logs = weight_and_mask(new, batch, stats, cfg)
     for row, low, high in rejections(cfg):
         high = stats.largest_kept if row.of_batch else high
@@ -479,7 +500,9 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
             support_logp_ref=batch.support_logp_ref,
         )
         kept = inside(statistic, low, high)
-        keep = keep * (kept if cfg.reject_of == "all" else torch.where(batch.adv < 0, kept, 1.0))
+        keep = keep * (
+            kept if cfg.reject_of == "all" else torch.where(batch.adv < 0, kept, 1.0)
+        )
     return weight, keep, logs
 
 
@@ -507,7 +530,8 @@ def actor_is_sampler(cfg: Config) -> bool:
     the full vocabulary. A 16-bit --rollout_dtype counts as numerical noise."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
     rounded = (
-        cfg.learner_quant not in ("aligned", cfg.rollout_quant) or cfg.kv_cache_dtype != "auto"
+        cfg.learner_quant not in ("aligned", cfg.rollout_quant)
+        or cfg.kv_cache_dtype != "auto"
     )
     cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
     return not (late or rounded or cut)
@@ -567,7 +591,10 @@ def check(cfg: Config) -> None:
     choice("correction", cfg.correction, list(CORRECTIONS))
     rejections(cfg)
     check_bounds(cfg)
-    need(cfg.obrs_c2 >= 1, f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1")
+    need(
+        cfg.obrs_c2 >= 1,
+        f"--obrs_c2={cfg.obrs_c2}: caps p_ref / p_tgt, so it must be at least 1",
+    )
     need(
         cfg.obrs_accept_rate is None or cfg.obrs_lambda == 1,
         f"--obrs_lambda={cfg.obrs_lambda}: --obrs_accept_rate={cfg.obrs_accept_rate} chooses lambda; leave "
@@ -605,7 +632,8 @@ def check_target(cfg: LossFlags) -> None:
     early = {
         "loss_denominator=kept": cfg.loss_denominator == "kept" and can_drop(cfg),
         "advantage=otb": cfg.advantage == "otb",
-        f"obrs_accept_rate={cfg.obrs_accept_rate}": uses_z and cfg.obrs_accept_rate is not None,
+        f"obrs_accept_rate={cfg.obrs_accept_rate}": uses_z
+        and cfg.obrs_accept_rate is not None,
     }
     for flag, chosen in early.items():
         need(
@@ -623,7 +651,9 @@ def check_bounds(cfg: ObjectiveFlags) -> None:
         f"--is_cap={cfg.is_cap}: --correction={cfg.correction} has no cap C; leave it out (OBRS has --obrs_c1, "
         "rejections have --rs_low and --rs_high)",
     )
-    has_floor = "is_floor" in inspect.signature(CORRECTIONS[cfg.correction].function).parameters
+    has_floor = (
+        "is_floor" in inspect.signature(CORRECTIONS[cfg.correction].function).parameters
+    )
     below = f"must be 0, or below --is_cap={cfg.is_cap}"
     never = f"must be 0, because --correction={cfg.correction} has no lower bound"
     need(
@@ -645,7 +675,9 @@ def check_bounds(cfg: ObjectiveFlags) -> None:
         f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: the bounds are crossed; rs_low must be below rs_high",
     )
     need(
-        (cfg.rs_low is None and cfg.rs_high is None) or rejects or cfg.reject in REJECTIONS,
+        (cfg.rs_low is None and cfg.rs_high is None)
+        or rejects
+        or cfg.reject in REJECTIONS,
         f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: no statistic uses these bounds; add --reject=NAME, one of "
         f"{', '.join(REJECTIONS)}; or give each statistic its bounds: --reject=token:0.5:5,geo:0.9:1.1",
     )

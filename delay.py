@@ -40,7 +40,8 @@ from machinery.ranks import from_all
 from rollout import Rollout, uniforms
 from source import LocalSource
 
-MASS = 0.995  # share of the fitted distribution between the shortest and the longest delay
+# share of the fitted distribution between the shortest and the longest delay
+MASS = 0.995
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ class DelayDistribution:
             }
         if self.kind == "weibull":
             k = math.log(math.log(a) / math.log1p(-a)) / span
-            return {"k": k, "log_scale": math.log(self.high) - math.log(-math.log(a)) / k}
+            return {
+                "k": k,
+                "log_scale": math.log(self.high) - math.log(-math.log(a)) / k,
+            }
         if self.kind == "exponential":
             return {"rate": -math.log(a) / self.high}
         return {}
@@ -163,7 +167,9 @@ class DelaySource(LocalSource):
         now = self.now(learner_version)
         for i, sampler in enumerate(self.samplers):
             while self.oldest > 0 and sampler.until <= now:
-                sampler.version = max(v for v in self.broadcast if self.now(v) <= sampler.until)
+                sampler.version = max(
+                    v for v in self.broadcast if self.now(v) <= sampler.until
+                )
                 sampler.until += self.delay(i, sampler.draws)
                 sampler.draws += 1
             if learner_version - sampler.version > self.oldest:
@@ -246,7 +252,10 @@ def check(cfg: Config) -> None:
         f"--delay={cfg.delay} simulates samplers inside this process, and --samplers={cfg.samplers} has real "
         "samplers; leave out one of the two flags",
     )
-    need(cfg.samplers.strip(), "--samplers is empty: write local, tcp://HOST:PORT or a folder")
+    need(
+        cfg.samplers.strip(),
+        "--samplers is empty: write local, tcp://HOST:PORT or a folder",
+    )
     is_local = "://" not in cfg.samplers or cfg.samplers.startswith("tcp://127.0.0.1:")
     need(
         is_local or cfg.keys != "none",

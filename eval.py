@@ -63,10 +63,14 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def mean_se(x) -> tuple[float, float]:
     """Mean and standard error over problems; the error is NaN for a single problem."""
     x = np.asarray(x, np.float64)
-    return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
+    return float(x.mean()), float(x.std(ddof=1) / math.sqrt(len(x))) if len(
+        x
+    ) > 1 else math.nan
 
 
-def solve(engine, one: EvalSet, tokenizer, indices, sampling: Sampling, seed, ends, write=None):
+def solve(
+    engine, one: EvalSet, tokenizer, indices, sampling: Sampling, seed, ends, write=None
+):
     """Sample and grade responses to problems of a held-out set. Returns correctness (0 or 1),
     (len(indices), one.samples), and the mean length in tokens.
 
@@ -88,7 +92,8 @@ def solve(engine, one: EvalSet, tokenizer, indices, sampling: Sampling, seed, en
         tools = (engine, task, tokenizer)
         groups = turns.sample(*tools, problems, prompts, seeds, sampling, 0, ends)
         check_poisoned(
-            sum(map(set_aside_if_poisoned, chain(*groups))), samples * len(problems) or 1
+            sum(map(set_aside_if_poisoned, chain(*groups))),
+            samples * len(problems) or 1,
         )
         grade_all(task, tokenizer, problems, groups)
         for problem, group in zip(problems, groups, strict=True):
@@ -119,14 +124,21 @@ def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
     quantized like the learner's model."""
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
-        return HFEngine(model, device=learner.device, vocabulary=learner.models.vocabulary)
+        return HFEngine(
+            model, device=learner.device, vocabulary=learner.models.vocabulary
+        )
     full_model = quant.empty_model(model.config)
     quant.align(
         full_model,
-        next((m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)), None),
+        next(
+            (m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)),
+            None,
+        ),
     )
     memory.fill(full_model, learner.device)
-    engine = HFEngine(full_model, device=learner.device, vocabulary=learner.models.vocabulary)
+    engine = HFEngine(
+        full_model, device=learner.device, vocabulary=learner.models.vocabulary
+    )
     engine.load(learner.named_tensors(name))
     return engine
 
@@ -150,10 +162,14 @@ def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
         mean = total / n
         variance = max(0.0, squares / n - mean**2)
         scores.append((mean, math.sqrt(variance / max(1, n - 1))))
-    return over_sets([(eval_set.label, eval_set.samples) for eval_set in run.eval_sets], scores)
+    return over_sets(
+        [(eval_set.label, eval_set.samples) for eval_set in run.eval_sets], scores
+    )
 
 
-def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) -> dict[str, float]:
+def over_sets(
+    sets: list[tuple[str, int]], scores: list[tuple[float, float]]
+) -> dict[str, float]:
     """The metrics of an evaluation. sets: (label, responses per problem); scores: (mean, standard
     error) of each set."""
     values = {}
@@ -161,7 +177,11 @@ def over_sets(sets: list[tuple[str, int]], scores: list[tuple[float, float]]) ->
         for (label, n), (mean, se) in zip(sets, scores, strict=True):
             values |= {f"{label}_mean@{n}": mean, f"{label}_se": se}
     means, errors = np.array(scores).T
-    return {"pass@1": float(means.mean()), "se": math.sqrt((errors**2).sum()) / len(sets), **values}
+    return {
+        "pass@1": float(means.mean()),
+        "se": math.sqrt((errors**2).sum()) / len(sets),
+        **values,
+    }
 
 
 # -- The command
@@ -270,9 +290,7 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
     which: "policy" or "actor", the model to take from a run or a checkpoint."""
     name = getattr(cfg, flag)
     if name.startswith("base:"):
-        other = (
-            f"--{flag}={name} knows only --task=arith; give the folder of a model for {cfg.task}"
-        )
+        other = f"--{flag}={name} knows only --task=arith; give the folder of a model for {cfg.task}"
         need(tasks.names_of(cfg.task) == ["arith"], other)
         return warmstart.base_model(flag, name, Config(task="arith", arith=cfg.arith))
     if folder := models.model_in(name, which):
@@ -295,7 +313,10 @@ def evaluate(cfg: EvalFlags) -> dict:
     if cfg.out:
         path = Path(cfg.out).with_suffix(".responses.jsonl")
         ours = not path.exists() or path.read_bytes()[:7] in (b"", b'{"set":')
-        need(ours, f"--out={cfg.out}: {path} exists and is not from eval.py; name a different file")
+        need(
+            ours,
+            f"--out={cfg.out}: {path} exists and is not from eval.py; name a different file",
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("", encoding="utf-8")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -304,7 +325,11 @@ def evaluate(cfg: EvalFlags) -> dict:
     for eval_set in setup.sets:
         indices = range(n_problems(eval_set.task, setup.most))
         request = (indices, Sampling.of(cfg), cfg.seed, setup.stop_ids)
-        write = partial(write_responses, path, eval_set.label, setup.tokenizer) if cfg.out else None
+        write = (
+            partial(write_responses, path, eval_set.label, setup.tokenizer)
+            if cfg.out
+            else None
+        )
         right, length = solve(engine, eval_set, setup.tokenizer, *request, write)
         results.append(scores(eval_set, right, length, ks[eval_set.label]))
     engine.close()
@@ -315,7 +340,9 @@ def evaluate(cfg: EvalFlags) -> dict:
     print(f"mean of the {len(results)} sets: {100 * mean:.2f} %")
     return first | {
         "mean": mean,
-        "sets": {eval_set.label: r for eval_set, r in zip(setup.sets, results, strict=True)},
+        "sets": {
+            eval_set.label: r for eval_set, r in zip(setup.sets, results, strict=True)
+        },
     }
 
 
@@ -338,7 +365,9 @@ def scores(one: EvalSet, right, length: float, ks: list[int]) -> dict:
     for k in ks:
         means[f"pass@{k}"] = [pass_at_k(n, int(c), k) for c in right.sum(1)]
     out = {"problems": len(right), "samples": n, "response_length": length}
-    print(f"{one.label}: {len(right)} problems, {n} responses each, {length:.1f} tokens a response")
+    print(
+        f"{one.label}: {len(right)} problems, {n} responses each, {length:.1f} tokens a response"
+    )
     for name, score in means.items():
         mean, se = mean_se(score)
         out |= {name: mean, f"{name}_se": se}
@@ -384,7 +413,9 @@ def filled(cfg: ModelFlags) -> ModelFlags:
     flags_of_ours = ("max_tokens",) if is_custom else ("max_tokens", "dtype")
     cfg = fill(cfg, {flag: EMBEDDED[flag] for flag in flags_of_ours})
     if cfg.dtype is None:
-        model = cfg.model if is_hub_id(cfg.model) else find_model(cfg, "model", cfg.role)
+        model = (
+            cfg.model if is_hub_id(cfg.model) else find_model(cfg, "model", cfg.role)
+        )
         cfg = replace(cfg, dtype=models.own_dtype(model))
     return fill(cfg, {"rollout_dtype": cfg.dtype})
 
@@ -398,7 +429,10 @@ def main(argv: list[str] | None = None) -> dict:
         check_result("out", cfg.out)
     if cfg.grade_gold:
         unused = cfg.task == EvalFlags.task and not cfg.model
-        need(unused, "--grade_gold names the file and needs no model; leave out --task and --model")
+        need(
+            unused,
+            "--grade_gold names the file and needs no model; leave out --task and --model",
+        )
         result = grade_gold(tasks.make_task(cfg, "grade_gold"))
     else:
         result = show_prompt(cfg) if cfg.show_prompt else evaluate(cfg)

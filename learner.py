@@ -47,14 +47,21 @@ from model import (
 )
 
 COUNTERS = ("version", "skipped", "skipped_in_a_row", "rejected")  # in a checkpoint
-MAX_SKIPS = 5  # consecutive non-finite updates that stop a run; float16 overflows do not count
+# consecutive non-finite updates that stop a run; float16 overflows do not count
+MAX_SKIPS = 5
 
 
 class Learner:
     """The models, their optimizers and the parallel wrapper. Input batches are on the CPU."""
 
     def __init__(
-        self, policy, actor, cfg: Config, comm: Comm, vocabulary: int | None = None, start=None
+        self,
+        policy,
+        actor,
+        cfg: Config,
+        comm: Comm,
+        vocabulary: int | None = None,
+        start=None,
     ):
         """vocabulary: number of valid token ids (model.PolicyAndActor). start: the frozen starting
         model of --kl_coef, or None."""
@@ -68,7 +75,9 @@ class Learner:
         sampler = policy if actor is None else actor
         quant.align(sampler, own_format)
         if start is not None:  # the same format as the policy
-            quant.align(start.requires_grad_(False), own_format if actor is None else None)
+            quant.align(
+                start.requires_grad_(False), own_format if actor is None else None
+            )
         if cfg.exact:
             exact.apply(sampler)
         if cfg.router_replay:
@@ -83,7 +92,8 @@ class Learner:
         self.models.eval()  # no dropout: scoring and training use the same distribution
         self.wrapped = self._wrap(autocast)
         self.optimizers = {
-            n: make_optimizers(getattr(self.models, n), cfg, self.lr[n]) for n in self.names
+            n: make_optimizers(getattr(self.models, n), cfg, self.lr[n])
+            for n in self.names
         }
         self.scaler = torch.amp.GradScaler(
             torch.device(self.device).type, enabled=cfg.dtype == "float16"
@@ -115,7 +125,9 @@ class Learner:
             f"the weight {wrong} is not finite: copy the model again, or give a complete checkpoint",
         )
         if self.comm.on and not self.sharded:
-            return nn.parallel.DistributedDataParallel(self.models, gradient_as_bucket_view=True)
+            return nn.parallel.DistributedDataParallel(
+                self.models, gradient_as_bucket_view=True
+            )
         return self.models
 
     # -- forward only ------------------------------------------------------------------------------
@@ -131,7 +143,9 @@ class Learner:
                     continue
                 for name, x in statistics.items():
                     if name not in out:
-                        out[name] = x.new_zeros((len(batch), batch.tokens.shape[1]) + x.shape[2:])
+                        out[name] = x.new_zeros(
+                            (len(batch), batch.tokens.shape[1]) + x.shape[2:]
+                        )
                     out[name][rows, : x.shape[1]] = x
         self.models.end_replay()
         if self.sharded:
@@ -152,7 +166,8 @@ class Learner:
             top_logp_inf = new.top_actor_logp
         else:  # unknown: use the policy's probability, capped at the engine's K-th
             top_logp_inf = torch.minimum(new.top_logp, batch.p_kth.log()[..., None])
-        same = new.top_ids[..., None] == batch.support_ids[:, :, None, :]  # (B, T, K, S)
+        # (B, T, K, S)
+        same = new.top_ids[..., None] == batch.support_ids[:, :, None, :]
         top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)
         support_logp = batch.support_logp
         if (
@@ -173,8 +188,12 @@ class Learner:
         repeats its last row (rows = None). Sharing prompts needs an attention mask,
         with which some kernels are slower, so prompts are shared only if sharing saves at least
         15 % of the tokens."""
-        plain, plain_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=False)
-        shared, shared_tokens = batching.micro_batches(batch, self.cfg.micro_tokens, share=True)
+        plain, plain_tokens = batching.micro_batches(
+            batch, self.cfg.micro_tokens, share=False
+        )
+        shared, shared_tokens = batching.micro_batches(
+            batch, self.cfg.micro_tokens, share=True
+        )
         plain_tokens, shared_tokens = self.comm.sum([plain_tokens, shared_tokens])
         share = self.models.can_share and shared_tokens <= 0.85 * plain_tokens
         parts = shared if share else plain
@@ -195,7 +214,9 @@ class Learner:
         parts = [stats.select([0] if rows is None else rows) for rows, *_ in micros]
         # no operation of the loop waits for the GPU (exceptions: recorded allowed sets, low-bit experts)
         with self._casts_kept():
-            for i, ((rows, micro, share), part) in enumerate(zip(micros, parts, strict=True)):
+            for i, ((rows, micro, share), part) in enumerate(
+                zip(micros, parts, strict=True)
+            ):
                 with self._gradient_sync(last=i == len(micros) - 1):
                     new = TokenStats(**self.wrapped(micro, needs, share))
                     unreduced, logs = objectives.joint_loss(new, micro, part, cfg)
@@ -223,7 +244,9 @@ class Learner:
     def dot(self, a, b) -> float:
         """<a, b> of two directions in a model's weights, the same number on every rank. a, b: one
         tensor per parameter; under FSDP this rank's shard."""
-        partial_sum = sum(float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True))
+        partial_sum = sum(
+            float((x.double() * y.double()).sum()) for x, y in zip(a, b, strict=True)
+        )
         total = self.comm.sum([partial_sum])[0]
         return total if self.sharded else total / self.comm.size
 
@@ -251,7 +274,9 @@ class Learner:
         # rejection does not mask the entropy bonus and CPPO's KL
         alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
         all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
-        ess = logged["rollout_corr/seq_eff_sample_size"] if self.cfg.lr_from_ess else 1.0
+        ess = (
+            logged["rollout_corr/seq_eff_sample_size"] if self.cfg.lr_from_ess else 1.0
+        )
         norms = {name: self._clip(name) for name in self.names}
         finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
         factor, out = schedule(self.version, self.cfg), {}
@@ -259,9 +284,15 @@ class Learner:
         for name in self.names:
             prefix = "" if name == "policy" else "actor/"
             lr = self.lr[name] * factor * (math.sqrt(ess) if name == "policy" else 1.0)
-            self._optimize(name, lr, step=finite and not (all_rejected and name == "policy"))
+            self._optimize(
+                name, lr, step=finite and not (all_rejected and name == "policy")
+            )
             out |= {f"{prefix}grad_norm": norms[name], f"{prefix}lr": lr}
-        overflow = self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() >= 1
+        overflow = (
+            self.scaler.is_enabled()
+            and math.isfinite(loss)
+            and self.scaler.get_scale() >= 1
+        )
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + (not overflow)
         self.skipped += not finite
         self.rejected += all_rejected
@@ -277,14 +308,20 @@ class Learner:
                 f"update {self.version} made the weight {name} infinite or NaN: lower --lr (now {self.cfg.lr}) or "
                 f"--actor_lr; the newest checkpoint in {self.cfg.out} is intact: start from its policy with --model"
             )
-        counts = {"skipped_steps": self.skipped, "rejected_steps": self.rejected, "stepped": finite}
+        counts = {
+            "skipped_steps": self.skipped,
+            "rejected_steps": self.rejected,
+            "stepped": finite,
+        }
         if self.scaler.is_enabled():
             counts["loss_scale"] = self.scaler.get_scale()
         return out | {name: float(n) for name, n in counts.items()}
 
     def _clip(self, name: str) -> float:
         """Clip one model's gradient; return its norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(getattr(self.models, name).parameters(), self.cfg.grad_clip)
+        norm = nn.utils.clip_grad_norm_(
+            getattr(self.models, name).parameters(), self.cfg.grad_clip
+        )
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _optimize(self, name: str, lr: float, step: bool) -> None:
@@ -314,7 +351,9 @@ class Learner:
     def write_adapter(self, name: str, folder: Path, base: str) -> None:
         """Write a model's adapters, if it has any, on the first rank. Collective."""
         if lora.learns(self.cfg, name):
-            lora.write(getattr(self.models, name), whole, folder, base, self.comm.rank == 0)
+            lora.write(
+                getattr(self.models, name), whole, folder, base, self.comm.rank == 0
+            )
 
     def published(self, name: str, packed: bool) -> Published:
         """The tensors of one model for an engine. The stream can be read more than once; each
@@ -327,7 +366,9 @@ class Learner:
         model = getattr(self.models, name)
         if self.rollout_format is not None and (self.cfg.samplers == "local" or packed):
             fmt = self.rollout_format
-            return Published(lambda: quant.for_engine(self.named_tensors(name), model, fmt, packed))
+            return Published(
+                lambda: quant.for_engine(self.named_tensors(name), model, fmt, packed)
+            )
         # some engines keep routers in float32
         dtype = None if routers_of(model) else engine_type(self.cfg)
         return Published(lambda: self.named_tensors(name, partial(whole_in, dtype)))
@@ -335,7 +376,10 @@ class Learner:
     def state_dict(self) -> dict:
         """Counters and the state of the loss scaler; `trained` returns weights and optimizer
         states."""
-        return {**{n: getattr(self, n) for n in COUNTERS}, "scaler": self.scaler.state_dict()}
+        return {
+            **{n: getattr(self, n) for n in COUNTERS},
+            "scaler": self.scaler.state_dict(),
+        }
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the state of `state_dict`."""
@@ -363,7 +407,9 @@ class Learner:
             for optimizer in self.optimizers[name]:
                 optimizer.state.clear()
                 optimizer_of |= {
-                    p: optimizer for group in optimizer.param_groups for p in group["params"]
+                    p: optimizer
+                    for group in optimizer.param_groups
+                    for p in group["params"]
                 }
             parameter = {key: p for p, key in self._learning(name).items()}
             for key, (shape, dtype) in saved.items():
@@ -371,15 +417,20 @@ class Learner:
                 if weight not in parameter:
                     continue
                 p = parameter[weight]
-                fused = optimizer_of[p].defaults.get("fused")  # counts its steps on the device
-                count = torch.zeros((), dtype=dtype, device=p.device if fused else "cpu")
+                # counts its steps on the device
+                fused = optimizer_of[p].defaults.get("fused")
+                count = torch.zeros(
+                    (), dtype=dtype, device=p.device if fused else "cpu"
+                )
                 room = torch.zeros_like(p, dtype=dtype).detach() if shape else count
                 optimizer_of[p].state[p][kind] = room
 
     def _learning(self, name: str) -> dict:
         """Trainable parameter -> name in a checkpoint, for one model."""
         model = getattr(self.models, name)
-        return {p: f"{name}/{key}" for key, p in model.named_parameters() if p.requires_grad}
+        return {
+            p: f"{name}/{key}" for key, p in model.named_parameters() if p.requires_grad
+        }
 
 
 # -- Published tensors
@@ -390,7 +441,11 @@ def engine_type(cfg: Config) -> torch.dtype | None:
     adapters are merged or weights are quantized in float32 first."""
     quantizes = cfg.samplers != "local" and cfg.rollout_quant != "none"
     others = quantizes or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
-    return None if others or cfg.rollout_dtype == "float32" else getattr(torch, cfg.rollout_dtype)
+    return (
+        None
+        if others or cfg.rollout_dtype == "float32"
+        else getattr(torch, cfg.rollout_dtype)
+    )
 
 
 def whole_in(dtype: torch.dtype | None, x: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,11 @@ MISMATCH = [
         "share of sampled tokens that the learner's truncation cuts (--keep_sampling_mask=recompute); their "
         "p_ref is e^-69",
     ),
-    Max("rollout_corr/largest_gap", lambda v: v.log_r.abs(), "largest |log r| of the step"),
+    Max(
+        "rollout_corr/largest_gap",
+        lambda v: v.log_r.abs(),
+        "largest |log r| of the step",
+    ),
 ]
 
 WEIGHTS = [
@@ -103,7 +107,9 @@ WEIGHTS = [
         "weight includes the unclipped ratio",
     ),
     Derived(
-        "weight_var", lambda m: max(0.0, m["_wk2"] - m["_wk"] ** 2), "variance of weight x keep"
+        "weight_var",
+        lambda m: max(0.0, m["_wk2"] - m["_wk"] ** 2),
+        "variance of weight x keep",
     ),
     Derived(
         "rollout_corr/seq_eff_sample_size",
@@ -136,7 +142,9 @@ WEIGHTS = [
 ]
 
 REWARDS = [
-    Mean("reward", lambda v: v.batch.reward, "reward of the sampler", lambda v: v.sampled),
+    Mean(
+        "reward", lambda v: v.batch.reward, "reward of the sampler", lambda v: v.sampled
+    ),
     Mean("_capped", lambda v: v.R.clamp_max(v.C)),
     Mean("_capped_reward", lambda v: v.R.clamp_max(v.C) * v.batch.reward),
     Derived(
@@ -187,7 +195,9 @@ REWARDS = [
 ]
 
 UPDATE = [
-    Mean("clip_fraction", lambda v: v.clipped, "share of tokens with a clipped surrogate"),
+    Mean(
+        "clip_fraction", lambda v: v.clipped, "share of tokens with a clipped surrogate"
+    ),
     Mean(
         "ppo_kl",
         lambda v: v.ref - v.new.logp,
@@ -196,7 +206,9 @@ UPDATE = [
     ),
     Mean(
         "start_kl",
-        lambda v: None if v.batch.logp_start is None else v.new.logp - v.batch.logp_start,
+        lambda v: (
+            None if v.batch.logp_start is None else v.new.logp - v.batch.logp_start
+        ),
         "mean(log p_new - log p_start), k1: drift from the run's start model, with --kl_coef; it estimates KL(new || "
         "start) if the samples are from the policy",
     ),
@@ -230,8 +242,16 @@ OBRS = [
         "mean of OBRS's keep, before --reject; with --obrs_mode=reweight and for z_tis, mean of a",
     ),
     Mean("obrs/z", lambda v: v.logs.get("z"), "Z as used"),
-    Mean("obrs/z_low", lambda v: v.logs.get("z_low"), "lower bound of Z, if Z is bracketed"),
-    Mean("obrs/z_high", lambda v: v.logs.get("z_high"), "upper bound of Z, if Z is bracketed"),
+    Mean(
+        "obrs/z_low",
+        lambda v: v.logs.get("z_low"),
+        "lower bound of Z, if Z is bracketed",
+    ),
+    Mean(
+        "obrs/z_high",
+        lambda v: v.logs.get("z_high"),
+        "upper bound of Z, if Z is bracketed",
+    ),
     Mean(
         "obrs/z_approx",
         lambda v: v.logs.get("z_approx"),
@@ -255,12 +275,18 @@ OBRS = [
 ]
 
 ACTOR = [
-    Mean("distill_kl", lambda v: v.new.kl, "KL(policy || actor), nats a token, whole vocabulary"),
+    Mean(
+        "distill_kl",
+        lambda v: v.new.kl,
+        "KL(policy || actor), nats a token, whole vocabulary",
+    ),
     Mean("actor/loss", lambda v: v.logs.get("actor_loss"), "loss of the actor"),
     Mean("actor/entropy", lambda v: v.new.actor_entropy, "entropy of the actor, nats"),
     Mean(
         "actor/engine_gap",
-        lambda v: None if v.actor_ref is None else (v.inf.exp() - v.actor_ref.exp()).abs(),
+        lambda v: (
+            None if v.actor_ref is None else (v.inf.exp() - v.actor_ref.exp()).abs()
+        ),
         "|p_inf - p_actor,ref|: engine against learner",
     ),
     Max(
@@ -351,7 +377,9 @@ def derive(m: dict[str, float]) -> dict[str, float]:
 def page() -> str:
     """Names and meanings of all metrics."""
     wrapper = textwrap.TextWrapper(118, initial_indent="  ", subsequent_indent=" " * 48)
-    rows_of = {title: [(r.name, r.meaning) for r in rows] for title, rows in SECTIONS.items()}
+    rows_of = {
+        title: [(r.name, r.meaning) for r in rows] for title, rows in SECTIONS.items()
+    }
     lines = []
     for title, rows in {**rows_of, "Logged by other files": ELSEWHERE.items()}.items():
         lines += ["", title]

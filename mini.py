@@ -33,11 +33,17 @@ import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 # Settings. A name that is also a flag of train.py has the same meaning there. The command line
 # changes a setting: --steps=100.
-MODEL = ""  # policy: a folder or hub id, and then ACTOR and DATA are needed; "": the toy models
+# policy: a folder or hub id, and then ACTOR and DATA are needed; "": the toy models
+MODEL = ""
 ACTOR = ""  # the model that samples, with the same tokenizer
 DATA = ""  # JSONL file of problems and answers
 STEPS = 45  # optimizer updates
@@ -71,7 +77,8 @@ class Samples(NamedTuple):
 
     ids: torch.Tensor  # (B, P + T)
     attend: torch.Tensor  # (B, P + T) 0 on the padding of prompts, else 1
-    mask: torch.Tensor  # (B, T) True on the tokens of the response, including the end token
+    # (B, T) True on the tokens of the response, including the end token
+    mask: torch.Tensor
     logp_inf: torch.Tensor  # (B, T) log-probability of each token under inf
     reward: torch.Tensor  # (B,)
     adv: torch.Tensor = None  # (B, 1) advantage of each response
@@ -95,7 +102,8 @@ def jackpot(new, ref, batch):
     keep = (batch.mask_uniforms < accept).to(accept.dtype)  # Eq. 5: mask ~ Bernoulli(a)
     # Eq. 4: Z = sum over the vocabulary of min(p_inf, p_ref / lambda)
     z = torch.minimum(actor_ref.exp(), policy_ref.exp() / OBRS_LAMBDA).sum(-1)
-    weight = z * r.clamp_min(OBRS_LAMBDA)  # Alg. 1, line 23: w = Z max(lambda, p_ref / p_inf)
+    # Alg. 1, line 23: w = Z max(lambda, p_ref / p_inf)
+    weight = z * r.clamp_min(OBRS_LAMBDA)
     rho = weight.clamp_max(OBRS_C1)  # line 24: rho = min(w, c1)
     surrogate, clipped = ppo(logp, logp_ref, batch.adv)
     policy_loss = -keep * rho * surrogate  # Eq. 5
@@ -104,7 +112,9 @@ def jackpot(new, ref, batch):
     actor_logp = actor_new.gather(2, tokens)[..., 0]
     actor_logp_ref = actor_ref.gather(2, tokens)[..., 0]
     actor_r = (actor_logp_ref - batch.logp_inf).clamp(-20, 20).exp()
-    actor_loss = -actor_r.clamp_max(ACTOR_IS_CAP) * ppo(actor_logp, actor_logp_ref, batch.adv)[0]
+    actor_loss = (
+        -actor_r.clamp_max(ACTOR_IS_CAP) * ppo(actor_logp, actor_logp_ref, batch.adv)[0]
+    )
     target = policy_new.detach()
     distill = (target.exp() * (target - actor_new)).sum(-1)  # KL(policy || actor)
 
@@ -132,7 +142,10 @@ def ppo(logp, logp_ref, adv):
 def train(policy, actor, task):
     """Train both models in place; return the metrics of each update."""
     models = (policy.eval(), actor.eval())  # eval: no dropout
-    groups = [{"params": m.parameters(), "lr": lr} for m, lr in ((policy, LR), (actor, ACTOR_LR))]
+    groups = [
+        {"params": m.parameters(), "lr": lr}
+        for m, lr in ((policy, LR), (actor, ACTOR_LR))
+    ]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     ramp = [lambda step: min(1, (step + 1) / WARMUP_STEPS)] * 2
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, ramp)
@@ -146,7 +159,11 @@ def train(policy, actor, task):
             # With several updates per rollout, compute ref before the first update.
             with torch.no_grad():
                 early = updates_per_rollout > 1
-                ref = [log_probs(model, rollout_batch) for model in models] if early else None
+                ref = (
+                    [log_probs(model, rollout_batch) for model in models]
+                    if early
+                    else None
+                )
         # 2. Forward and backward, in micro-batches. The loss is the mean over tokens.
         start = step % updates_per_rollout * TRAIN_BATCH
         n_tokens = rollout_batch.mask[start : start + TRAIN_BATCH].sum()
@@ -155,21 +172,27 @@ def train(policy, actor, task):
             rows = slice(first, min(first + MICRO_BATCH, start + TRAIN_BATCH))
             batch = Samples(*(column[rows] for column in rollout_batch))
             new = [log_probs(model, batch) for model in models]
-            batch_ref = [logp[rows] for logp in ref] if ref else [logp.detach() for logp in new]
+            batch_ref = (
+                [logp[rows] for logp in ref] if ref else [logp.detach() for logp in new]
+            )
             loss, token_metrics = jackpot(new, batch_ref, batch)
             (loss[batch.mask].sum() / n_tokens).backward()
             for name, values in token_metrics.items():
                 mean = float(values.detach()[batch.mask].double().sum() / n_tokens)
                 metrics[name] = metrics.get(name, 0.0) + mean
         # 3. Update both models.
-        metrics["reward"] = float(rollout_batch.reward[start : start + TRAIN_BATCH].double().mean())
+        metrics["reward"] = float(
+            rollout_batch.reward[start : start + TRAIN_BATCH].double().mean()
+        )
         for name, model in (("grad_norm", policy), ("actor/grad_norm", actor)):
             metrics[name] = float(clip_grad_norm_(model.parameters(), GRAD_CLIP))
         optimizer.step()
         warmup.step()
         optimizer.zero_grad()
         history.append(metrics)
-        bar.set_postfix(reward=f"{metrics['reward']:.3f}", kl=f"{metrics['distill_kl']:.4f}")
+        bar.set_postfix(
+            reward=f"{metrics['reward']:.3f}", kl=f"{metrics['distill_kl']:.4f}"
+        )
     return history
 
 
@@ -180,20 +203,27 @@ def log_probs(model, batch):
     prompt, cache = forward(model, batch.ids[::G, :-T], batch.attend[::G, :-T])
     cache.batch_repeat_interleave(G)
     response, _ = forward(model, batch.ids[:, -T:-1], batch.attend[:, :-1], cache)
-    return torch.cat([prompt[:, -1:].repeat_interleave(G, 0), response], 1).log_softmax(-1)
+    return torch.cat([prompt[:, -1:].repeat_interleave(G, 0), response], 1).log_softmax(
+        -1
+    )
 
 
 def forward(model, tokens, attend, cache=None):
     """Return logits (B, N, V) and the KV cache. tokens (B, N) are the newest of attend (B, M)."""
-    at = (attend.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]  # positions without padding
-    out = model(input_ids=tokens, attention_mask=attend, position_ids=at, past_key_values=cache)
+    # positions without padding
+    at = (attend.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+    out = model(
+        input_ids=tokens, attention_mask=attend, position_ids=at, past_key_values=cache
+    )
     return out.logits, out.past_key_values
 
 
 # Sampling: a draw depends only on its key, not on the batch or the order of calls.
 def uniforms(n, *key):
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    generator = np.random.Generator(
+        np.random.Philox(key=int.from_bytes(digest, "little"))
+    )
     return torch.from_numpy(generator.random(n))
 
 
@@ -209,10 +239,15 @@ def rollout(actor, task, number):
     # Keys as in train.py: uid of the group (sampler, incarnation, number), and index in the group.
     keys = [(("rank0", 0, index), i) for index in indices for i in range(GROUP_SIZE)]
     seeds = [response_seed(SEED, *key) for key in keys]
-    batch = sample(actor, task, [task.problem("train", index) for index in indices], seeds)
+    batch = sample(
+        actor, task, [task.problem("train", index) for index in indices], seeds
+    )
     reward = batch.reward.view(-1, GROUP_SIZE)
-    adv = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)  # GRPO
-    draws = torch.stack([uniforms(batch.mask.shape[1], "mask", SEED, *key) for key in keys])
+    # GRPO
+    adv = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)
+    draws = torch.stack(
+        [uniforms(batch.mask.shape[1], "mask", SEED, *key) for key in keys]
+    )
     return batch._replace(adv=adv.view(-1, 1), mask_uniforms=draws.to(DEVICE))
 
 
@@ -230,7 +265,9 @@ def sample(model, task, problems, seeds):
     ids = ids.repeat_interleave(G, 0)
     attend = attend.repeat_interleave(G, 0)
     ends = torch.tensor(task.ends, device=DEVICE)
-    draws = torch.stack([uniforms(MAX_TOKENS, "sample", seed) for seed in seeds]).to(DEVICE)
+    draws = torch.stack([uniforms(MAX_TOKENS, "sample", seed) for seed in seeds]).to(
+        DEVICE
+    )
     unfinished = torch.ones(len(ids), dtype=torch.bool, device=DEVICE)
     mask = []
     logp_inf = []
@@ -247,8 +284,12 @@ def sample(model, task, problems, seeds):
             break
         logits, cache = forward(model, token, attend, cache)
     mask = torch.stack(mask, 1)
-    responses = [tokens[row] for tokens, row in zip(ids[:, -mask.shape[1] :], mask, strict=True)]
-    rewards = [task.grade(x.tolist(), problems[i // G][1]) for i, x in enumerate(responses)]
+    responses = [
+        tokens[row] for tokens, row in zip(ids[:, -mask.shape[1] :], mask, strict=True)
+    ]
+    rewards = [
+        task.grade(x.tolist(), problems[i // G][1]) for i, x in enumerate(responses)
+    ]
     rewards = torch.tensor(rewards, device=DEVICE)
     return Samples(ids, attend, mask, torch.stack(logp_inf, 1), rewards)
 
@@ -266,8 +307,15 @@ class File:
     """Problems of a JSONL file; every eighth row is held out. The answer is a number."""
 
     def __init__(self, path, tokenizer, ends):
-        rows = [json.loads(line) for line in Path(path).read_text("utf-8").splitlines() if line]
-        self.rows = {"test": rows[::8], "train": [row for i, row in enumerate(rows) if i % 8]}
+        rows = [
+            json.loads(line)
+            for line in Path(path).read_text("utf-8").splitlines()
+            if line
+        ]
+        self.rows = {
+            "test": rows[::8],
+            "train": [row for i, row in enumerate(rows) if i % 8],
+        }
         self.tokenizer = tokenizer
         self.ends = ends
 
@@ -294,7 +342,9 @@ def last_number(text):
 class Addition:
     """The toy: "12 + 7 - 3 :" -> "12 + 7 = 19 ; 19 - 3 = 16 # 16"; only the last "# 16" counts."""
 
-    words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [str(n) for n in range(200)]
+    words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [
+        str(n) for n in range(200)
+    ]
     ends = [1]
 
     def problem(self, split, index, attempt=0):
@@ -308,7 +358,8 @@ class Addition:
                 plus = total < operand  # the operation that keeps the total in range
             total += operand if plus else -operand
             text += f" + {operand}" if plus else f" - {operand}"
-        held_out = hashlib.sha256(text.encode()).digest()[0] < 32  # one problem in eight
+        # one problem in eight
+        held_out = hashlib.sha256(text.encode()).digest()[0] < 32
         if held_out == (split == "test"):
             return text, str(total)
         return self.problem(split, index, attempt + 1)
@@ -317,7 +368,8 @@ class Addition:
         return [self.words.index(word) for word in f"{text} :".split()]
 
     def grade(self, tokens, answer):
-        numbers = [token for token in tokens if token > 2]  # without <pad>, <eos> and <unk>
+        # without <pad>, <eos> and <unk>
+        numbers = [token for token in tokens if token > 2]
         right = [self.words.index("#"), self.words.index(answer)]
         return float(tokens[-1] == 1 and numbers[-2:] == right)
 
@@ -340,8 +392,12 @@ class Addition:
 def warm_start(task, seed, hidden, layers):
     """Train a small model on demonstrations until it reaches BASE_ACCURACY."""
     heads = hidden // 32
-    sizes = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers)
-    sizes |= dict(num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=32)
+    sizes = dict(
+        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers
+    )
+    sizes |= dict(
+        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=32
+    )
     config = Qwen3Config(vocab_size=256, tie_word_embeddings=True, **sizes)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(config).to(DEVICE)
@@ -352,7 +408,9 @@ def warm_start(task, seed, hidden, layers):
         first = 10**9 * (seed + 1) + 64 * step
         rows = [task.demonstration(first + i) for i in range(64)]
         ids = [torch.tensor(prompt + solution) for prompt, solution in rows]
-        labels = [torch.tensor([-100] * len(prompt) + solution) for prompt, solution in rows]
+        labels = [
+            torch.tensor([-100] * len(prompt) + solution) for prompt, solution in rows
+        ]
         ids = pad_sequence(ids, batch_first=True).to(DEVICE)
         labels = pad_sequence(labels, batch_first=True, padding_value=-100).to(DEVICE)
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
@@ -385,7 +443,9 @@ def main():
     train(policy, actor, task)
     after = [evaluate(model, task) for model in (policy, actor)]
     for name, *scores in zip(("policy", "actor"), before, after, strict=True):
-        text = " -> ".join(f"{100 * mean:.1f} +- {100 * se:.1f} %" for mean, se in scores)
+        text = " -> ".join(
+            f"{100 * mean:.1f} +- {100 * se:.1f} %" for mean, se in scores
+        )
         print(f"{name + ':':8s}held-out pass@1 {text} after {STEPS} updates")
 
 

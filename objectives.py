@@ -82,18 +82,26 @@ def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, tbpo_neg_high=7e-4, clamp=CL
     come in clusters and make g large."""
     g = geo_ratio(log_ratio, mask, clamp)
     lowest = torch.where(adv >= 0, g.new_full((), -math.inf), g.new_full((), 1 - low))
-    highest = torch.where(adv >= 0, g.new_full((), 1 + high), g.new_full((), 1 + tbpo_neg_high))
+    highest = torch.where(
+        adv >= 0, g.new_full((), 1 + high), g.new_full((), 1 + tbpo_neg_high)
+    )
     band = torch.minimum(torch.maximum(g, lowest), highest)
     in_band = (g >= lowest) & (g <= highest)
     value = torch.where(in_band, g, band.detach()) * adv
-    return value.expand_as(log_ratio), (~in_band).expand_as(mask), g.expand_as(log_ratio)
+    return (
+        value.expand_as(log_ratio),
+        (~in_band).expand_as(mask),
+        g.expand_as(log_ratio),
+    )
 
 
 def sapo(log_ratio, adv, clamp=CLAMP):
     """(4 / tau) sigmoid(tau (s - 1)) A, tau = 1.0 if A > 0, else 1.05. QaRL D.4, arXiv
     2511.20347."""
     s = token_ratio(log_ratio, clamp)
-    tau = torch.where(adv > 0, log_ratio.new_full((), 1.0), log_ratio.new_full((), 1.05))
+    tau = torch.where(
+        adv > 0, log_ratio.new_full((), 1.0), log_ratio.new_full((), 1.05)
+    )
     value = 4.0 / tau * torch.sigmoid(tau * (s - 1.0)) * adv
     return value, torch.zeros_like(value, dtype=torch.bool), s
 
@@ -104,7 +112,9 @@ def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
 
     exp(mean_t x_t) is the geometric mean of PPO's clipped ratios, with bounds on log s. The
     returned ratio g is the geometric mean of the unclipped ratios."""
-    bounded = torch.where(adv >= 0, log_ratio.clamp_max(high), log_ratio.clamp_min(-low))
+    bounded = torch.where(
+        adv >= 0, log_ratio.clamp_max(high), log_ratio.clamp_min(-low)
+    )
     g, value = geo_ratio(log_ratio, mask, clamp), geo_ratio(bounded, mask, clamp) * adv
     return value.expand_as(log_ratio), bounded != log_ratio, g.expand_as(log_ratio)
 
@@ -120,10 +130,15 @@ def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
     s = token_ratio(logp - base, clamp)
     p, p_new = base.exp(), logp.detach().exp()
     if divergence == "kl":
-        gap = p * (base - logp.detach()) + (1 - p) * ((1 - p + 1e-8) / (1 - p_new + 1e-8)).log()
+        gap = (
+            p * (base - logp.detach())
+            + (1 - p) * ((1 - p + 1e-8) / (1 - p_new + 1e-8)).log()
+        )
     else:
         gap = (p_new - p).abs()
-    outside = torch.where(adv >= 0, (p_new > p) & (gap > high), (p_new < p) & (gap > low))
+    outside = torch.where(
+        adv >= 0, (p_new > p) & (gap > high), (p_new < p) & (gap > low)
+    )
     return torch.where(outside, 0.0, s * adv), outside, s
 
 
@@ -198,7 +213,12 @@ DISTILL_LAMBDA_MAX = 100.0  # closed loop: upper bound of distill_lambda
 CLIP = (0.2, 0.28)  # default eps_low, eps_high
 CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # of a length-normalised ratio
 # bounds of log s (gmpo) and of a divergence (dppo, drpo)
-CLIPS |= {"gmpo": (0.4, 0.4), "dppo_tv": (0.2, 0.2), "dppo_kl": (0.05, 0.05), "drpo": (12.5, 12.5)}
+CLIPS |= {
+    "gmpo": (0.4, 0.4),
+    "dppo_tv": (0.2, 0.2),
+    "dppo_kl": (0.05, 0.05),
+    "drpo": (12.5, 12.5),
+}
 
 
 def unregularised(cfg: Config):
@@ -219,15 +239,22 @@ class StepStats:
     lam: float  # OBRS's lambda: --obrs_lambda, or solved for --obrs_accept_rate
     kappa: float  # scale of Z_low or Z_approx
     distill_lambda: float  # weight of the distillation loss
-    kept_factor: torch.Tensor | None = None  # (B, 1) proposed denominator / kept denominator
-    log_group_mean: torch.Tensor | None = None  # (B, 1) GEPO's log E of each response's group
+    # (B, 1) proposed denominator / kept denominator
+    kept_factor: torch.Tensor | None = None
+    # (B, 1) GEPO's log E of each response's group
+    log_group_mean: torch.Tensor | None = None
     mixing: torch.Tensor | None = None  # (B, 1) GEPO's e
-    largest_kept: float = math.inf  # largest statistic that a rejection over the batch keeps
+    # largest statistic that a rejection over the batch keeps
+    largest_kept: float = math.inf
 
     def select(self, rows) -> StepStats:
         """The statistics for a micro-batch of these rows."""
         per_response = ("kept_factor", "log_group_mean", "mixing")
-        chosen = {k: getattr(self, k)[rows] for k in per_response if getattr(self, k) is not None}
+        chosen = {
+            k: getattr(self, k)[rows]
+            for k in per_response
+            if getattr(self, k) is not None
+        }
         return replace(self, **chosen)
 
 
@@ -242,7 +269,13 @@ def needs_ref_pass(cfg: Config, controllers: dict, updates: int) -> bool:
     kept = cfg.loss_denominator == "kept" and can_drop(cfg)
     otb = cfg.advantage == "otb"
     budget = cfg.correction in USES_Z and cfg.obrs_accept_rate
-    if updates > 1 or kept or otb or budget or corrections.batch_rejection(cfg) is not None:
+    if (
+        updates > 1
+        or kept
+        or otb
+        or budget
+        or corrections.batch_rejection(cfg) is not None
+    ):
         return True
     if cfg.correction not in USES_Z or cfg.obrs_z == "exact":
         return False
@@ -275,7 +308,13 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
         stats.largest_kept = corrections.largest_kept(comm.cat(values), bound)
     if cfg.advantage == "otb":
         weight, *_ = corrections.weight_and_mask(None, batch, stats, cfg)
-        of_rewards = (batch.reward, batch.group, batch.logp_ref, batch.sum_p2_ref, batch.mask)
+        of_rewards = (
+            batch.reward,
+            batch.group,
+            batch.logp_ref,
+            batch.sum_p2_ref,
+            batch.mask,
+        )
         adv = optimal_token_baseline(*of_rewards, weight.expand_as(batch.logp_ref))
         batch.adv = adv.to(batch.reward)
     if cfg.loss_denominator == "kept" and can_drop(cfg):
@@ -287,11 +326,15 @@ def prepare_group(stats: StepStats, batch, cfg: ObjectiveFlags) -> None:
     """Compute GEPO's group expectation and mixing coefficient, from whole groups."""
     log_q = seq_mean(batch.logp_inf.double(), batch.mask)[:, 0]
     log_q = log_q.masked_fill(batch.mask.sum(1) == 0, -math.inf)
-    log_mean, mixing = corrections.group_expectation(log_q, batch.group, cfg.gepo_defence)
+    log_mean, mixing = corrections.group_expectation(
+        log_q, batch.group, cfg.gepo_defence
+    )
     stats.log_group_mean, stats.mixing = log_mean[:, None], mixing[:, None]
 
 
-def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict) -> None:
+def prepare_obrs(
+    stats: StepStats, batch, comm, cfg: LossFlags, controllers: dict
+) -> None:
     """Compute lambda for a budget; compute kappa, or take the previous update's kappa."""
     if cfg.obrs_accept_rate:
         ratios = token_ratio(batch.log_r, cfg.log_ratio_clamp)[batch.mask]
@@ -300,10 +343,14 @@ def prepare_obrs(stats: StepStats, batch, comm, cfg: LossFlags, controllers: dic
         return
     stats.kappa = controllers.get("kappa")
     if stats.kappa is None or cfg.obrs_target == "ref":
-        accepted = obrs.acceptance(batch.logp_ref, batch.logp_inf, stats.lam, cfg.log_ratio_clamp)
+        accepted = obrs.acceptance(
+            batch.logp_ref, batch.logp_inf, stats.lam, cfg.log_ratio_clamp
+        )
         if cfg.obrs_mask == "bernoulli":
             accepted = (batch.mask_uniforms < accepted).to(accepted.dtype)
-        summed, _ = obrs.z_bracket(batch.support_logp, batch.support_logp_ref, stats.lam)
+        summed, _ = obrs.z_bracket(
+            batch.support_logp, batch.support_logp_ref, stats.lam
+        )
         sums = comm.sum([x[batch.mask].sum() for x in (accepted, summed)])
         stats.kappa = obrs.kappa_from(*(x / stats.tokens for x in sums))
 
@@ -331,7 +378,11 @@ def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags) -> None:
 def with_ref(new, batch):
     """The batch with ref columns. A batch without a ref pass uses this forward pass, detached, as
     ref."""
-    return batch if batch.logp_ref is not None else replace(batch, **columns_of(new.detach()))
+    return (
+        batch
+        if batch.logp_ref is not None
+        else replace(batch, **columns_of(new.detach()))
+    )
 
 
 def columns_of(new) -> dict:
@@ -342,7 +393,15 @@ def columns_of(new) -> dict:
 # statistic of a forward pass -> column of a batch
 REF = {
     name: f"{name}_ref"
-    for name in ("logp", "support_logp", "tail", "actor_logp", "z", "kl_after", "sum_p2")
+    for name in (
+        "logp",
+        "support_logp",
+        "tail",
+        "actor_logp",
+        "z",
+        "kl_after",
+        "sum_p2",
+    )
 }
 REF |= {"logp_start": "logp_start"}
 
@@ -379,9 +438,13 @@ def loss(new, batch, stats: StepStats, cfg: Config):
     if cfg.entropy_coef:
         unreduced = unreduced - cfg.entropy_coef * new.entropy
     if cfg.cppo_beta:
-        sampler_kl = corrections.cppo_kl(new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp)
+        sampler_kl = corrections.cppo_kl(
+            new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp
+        )
         k2 = cfg.cppo_kl == "k2"
-        scale = 1.0 if k2 else per_response_scale(batch.mask, stats, cfg, sampler_kl.dtype)
+        scale = (
+            1.0 if k2 else per_response_scale(batch.mask, stats, cfg, sampler_kl.dtype)
+        )
         unreduced = unreduced + cfg.cppo_beta * sampler_kl * scale
     # the surrogate's ratio is the importance weight here, so log it as `weight`
     if cfg.ratio_base in ("inf", "group"):
@@ -416,7 +479,9 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
         return value, logs
     as_actor = replace(batch, logp_ref=batch.actor_logp_ref)
     of_actor = replace(stats, kept_factor=None)
-    actor_loss, _ = loss(replace(new, logp=new.actor_logp), as_actor, of_actor, actor_config(cfg))
+    actor_loss, _ = loss(
+        replace(new, logp=new.actor_logp), as_actor, of_actor, actor_config(cfg)
+    )
     distill = new.distill_loss.masked_fill(~batch.mask, 0.0)
     value = value + actor_loss
     if stats.distill_lambda != 0:
@@ -432,8 +497,16 @@ def actor_config(cfg: Config):
     are the batch's."""
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
     # all other flags of the objective have their defaults
-    flags = {flag.name: flag.default for flag in fields(ObjectiveFlags)} | DEFAULTS | PAPERS["tis"]
-    flags |= {"is_cap": CORRECTIONS["tis"].bounds["is_cap"], "clip_low": low, "clip_high": high}
+    flags = (
+        {flag.name: flag.default for flag in fields(ObjectiveFlags)}
+        | DEFAULTS
+        | PAPERS["tis"]
+    )
+    flags |= {
+        "is_cap": CORRECTIONS["tis"].bounds["is_cap"],
+        "clip_low": low,
+        "clip_high": high,
+    }
     flags |= {"reduction": cfg.reduction, "log_ratio_clamp": cfg.log_ratio_clamp}
     return replace(cfg, **flags)
 
@@ -468,7 +541,8 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
     Closed loop (proposed in Jackpot's Limitations): lambda_distill <- lambda_distill exp(gain e),
     e = clip((KL - target) / target, -1, 1), so that one step changes lambda_distill by a factor of
     at most exp(gain)."""
-    if not logged.get("stepped", True):  # do not update the controllers from a skipped step
+    # do not update the controllers from a skipped step
+    if not logged.get("stepped", True):
         return
     if cfg.correction in USES_Z and cfg.obrs_z != "exact":
         z = logged["obrs/z_approx" if cfg.obrs_z == "approx" else "obrs/z_low"]
@@ -485,7 +559,9 @@ def default_bounds(cfg: ObjectiveFlags) -> dict:
     """Defaults that depend on other flags: caps, bounds and clips."""
     low, high = CLIPS.get(cfg.surrogate, CLIP)
     chosen = (CORRECTIONS.get(cfg.correction), corrections.REJECTIONS.get(cfg.reject))
-    bounds = {name: value for row in chosen if row for name, value in row.bounds.items()}
+    bounds = {
+        name: value for row in chosen if row for name, value in row.bounds.items()
+    }
     return {**bounds, "clip_low": low, "clip_high": high}
 
 
@@ -512,7 +588,8 @@ def check(cfg: Config) -> None:
         f"{base}: --surrogate=reinforce has no ratio; use --surrogate=ppo",
     )
     need(
-        cfg.dual_clip == 0 or (cfg.dual_clip > 1 and cfg.clip and cfg.surrogate in ("ppo", "gspo")),
+        cfg.dual_clip == 0
+        or (cfg.dual_clip > 1 and cfg.clip and cfg.surrogate in ("ppo", "gspo")),
         f"--dual_clip={cfg.dual_clip}: needs a value above 1 (3 is usual), --clip=True and --surrogate=ppo or gspo",
     )
     if cfg.distill_kl_target > 0:
@@ -558,7 +635,8 @@ def catalogue() -> str:
         lines += ["", f"--objective: {title}"]
         for name, axes in rows.items():
             lines.append(
-                f"  {name:27} " + "  ".join(f"{axis}={value}" for axis, value in axes.items())
+                f"  {name:27} "
+                + "  ".join(f"{axis}={value}" for axis, value in axes.items())
             )
     return "\n".join(lines)
 
@@ -567,7 +645,9 @@ def entry(name: str, function, bounds: str = "") -> str:
     """A name and the first paragraph of its function's docstring."""
     function = getattr(function, "func", function)  # of a partial
     text = " ".join(inspect.getdoc(function).split("\n\n")[0].split()) + bounds
-    return textwrap.fill(text, 100, initial_indent=f"  {name:17} ", subsequent_indent=" " * 20)
+    return textwrap.fill(
+        text, 100, initial_indent=f"  {name:17} ", subsequent_indent=" " * 20
+    )
 
 
 if __name__ == "__main__":

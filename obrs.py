@@ -39,7 +39,11 @@ CLAMP = 20.0  # log-ratios are clamped to +-CLAMP before exp
 
 def acceptance(logp_tgt, logp_inf, lam, clamp=CLAMP):
     """a = min(1, p_tgt / (lambda p_inf)), elementwise, in (0, 1]. Jackpot Eq. 3."""
-    return ((logp_tgt - logp_inf).clamp(-clamp, clamp) - math.log(lam)).clamp_max(0.0).exp()
+    return (
+        ((logp_tgt - logp_inf).clamp(-clamp, clamp) - math.log(lam))
+        .clamp_max(0.0)
+        .exp()
+    )
 
 
 def weight(z, logp_tgt, logp_inf, lam, clamp=CLAMP):
@@ -68,10 +72,12 @@ def correction(
     p_tgt is not needed. obrs_mask `expected`: keep is the expectation a instead of a Bernoulli
     draw. obrs_mode: `mask` or `reweight` alone (Tables 6, 7). Each alone is biased: neither a nor w
     is proportional to p_tgt / p_inf, but a w is."""
-    a = acceptance(logp_tgt, logp_inf, lam, clamp)  # Eq. 3:   min(1, p_tgt / (lambda p_inf))
+    # Eq. 3:   min(1, p_tgt / (lambda p_inf))
+    a = acceptance(logp_tgt, logp_inf, lam, clamp)
     # Eq. 5:   Mask ~ Bernoulli(a), or its mean
     keep = a if obrs_mask == "expected" else (u < a).to(a.dtype)
-    w = weight(z, logp_tgt, logp_inf, lam, clamp)  # line 23: Z max(lambda, p_tgt / p_inf)
+    # line 23: Z max(lambda, p_tgt / p_inf)
+    w = weight(z, logp_tgt, logp_inf, lam, clamp)
     rho = w.clamp_max(obrs_c1)  # line 24: min(w, c1) min(p_ref / p_tgt, c2)
     if logp_ref is not None:
         rho = rho * (logp_ref - logp_tgt).clamp(-clamp, clamp).exp().clamp_max(obrs_c2)
@@ -100,7 +106,9 @@ def z_bracket(support_logp_inf, support_logp_tgt, lam, tail=None):
     return z_low, z_low + room
 
 
-def token_z(support_logp_inf, support_logp_tgt, tail, exact, lam, kappa, how: str) -> dict:
+def token_z(
+    support_logp_inf, support_logp_tgt, tail, exact, lam, kappa, how: str
+) -> dict:
     """Z of each token as used, (B, T), and its bounds or approximation, by name of the metric.
     exact: Z, if both full distributions are known. how (`--obrs_z`):
 

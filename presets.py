@@ -11,7 +11,12 @@ import math
 
 PER_RESPONSE = "seq-mean-token-mean"
 DEFAULTS = {"ratio_base": "ref", "reduction": "token-mean", "obrs_target": "ref"}
-DEFAULTS |= {"advantage": "grpo", "reject": "none", "reject_of": "all", "correction_target": "ref"}
+DEFAULTS |= {
+    "advantage": "grpo",
+    "reject": "none",
+    "reject_of": "all",
+    "correction_target": "ref",
+}
 DEFAULTS |= {"cppo_beta": 0.0, "cppo_kl": "official"}
 DR_GRPO = {"advantage": "grpo_no_std", "reduction": "seq-mean-token-sum-norm"}
 
@@ -23,9 +28,12 @@ def with_ppo(*corrections: str) -> dict[str, dict]:
 
 PAPERS = {
     **with_ppo("none"),  # the mismatch is ignored
-    "grpo": {"correction": "none", "surrogate": "ppo"},  # the same; clip and token mean are DAPO's
+    # the same; clip and token mean are DAPO's
+    "grpo": {"correction": "none", "surrogate": "ppo"},
     "reinforce": {"correction": "none", "surrogate": "reinforce"},
-    **with_ppo("is", "tis", "icepop", "kpop", "areal_drop", "z_tis", "seq_is", "seq_tis"),
+    **with_ppo(
+        "is", "tis", "icepop", "kpop", "areal_drop", "z_tis", "seq_is", "seq_tis"
+    ),
     **with_ppo("prefix_tis", "retrace", "retrace_seq"),
     # ours (results/worth.md): retrace_seq that also drops tokens with A < 0 and r < 0.9. Similar:
     # PPO's clip on p_new / p_inf, and DeepSeek-V3.2's mask of whole responses with A < 0 by their
@@ -36,7 +44,11 @@ PAPERS = {
     },
     "m2po": {"correction": "none", "surrogate": "ppo", "reject": "token_m2"},
     "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
-    "mis_gspo": {"correction": "seq_mis", "surrogate": "gspo", "reduction": PER_RESPONSE},
+    "mis_gspo": {
+        "correction": "seq_mis",
+        "surrogate": "gspo",
+        "reduction": PER_RESPONSE,
+    },
     **with_ppo("geo_rs", "geo_rs_seq_tis"),
     "ppo_is": {"correction": "none", "surrogate": "ppo", "ratio_base": "inf"},
     "tis_adjusted": dict(
@@ -56,19 +68,33 @@ PAPERS = {
             "clip_high": 0.2,
         },
     },
-    "tbpo": {"correction": "tbpo_mismatch", "surrogate": "tbpo", "reduction": PER_RESPONSE},
-    "sapo": {"correction": "none", "surrogate": "sapo", "reduction": PER_RESPONSE},  # SAPO Eq. 1
+    "tbpo": {
+        "correction": "tbpo_mismatch",
+        "surrogate": "tbpo",
+        "reduction": PER_RESPONSE,
+    },
+    # SAPO Eq. 1
+    "sapo": {"correction": "none", "surrogate": "sapo", "reduction": PER_RESPONSE},
     "cispo": {"correction": "none", "surrogate": "cispo"},
     "gmpo": {"correction": "none", "surrogate": "gmpo", "reduction": PER_RESPONSE},
     "dppo_tv": {"correction": "none", "surrogate": "dppo_tv", "ratio_base": "inf"},
     "dppo_kl": {"correction": "none", "surrogate": "dppo_kl", "ratio_base": "inf"},
     "drpo": {"correction": "none", "surrogate": "drpo", "ratio_base": "inf", **DR_GRPO},
     "trm": {"correction": "none", "surrogate": "ppo", "reject": "seq_max_kl"},
-    "vespo": {"correction": "vespo", "surrogate": "reinforce", "correction_target": "new"},
+    "vespo": {
+        "correction": "vespo",
+        "surrogate": "reinforce",
+        "correction_target": "new",
+    },
     # DeepSeek-V3.2, Eq. 9 as TRL cites it: a response is dropped if A < 0 and mean log(p_inf /
     # p_new) > delta = 1e-4
     "opsm": {
-        **{"correction": "none", "surrogate": "ppo", "correction_target": "new", "reject": "geo"},
+        **{
+            "correction": "none",
+            "surrogate": "ppo",
+            "correction_target": "new",
+            "reject": "geo",
+        },
         **{"reject_of": "negative", "rs_low": math.exp(-1e-4), "rs_high": math.inf},
     },
 }
@@ -85,7 +111,12 @@ VERL = {
     "decoupled_token_is": TOKEN,
     "decoupled_seq_is": SEQUENCE,
     "decoupled_token_icepop": {**POP, "surrogate": "ppo"},
-    "decoupled_seq_is_rs": {**SEQUENCE, "reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
+    "decoupled_seq_is_rs": {
+        **SEQUENCE,
+        "reject": "sequence",
+        "rs_low": 0.5,
+        "rs_high": 2.0,
+    },
     "decoupled_geo_rs": {"correction": "none", "surrogate": "ppo", **GEO},
     "decoupled_geo_rs_seq_tis": {**SEQUENCE, **GEO},
     "decoupled_geo_rs_token_tis": {**TOKEN, **GEO},
@@ -111,16 +142,39 @@ TRL = {
     "dapo": {**PAPERS["grpo"], "reduction": "token-mean", "clip_high": 0.28},
 }
 SKYRL = {
-    "skyrl_geo_mask": {"correction": "geo_rs", "surrogate": "ppo", "rs_low": 0.99, "rs_high": 1.01},
-    "skyrl_product_mask": {**PAPERS["none"], "reject": "sequence", "rs_low": 0.5, "rs_high": 2.0},
-    "skyrl_token_mask": {**PAPERS["none"], "reject": "token", "rs_low": 0.5, "rs_high": 2.0},
-    "skyrl_outlier_mask": {**PAPERS["none"], "reject": "seq_max:0:100,seq_min:1e-4:inf"},
+    "skyrl_geo_mask": {
+        "correction": "geo_rs",
+        "surrogate": "ppo",
+        "rs_low": 0.99,
+        "rs_high": 1.01,
+    },
+    "skyrl_product_mask": {
+        **PAPERS["none"],
+        "reject": "sequence",
+        "rs_low": 0.5,
+        "rs_high": 2.0,
+    },
+    "skyrl_token_mask": {
+        **PAPERS["none"],
+        "reject": "token",
+        "rs_low": 0.5,
+        "rs_high": 2.0,
+    },
+    "skyrl_outlier_mask": {
+        **PAPERS["none"],
+        "reject": "seq_max:0:100,seq_min:1e-4:inf",
+    },
 }
 # prime-rl's second loss (not here) bounds both directions at 0.1, for both signs of A
 PRIME = {"advantage": "grpo_no_std", "cppo_beta": 0.002, "cppo_kl": "k2"}
 PRIME_RL = {"prime_rl": {**PAPERS["dppo_tv"], **PRIME}}
 # slime's --use-tis, and its icepop_function with the same bounds, 0 and --tis-clip=2
-SLIME_LOSS = {"surrogate": "ppo", "is_cap": 2.0, "clip_high": 0.2, "reduction": PER_RESPONSE}
+SLIME_LOSS = {
+    "surrogate": "ppo",
+    "is_cap": 2.0,
+    "clip_high": 0.2,
+    "reduction": PER_RESPONSE,
+}
 SLIME = {
     "slime_tis": {"correction": "tis", **SLIME_LOSS},
     "slime_icepop": {"correction": "areal_drop", **SLIME_LOSS},
@@ -131,8 +185,16 @@ AREAL = {
     "areal_decoupled": {**PAPERS["is"], "clip_high": 0.2},
     "areal_token_mask": {**PAPERS["areal_drop"], "is_cap": 5.0, "clip_high": 0.2},
 }
-OTHERS = {"seq_mask_tis": {**PAPERS["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0}}
-FRAMEWORKS = {"verl": VERL, "TRL": TRL, "SkyRL": SKYRL, "prime-rl": PRIME_RL, "slime": SLIME}
+OTHERS = {
+    "seq_mask_tis": {**PAPERS["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0}
+}
+FRAMEWORKS = {
+    "verl": VERL,
+    "TRL": TRL,
+    "SkyRL": SKYRL,
+    "prime-rl": PRIME_RL,
+    "slime": SLIME,
+}
 FRAMEWORKS |= {"AReaL": AREAL, "OpenRLHF, NeMo-RL": OTHERS}
 OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **OTHERS}
 
@@ -140,7 +202,9 @@ OBJECTIVES = {**PAPERS, **VERL, **TRL, **SKYRL, **PRIME_RL, **SLIME, **AREAL, **
 # objective -> NAME: configs/papers/NAME.toml has the complete settings of the objective's paper
 RECIPES = {"jackpot": "jackpot", "tis": "tis_dapo", "gepo": "heterorl", "tbpo": "qarl"}
 RECIPES |= dict.fromkeys(("seq_tis", "geo_rs", "geo_rs_seq_tis", "seq_mis"), "praxis")
-RECIPES |= dict.fromkeys(("grpo", "gspo"), "heterorl") | dict.fromkeys(("mis_gspo", "sapo"), "qarl")
+RECIPES |= dict.fromkeys(("grpo", "gspo"), "heterorl") | dict.fromkeys(
+    ("mis_gspo", "sapo"), "qarl"
+)
 RECIPES |= dict.fromkeys(("tis_adjusted", "jackpot_adjusted"), "jackpot_stale")
 
 

@@ -46,7 +46,8 @@ class Format:
     dtype: torch.dtype  # storage dtype of quantized numbers
     activations: bool  # whether activations are also quantized
     group: int = 0  # entries of a row that share a scale; 0: the whole row
-    scales: torch.dtype = torch.float32  # scales are rounded to this type, stored in float32
+    # scales are rounded to this type, stored in float32
+    scales: torch.dtype = torch.float32
 
     @property
     def activation_qmax(self) -> float:
@@ -104,7 +105,9 @@ def vllm_kernels(device: str):
     return _custom_ops
 
 
-def quantize_activations(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_activations(
+    x: torch.Tensor, fmt: Format
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(q_x, s_x) of activations (M, K): int8 or fp8 with a scale for each token."""
     kernels = vllm_kernels(x.device.type)
     if kernels is None:
@@ -159,10 +162,15 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return kernels.cutlass_scaled_mm(qx, qw.t(), sx, sw, dtype)
     M, N, odd = len(qx), len(qw), -qx.shape[1] % 8
     if qx.dtype == torch.int8 and qx.is_cuda and (M < 17 or N % 8 or odd):
-        pad = nn.functional.pad  # the kernel needs M > 16, and multiples of 8 for K and N
+        # the kernel needs M > 16, and multiples of 8 for K and N
+        pad = nn.functional.pad
         qx, qw = pad(qx, (0, odd, 0, max(0, 17 - M))), pad(qw, (0, odd, 0, -N % 8))
     integers = qx.dtype == torch.int8
-    y = torch._int_mm(qx, qw.t())[:M, :N].float() if integers else qx.float() @ qw.float().t()
+    y = (
+        torch._int_mm(qx, qw.t())[:M, :N].float()
+        if integers
+        else qx.float() @ qw.float().t()
+    )
     return y.mul_(sx).mul_(sw.t()).to(dtype)
 
 
@@ -230,14 +238,17 @@ class LowBitLinear(LowBit, nn.Linear):
 
     The parameters are the same objects, under the same names, as in the replaced layer."""
 
-    multiply = staticmethod(nn.functional.linear)  # model/exact.py replaces this function
+    # model/exact.py replaces this function
+    multiply = staticmethod(nn.functional.linear)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, fmt: Format) -> LowBitLinear:
         """A low-bit layer that shares the parameters of `linear`."""
         # On the meta device: no memory and no random numbers for weights that are replaced.
         has_bias = linear.bias is not None
-        layer = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta")
+        layer = cls(
+            linear.in_features, linear.out_features, bias=has_bias, device="meta"
+        )
         layer.weight, layer.bias = linear.weight, linear.bias
         layer.use_format(fmt)
         return layer.train(linear.training)
@@ -274,7 +285,11 @@ class LowBitExperts(LowBit, nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """Weighted sum of the chosen experts' outputs, (n, H), from hidden_states (n, H), and the
         experts chosen for each token and their weights, both (n, k)."""
-        out, x, device = torch.zeros_like(hidden_states), hidden_states, hidden_states.device.type
+        out, x, device = (
+            torch.zeros_like(hidden_states),
+            hidden_states,
+            hidden_states.device.type,
+        )
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         # (master weight, q_w, s_w) of each expert
@@ -286,9 +301,15 @@ class LowBitExperts(LowBit, nn.Module):
         with torch.autocast(device, enabled=False):
             for e in top_k_index.unique().tolist():
                 token, k = (top_k_index == e).nonzero(as_tuple=True)
-                gate, up = StraightThroughMatmul.apply(x[token], *gate_up[e], *setting).chunk(2, -1)
-                y = StraightThroughMatmul.apply(self.act_fn(gate) * up, *down[e], *setting)
-                out.index_add_(0, token, (y * top_k_weights[token, k, None]).to(out.dtype))
+                gate, up = StraightThroughMatmul.apply(
+                    x[token], *gate_up[e], *setting
+                ).chunk(2, -1)
+                y = StraightThroughMatmul.apply(
+                    self.act_fn(gate) * up, *down[e], *setting
+                )
+                out.index_add_(
+                    0, token, (y * top_k_weights[token, k, None]).to(out.dtype)
+                )
         return out
 
 
@@ -333,7 +354,9 @@ def expert_parameters(model) -> dict[str, tuple[nn.Module, str]]:
 
 def matrices_of(model) -> dict[str, tuple[nn.Module, str]]:
     """(module, parameter name) of all weights to quantize, by full name in the model."""
-    linears = {f"{name}.weight": (m, "weight") for name, m in quantized_linears(model).items()}
+    linears = {
+        f"{name}.weight": (m, "weight") for name, m in quantized_linears(model).items()
+    }
     return linears | expert_parameters(model)
 
 
@@ -359,7 +382,9 @@ def align(model, fmt: Format | None):
             f"--quant_group={fmt.group}: {name.rpartition('.')[0]} has rows of {columns}, not a multiple of the group; "
             "choose a divisor",
         )
-    low_bit = {m: LowBitLinear.from_linear(m, fmt) for m in quantized_linears(model).values()}
+    low_bit = {
+        m: LowBitLinear.from_linear(m, fmt) for m in quantized_linears(model).values()
+    }
     low_bit |= {m: LowBitExperts(m, fmt) for m in experts_of(model).values()}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -412,7 +437,9 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
             yield name, q
             yield f"{name}_scale", s
         else:
-            from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+            from compressed_tensors.compressors.pack_quantized.helpers import (
+                pack_to_int32,
+            )
 
             yield f"{name}_packed", pack_to_int32(q, 4)
             yield f"{name}_scale", s
@@ -504,7 +531,8 @@ def check(cfg: PrecisionFlags) -> None:
 
 def check_routing(cfg: RolloutFlags) -> None:
     """Raise UserError if --router_replay is set and the engine cannot report its chosen experts."""
-    reports = cfg.rollout == "hf" or torch.cuda.is_available()  # vLLM's implementation is in Triton
+    # vLLM's implementation is in Triton
+    reports = cfg.rollout == "hf" or torch.cuda.is_available()
     need(
         not cfg.router_replay or reports,
         "--router_replay: on a CPU vLLM does not report its expert choices; use --rollout=hf",
@@ -535,7 +563,8 @@ def check_model(cfg: RolloutFlags, folder: str) -> None:
         not ("fp8" in formats and cuda and torch.cuda.get_device_capability() < (8, 9)),
         f"--{'rollout' if cfg.rollout_quant == 'fp8' else 'learner'}_quant=fp8: needs compute capability 8.9; use int8",
     )
-    if getattr(cfg, "samplers", "local") == "local":  # a remote sampler checks on its host
+    # a remote sampler checks on its host
+    if getattr(cfg, "samplers", "local") == "local":
         check_products(cfg)
     vllm_kernel = cfg.rollout_quant == "w4a16" and cfg.rollout == "vllm" and cuda
     need(
@@ -564,7 +593,9 @@ def empty_model(config):
     random_state = torch.get_rng_state()  # the constructor draws random weights
     nn.Module.register_parameter = on_meta
     try:
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32
+        )
     finally:
         nn.Module.register_parameter = register
         torch.set_rng_state(random_state)

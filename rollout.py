@@ -29,7 +29,8 @@ class Response:
     loss_mask: np.ndarray  # bool [L]: tokens that may carry a gradient
     logp_inf: np.ndarray  # float32 [L]: log-probability under the sampling distribution
     topk_ids: np.ndarray  # int32 [L, K]: the K most likely tokens at each position
-    topk_logp: np.ndarray  # float32 [L, K]: log-probabilities of topk_ids, in descending order
+    # float32 [L, K]: log-probabilities of topk_ids, in descending order
+    topk_logp: np.ndarray
     finish_reason: str  # "stop" or "length"
     # The tokens that truncated sampling allowed at position t: allowed_ids[offsets[t] : offsets[t +
     # 1]]. None if they were not recorded, or if the whole vocabulary was allowed.
@@ -54,12 +55,14 @@ class Rollout:
     precision: str = "float32"  # of the sampling engine
     version: int = 0  # of the sampling weights: number of learner updates
     digest: str = ""  # of the sampling weights, as the engine received them
-    t_start: float = 0.0  # start and end of sampling, seconds since the epoch, sampler's clock
+    # start and end of sampling, seconds since the epoch, sampler's clock
+    t_start: float = 0.0
     t_end: float = 0.0
     responses: list[Response] = field(default_factory=list)
     # Columns of the ref pass (batching.write_ref_columns): name -> one array per response.
     ref: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    t_published: float = 0.0  # publication time of the weights, seconds by the learner's clock
+    # publication time of the weights, seconds by the learner's clock
+    t_published: float = 0.0
 
 
 def as_groups(
@@ -70,7 +73,9 @@ def as_groups(
 
     key: part of the uids that distinguishes these groups from all other groups."""
     return [
-        Rollout((key, 0, i), str(i), prompt, sampling, precision=precision, responses=rows)
+        Rollout(
+            (key, 0, i), str(i), prompt, sampling, precision=precision, responses=rows
+        )
         for i, (prompt, rows) in enumerate(zip(prompts, responses, strict=True))
     ]
 
@@ -92,7 +97,11 @@ def probe_ids(context: int, vocabulary: int) -> np.ndarray:
     """Fixed pseudo-random sequences (R, L), about 512 tokens in total, to compare two forward passes."""
     length = min(128, context - 1)
     rows = max(4, 512 // length)
-    return (uniforms(rows * length, "probe") * vocabulary).astype(np.int64).reshape(rows, length)
+    return (
+        (uniforms(rows * length, "probe") * vocabulary)
+        .astype(np.int64)
+        .reshape(rows, length)
+    )
 
 
 def request_seed(*key) -> int:

@@ -39,7 +39,8 @@ class Sampling:
     # the smallest set of most likely tokens with at least this total probability
     top_p: float = 1.0
     top_k: int = 0  # the k most likely tokens; 0: all
-    min_p: float = 0.0  # tokens with at least this share of the largest token probability
+    # tokens with at least this share of the largest token probability
+    min_p: float = 0.0
     max_tokens: int = 32  # maximum response length
     seed: int = 0
 
@@ -47,7 +48,9 @@ class Sampling:
     def of(cls, cfg: SamplingFlags) -> Sampling:
         """The settings of the flags."""
         top_k = max(0, cfg.top_k)  # vLLM's -1 also means all
-        return cls(cfg.temperature, cfg.top_p, top_k, cfg.min_p, cfg.max_tokens, cfg.seed)
+        return cls(
+            cfg.temperature, cfg.top_p, top_k, cfg.min_p, cfg.max_tokens, cfg.seed
+        )
 
     @classmethod
     def of_policy(cls, cfg: SamplingFlags) -> Sampling:
@@ -87,11 +90,13 @@ def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
     V = z.shape[1]
     gone = p < min_p * p[:, :1]
     k = torch.as_tensor(top_k, device=z.device).long().expand(len(z), 1)
-    last = torch.where(k > 0, k.clamp(max=V), V) - 1  # index of the k-th token in descending order
+    # index of the k-th token in descending order
+    last = torch.where(k > 0, k.clamp(max=V), V) - 1
     gone |= z < z.gather(1, last)
     p = p.masked_fill(gone, 0.0)
     p = p / p.sum(-1, keepdim=True)
-    gone |= p.cumsum(-1) - p >= top_p  # more likely tokens already have this total probability
+    # more likely tokens already have this total probability
+    gone |= p.cumsum(-1) - p >= top_p
     return torch.zeros_like(gone).scatter_(1, order, gone)
 
 
@@ -119,7 +124,9 @@ def allowed_sets(
 def truncate(z, sampling: Sampling):
     """Set scaled logits z (n, V) of excluded tokens to -inf, in place, and return them."""
     if sampling.truncates:
-        z.masked_fill_(cut(z, sampling.top_p, sampling.top_k, sampling.min_p), -torch.inf)
+        z.masked_fill_(
+            cut(z, sampling.top_p, sampling.top_k, sampling.min_p), -torch.inf
+        )
     return z
 
 
@@ -134,9 +141,18 @@ def pick(logp, u):
 
 def check(cfg: SamplingFlags) -> None:
     """Raise UserError, one sentence, if sampling flags are invalid."""
-    need(0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: must be in (0, 1]; 1 keeps all tokens")
-    need(cfg.top_k >= -1, f"--top_k={cfg.top_k}: must be at least -1; 0 or -1 keeps all tokens")
-    need(0 <= cfg.min_p < 1, f"--min_p={cfg.min_p}: must be in [0, 1); 0 keeps all tokens")
+    need(
+        0 < cfg.top_p <= 1,
+        f"--top_p={cfg.top_p}: must be in (0, 1]; 1 keeps all tokens",
+    )
+    need(
+        cfg.top_k >= -1,
+        f"--top_k={cfg.top_k}: must be at least -1; 0 or -1 keeps all tokens",
+    )
+    need(
+        0 <= cfg.min_p < 1,
+        f"--min_p={cfg.min_p}: must be in [0, 1); 0 keeps all tokens",
+    )
     replays = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "replay"
     need(
         not replays or cfg.logprobs_mode == "processed",

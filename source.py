@@ -80,7 +80,8 @@ class LocalSource:
     topk: int  # K: number of most likely tokens recorded for each sampled token
     model: str  # name of the model in the engine: "policy" or "actor"
     check: sync.WeightCheck | None  # check of loaded weights; None: no check
-    max_allowed: int = 0  # size limit of a recorded set of allowed tokens; 0: do not record sets
+    # size limit of a recorded set of allowed tokens; 0: do not record sets
+    max_allowed: int = 0
     resample: int = 0  # rounds of --dynamic_sampling
     # tokens that end a response (tasks.prompts); None: the tokenizer's end token
     stop_ids: list[int] | None = None
@@ -93,7 +94,8 @@ class LocalSource:
         # and of masked responses
         self.no_spread = 0
         self.counts = Counter()
-        self.grading_seconds = 0.0  # since the start, without grading while the engine decodes
+        # since the start, without grading while the engine decodes
+        self.grading_seconds = 0.0
         # whether `publish` takes low-bit tensors (quant.for_engine)
         self.packed = self.engine.packed
         self.incarnation = 0
@@ -102,7 +104,8 @@ class LocalSource:
         self.version = -1
         self.digest = ""
         self.published = 0.0
-        self.synced: sync.Synced | None = None  # last weight sync, until `metrics` reports it
+        # last weight sync, until `metrics` reports it
+        self.synced: sync.Synced | None = None
         self.error = ""  # reason why no more groups can arrive; set by remote/source.py
 
     def now(self, learner_version: int) -> float:
@@ -134,7 +137,9 @@ class LocalSource:
             if not self.engine.any_rank(len(groups) < n_groups):
                 break
             for group in self.sample_next(n_groups - len(groups)):
-                (aside if self.resample and not has_spread(group) else groups).append(group)
+                (aside if self.resample and not has_spread(group) else groups).append(
+                    group
+                )
         missing = n_groups - len(groups)
         self.no_spread += len(aside) - missing
         self.engine.sleep()
@@ -158,17 +163,25 @@ class LocalSource:
         identities = [self.identify(i) for i in numbers]
         problems = [self.task.problem("train", number) for number, _ in identities]
         uids = [uid for _, uid in identities]
-        prompts = [np.array(encode(self.tokenizer, problem), np.int32) for problem in problems]
+        prompts = [
+            np.array(encode(self.tokenizer, problem), np.int32) for problem in problems
+        ]
         seeds = [self.seeds(uid) for uid in uids]
         tools = (self.engine, self.task, self.tokenizer)
         options = (self.sampling, self.topk, self.stop_ids, self.max_allowed)
         with grading_thread(self.task, self.tokenizer, problems) as (grade, known):
-            groups = turns.sample(*tools, problems, prompts, seeds, *options, finished=grade)
+            groups = turns.sample(
+                *tools, problems, prompts, seeds, *options, finished=grade
+            )
             graded_from = time.perf_counter()
         # not +=, which removes counts of 0 and below
-        self.counts.update(grade_all(self.task, self.tokenizer, problems, groups, known))
+        self.counts.update(
+            grade_all(self.task, self.tokenizer, problems, groups, known)
+        )
         self.grading_seconds += time.perf_counter() - graded_from
-        self.counts["poisoned"] += sum(set_aside_if_poisoned(r) for group in groups for r in group)
+        self.counts["poisoned"] += sum(
+            set_aside_if_poisoned(r) for group in groups for r in group
+        )
         about = dict(
             sampling=self.sampling,
             model=self.model,
@@ -181,12 +194,16 @@ class LocalSource:
         )
         return [
             Rollout(uid, problem.id, prompt, responses=responses, **about)
-            for uid, problem, prompt, responses in zip(uids, problems, prompts, groups, strict=True)
+            for uid, problem, prompt, responses in zip(
+                uids, problems, prompts, groups, strict=True
+            )
         ]
 
     def seeds(self, uid) -> list[int]:
         """One seed per response of a group."""
-        return [request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)]
+        return [
+            request_seed(self.sampling.seed, uid, g) for g in range(self.group_size)
+        ]
 
     def lend(self, named_tensors) -> Any:
         """The engine with these weights loaded, for an evaluation. The weights are published again
@@ -214,7 +231,9 @@ class LocalSource:
             "error": synced.error,
             "floor": synced.floor,
         }
-        return values | {f"sync/{name}": x for name, x in known.items() if not math.isnan(x)}
+        return values | {
+            f"sync/{name}": x for name, x in known.items() if not math.isnan(x)
+        }
 
     def saved(self) -> None:
         """Callback after the checkpoint with the last state_dict is on disk; does nothing here."""

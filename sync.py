@@ -43,7 +43,8 @@ import torch
 from model.streamed import StreamedModel
 
 K = 0x1E3779B97F4A7C15  # odd
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # words per step: a CPU's cache, 128 MiB of a GPU
+# words per step: a CPU's cache, 128 MiB of a GPU
+CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
 LIMIT = 5.0  # tolerance, in multiples of the noise floor
 TURN_OFF = "--check_sync=False trains without this check"
 
@@ -77,7 +78,9 @@ def checksum(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return total
 
 
-def checksums(named_tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, torch.dtype]]:
+def checksums(
+    named_tensors: dict[str, torch.Tensor],
+) -> dict[str, tuple[int, torch.dtype]]:
     """name -> (checksum, dtype) of tensors; tensors that share memory are read once."""
     sums, places = {}, {}
     for name, x in named_tensors.items():
@@ -124,7 +127,8 @@ def is_vocabulary(name: str) -> bool:
 def rolled(named_tensors):
     """Yield the tensors with rows rolled by one: a different model, the same checksums."""
     for name, x in named_tensors:
-        if x.ndim and x.dtype != torch.int64:  # int64 tensors are the shapes of packed int4 weights
+        # int64 tensors are the shapes of packed int4 weights
+        if x.ndim and x.dtype != torch.int64:
             bits = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
             x = bits.roll(1, -2 if x.ndim > 1 and x.shape[-2] > 1 else -1).view(x.dtype)
         yield name, x
@@ -161,9 +165,11 @@ class Synced:
 
     version: int
     digest: str  # of the published tensors
-    changed: float  # share of tensors that changed since the last sync; NaN at the first sync
+    # share of tensors that changed since the last sync; NaN at the first sync
+    changed: float
     nbytes: int  # of the published tensors
-    error: float  # rms(log p_engine - log p_published), nats; NaN if behaviour was not compared
+    # rms(log p_engine - log p_published), nats; NaN if behaviour was not compared
+    error: float
     floor: float  # noise floor of `error`
 
 
@@ -178,7 +184,8 @@ class WeightCheck:
         self.model = StreamedModel(config, fmt, vocabulary)
         self.engine = None  # last engine for which behaviour was compared
         self.layout: list[tuple] = []  # layout of the tensors published to this engine
-        self.types: dict[str, torch.dtype] = {}  # published tensor -> dtype in the engine
+        # published tensor -> dtype in the engine
+        self.types: dict[str, torch.dtype] = {}
         self.parts: dict[str, list[str]] = {}  # engine tensor -> published tensors
         self.in_place: set[str] = set()  # engine tensors that kernels read in place
         self.before: dict[str, int] = {}  # checksums of the last version
@@ -195,8 +202,12 @@ class WeightCheck:
             held, packed = engine.held()
             self._compare(engine, version, rolled(named_tensors), trial=True)
             held = held | packed
-            self.parts = parts_of(held, [name for name, _ in named_tensors], engine.fused)
-            self.types = {p: held[name][1] for name, parts in self.parts.items() for p in parts}
+            self.parts = parts_of(
+                held, [name for name, _ in named_tensors], engine.fused
+            )
+            self.types = {
+                p: held[name][1] for name, parts in self.parts.items() for p in parts
+            }
             stream, loaded = self._load(engine, named_tensors)
             error, floor = self._compare(engine, version, named_tensors)
             self._keep_readable(engine, loaded)
@@ -214,7 +225,9 @@ class WeightCheck:
         changed = [loaded[name] != self.before.get(name) for name in loaded]
         share = float(np.mean(changed)) if self.before else float("nan")
         self.before, self.version = loaded, version
-        return Synced(version, digest(stream.layout, loaded), share, stream.nbytes, error, floor)
+        return Synced(
+            version, digest(stream.layout, loaded), share, stream.nbytes, error, floor
+        )
 
     def _load(self, engine, named_tensors) -> tuple[Stream, dict[str, int]]:
         """Load the tensors; return the stream and its checksums by name. Store the engine's
@@ -242,11 +255,14 @@ class WeightCheck:
         """Remove engine tensors without comparable checksums from `parts`; warn about them."""
         held, packed = self.held
         self.in_place = set(held)
-        self.in_place -= {name for name in self._differing(engine, loaded) if name in packed}
+        self.in_place -= {
+            name for name in self._differing(engine, loaded) if name in packed
+        }
         for name in self._differing(engine, loaded):
             del self.parts[name]
         read = {part for parts in self.parts.values() for part in parts}
-        tied = {loaded[name] for name in read}  # some engines store a tied head only once
+        # some engines store a tied head only once
+        tied = {loaded[name] for name in read}
         unread = [
             name
             for name in loaded

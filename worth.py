@@ -67,9 +67,12 @@ ROWS = (
     "prefix_tis is_cap=4; retrace; retrace_seq; spare; z_tis; jackpot obrs_mode=mask; jackpot; "
     "jackpot obrs_mask=expected"
 )
-OF_ROWS = {f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)}
+OF_ROWS = {
+    f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)
+}
 PRECISE = 0.25  # relative error of worth above which more batches are proposed
-STEP = 0.005  # root mean square change of log-probabilities by a shift of the weights, nats
+# root mean square change of log-probabilities by a shift of the weights, nats
+STEP = 0.005
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,10 @@ def parse(
     # lr, actor_lr: required, not used here. micro_tokens: the plan does not count the measurement
     defaults = {"lr": "1", "actor_lr": "1", "micro_tokens": str(config.MICRO_TOKENS)}
     pairs = [*((k, v) for k, v in defaults.items() if k not in given), *pairs]
-    of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {"advantage", "reduction"}
+    of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {
+        "advantage",
+        "reduction",
+    }
     of_g = [f"--{k}={v}" for k, v in pairs if k not in of_rows] + ["--objective=none"]
     # the gradient is in float32, but the engine's dtype is the checkpoint's
     dtypes = {"dtype": "float32", "rollout_dtype": settings.parse(of_g).rollout_dtype}
@@ -131,7 +137,11 @@ def parse(
                 f"--rows: {flag} of {row!r} is not a flag of an objective; all rows share it: give it outside --rows",
             )
         rows[row] = settings.parse(
-            [*shared, f"--objective={objective}", *(f"--{flag}" for flag in flags_of_row)]
+            [
+                *shared,
+                f"--objective={objective}",
+                *(f"--{flag}" for flag in flags_of_row),
+            ]
         )
     need(rows, "--rows: no objective is named")
     for cfg in rows.values():
@@ -158,7 +168,11 @@ def check(worth_flags: WorthFlags) -> None:
         (reference > 0 and reference % FOLDS == 0, "reference", a_fold),
         (directions > 0 and directions % FOLDS == 0, "directions", a_fold),
         (batches >= 3, "batches", "must be at least 3, for an error estimate"),
-        (1 <= worth_flags.noise_batches <= batches, "noise_batches", "must be 1 to --batches"),
+        (
+            1 <= worth_flags.noise_batches <= batches,
+            "noise_batches",
+            "must be 1 to --batches",
+        ),
         (0 < worth_flags.share <= 1, "share", "must be above 0 and at most 1"),
     )
     flags.check_result("json", worth_flags.json)
@@ -167,13 +181,23 @@ def check(worth_flags: WorthFlags) -> None:
 def check_row(cfg: Config) -> None:
     """Raise UserError if a row cannot be measured."""
     from_weights = "worth.py does not simulate delays; name an older policy as --actor"
-    rounded = "shifted weights cannot measure the gradient through rounded weights; use none"
+    rounded = (
+        "shifted weights cannot measure the gradient through rounded weights; use none"
+    )
     of_policy = "needs the policy's top-K, which is unknown here"
     uses_z = cfg.correction in objectives.USES_Z
     flags.need_each(
         cfg,
-        (not cfg.router_replay, "router_replay", "g is computed with the learner's routing"),
-        (cfg.advantage != "otb", "advantage", "g is computed without a ref pass; use another"),
+        (
+            not cfg.router_replay,
+            "router_replay",
+            "g is computed with the learner's routing",
+        ),
+        (
+            cfg.advantage != "otb",
+            "advantage",
+            "g is computed without a ref pass; use another",
+        ),
         (cfg.samplers == "local", "samplers", from_weights),
         (cfg.delay == "none", "delay", from_weights),
         (cfg.learner_quant == "none", "learner_quant", rounded),
@@ -204,7 +228,9 @@ def batches_of(learner, groups, rows: dict[str, Config]) -> dict[str, batching.B
 def coefficients(batch, comm, cfg: Config) -> torch.Tensor:
     """c_t = d J / d log p_t at p_new = p_ref, (B, T), by differentiating the row's loss."""
     logp = batch.logp_ref.double().clone().requires_grad_()
-    new = TokenStats(logp, support_logp=batch.support_logp_ref, tail=batch.tail_ref, z=batch.z_ref)
+    new = TokenStats(
+        logp, support_logp=batch.support_logp_ref, tail=batch.tail_ref, z=batch.z_ref
+    )
     stats = objectives.prepare(batch, comm, cfg, {})
     unreduced, _ = objectives.loss(new, batch, stats, unregularised(cfg))
     total = objectives.reduce(unreduced, batch.mask, stats, cfg)
@@ -222,8 +248,11 @@ class Weights:
 
     def __init__(self, learner, share: float):
         self.learner, self.share = learner, share
-        self.seed = learner.comm.rank if learner.sharded else 0  # replicas use the same directions
-        self.flat = [local(p).detach().view(-1) for p in learning(learner.models.policy)]
+        # replicas use the same directions
+        self.seed = learner.comm.rank if learner.sharded else 0
+        self.flat = [
+            local(p).detach().view(-1) for p in learning(learner.models.policy)
+        ]
         self.entries = [self.draw(x, i) for i, x in enumerate(self.flat)]
         self.start = self.chosen(self.flat)
         self.spreads: dict[int, float] = {}  # of directions, by id
@@ -233,14 +262,22 @@ class Weights:
         if self.share == 1:
             return slice(None)
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + i)
-        return (torch.rand(x.shape, generator=generator) < self.share).nonzero()[:, 0].to(x.device)
+        return (
+            (torch.rand(x.shape, generator=generator) < self.share)
+            .nonzero()[:, 0]
+            .to(x.device)
+        )
 
     def chosen(self, flat) -> list[torch.Tensor]:
-        return [x[entries].clone() for x, entries in zip(flat, self.entries, strict=True)]
+        return [
+            x[entries].clone() for x, entries in zip(flat, self.entries, strict=True)
+        ]
 
     def gradient(self) -> list[torch.Tensor]:
         """Gradient of J (the loss is -J) from the last backward pass."""
-        gradients = [local(p.grad).view(-1) for p in learning(self.learner.models.policy)]
+        gradients = [
+            local(p.grad).view(-1) for p in learning(self.learner.models.policy)
+        ]
         return [-x for x in self.chosen(gradients)]
 
     def random(self, number: int) -> list[torch.Tensor]:
@@ -249,7 +286,10 @@ class Weights:
         first_seed = 1_000_003 * (1 + number) + 1009 * self.seed
         for seed, x in enumerate(self.start, first_seed):
             generator = torch.Generator().manual_seed(seed)
-            signs = torch.randint(0, 2, x.shape, generator=generator, dtype=torch.int8) * 2 - 1
+            signs = (
+                torch.randint(0, 2, x.shape, generator=generator, dtype=torch.int8) * 2
+                - 1
+            )
             out.append(signs.to(x.device))
         return out
 
@@ -302,15 +342,23 @@ class Slopes:
     """A batch of the sampler, and the slopes s_t of its log-probabilities."""
 
     batches: dict[str, batching.Batch]  # row -> the batch with the row's ref columns
-    along: list[torch.Tensor]  # (B, T) for each mean gradient of the reference, FOLDS in number
-    random: list[torch.Tensor] | None  # (B, T) for each random direction; None if not measured
+    # (B, T) for each mean gradient of the reference, FOLDS in number
+    along: list[torch.Tensor]
+    # (B, T) for each random direction; None if not measured
+    random: list[torch.Tensor] | None
 
 
 class Measurement:
     """Sampler, policy and the on-policy gradient, over all ranks."""
 
-    def __init__(self, worth_flags: WorthFlags, rows: dict[str, Config], on_policy_cfg: Config):
-        self.worth_flags, self.rows, self.on_policy_cfg = worth_flags, rows, on_policy_cfg
+    def __init__(
+        self, worth_flags: WorthFlags, rows: dict[str, Config], on_policy_cfg: Config
+    ):
+        self.worth_flags, self.rows, self.on_policy_cfg = (
+            worth_flags,
+            rows,
+            on_policy_cfg,
+        )
         # the engine records the largest top-K of all rows
         self.cfg = cfg = max(rows.values(), key=topk_of)
         self.comm = Comm.start(cfg.give_up)
@@ -322,7 +370,10 @@ class Measurement:
             *run.load_models(), on_policy_cfg, self.comm, run.vocabulary
         )
         if not self.learner.sharded:  # under FSDP the policy is already wrapped
-            policy, in_float32 = self.learner.models.policy, replace(on_policy_cfg, dtype="float32")
+            policy, in_float32 = (
+                self.learner.models.policy,
+                replace(on_policy_cfg, dtype="float32"),
+            )
             self.scorer = Learner(policy, None, in_float32, self.comm, run.vocabulary)
         self.on_policy = on_policy_source(self.learner, run, on_policy_cfg)
         # groups of a batch on this rank
@@ -337,8 +388,12 @@ class Measurement:
         per_fold = self.worth_flags.reference // FOLDS
         means = [[0.0] * len(self.weights.flat) for _ in range(FOLDS)]
         squares = np.zeros(FOLDS)
-        for b in tqdm(range(per_fold * FOLDS), desc="on-policy gradient", disable=self.quiet):
-            batch = batching.collate(self.on_policy.next(self.groups, 0), self.on_policy_cfg)
+        for b in tqdm(
+            range(per_fold * FOLDS), desc="on-policy gradient", disable=self.quiet
+        ):
+            batch = batching.collate(
+                self.on_policy.next(self.groups, 0), self.on_policy_cfg
+            )
             self.count("on_policy", batch)
             gradient, mean = self.gradient(batch), means[b // per_fold]
             squares[b // per_fold] += self.scorer.dot(gradient, gradient) / per_fold
@@ -366,13 +421,22 @@ class Measurement:
         """Yield the sampler's batches with their slopes."""
         numbers = range(self.worth_flags.batches)
         for b in tqdm(numbers, desc="the sampler's batches", disable=self.quiet):
-            batches = batches_of(self.learner, self.sampler.next(self.groups, 0), self.rows)
+            batches = batches_of(
+                self.learner, self.sampler.next(self.groups, 0), self.rows
+            )
             batch = next(iter(batches.values()))
-            self.count("sampler", batch, token_k3(batch.log_r)[batch.mask].double().sum())
+            self.count(
+                "sampler", batch, token_k3(batch.log_r)[batch.mask].double().sum()
+            )
             along = self.weights.slopes(batch, reference.means)
             random = None
             if b < self.worth_flags.noise_batches:
-                bar = tqdm(self.random, desc="random directions", leave=False, disable=self.quiet)
+                bar = tqdm(
+                    self.random,
+                    desc="random directions",
+                    leave=False,
+                    disable=self.quiet,
+                )
                 random = self.weights.slopes(batch, bar)
             yield Slopes(batches, along, random)
 
@@ -381,7 +445,8 @@ class Measurement:
         batch = next(iter(slopes.batches.values()))
         samples.along.append(self.comm.sum([(c * s).sum() for s in slopes.along]))
         if slopes.random is not None:
-            shares = torch.stack([(c * s).sum(1) for s in slopes.random], 1)  # (B, directions)
+            # (B, directions)
+            shares = torch.stack([(c * s).sum(1) for s in slopes.random], 1)
             by_group = shares.new_zeros(self.groups, shares.shape[1])
             by_group.index_add_(0, batch.group, shares)
             everyone = self.comm.cat(by_group.flatten().to(self.comm.device))
@@ -429,8 +494,17 @@ def on_policy_config(cfg: Config) -> Config:
     """The flags of g: the policy samples, no correction, no trust region, no rejection."""
     changes = {"correction": "none", "surrogate": "reinforce", "ratio_base": "ref"}
     changes |= {"is_cap": None, "is_floor": 0.0, "rs_low": None, "rs_high": None}
-    changes |= {"reject": "none", "reject_of": "all", "positive_only": False, "cppo_beta": 0.0}
-    changes |= {"loss_denominator": "proposed", "actor": "none", "rollout_quant": "none"}
+    changes |= {
+        "reject": "none",
+        "reject_of": "all",
+        "positive_only": False,
+        "cppo_beta": 0.0,
+    }
+    changes |= {
+        "loss_denominator": "proposed",
+        "actor": "none",
+        "rollout_quant": "none",
+    }
     return replace(unregularised(cfg), **changes)
 
 
@@ -440,8 +514,12 @@ def on_policy_config(cfg: Config) -> Config:
 def cost(measurement: Measurement) -> dict[str, float]:
     """Seconds per response of the sampler, and of the policy in the same kind of engine; and the
     price, their quotient. Both are timed alternately, after one warm-up batch each."""
-    cfg = replace(measurement.cfg, actor="none", rollout_quant="none", correction="none")
-    policy = open_source(cfg, replace(measurement.run, actor=""), measurement.comm, sleeps=False)
+    cfg = replace(
+        measurement.cfg, actor="none", rollout_quant="none", correction="none"
+    )
+    policy = open_source(
+        cfg, replace(measurement.run, actor=""), measurement.comm, sleeps=False
+    )
     sources = {"on_policy": policy, "sampler": measurement.sampler}
     seconds = dict.fromkeys(sources, 0.0)
     for turn in tqdm(range(4), desc="cost of sampling", disable=measurement.quiet):
@@ -451,7 +529,10 @@ def cost(measurement: Measurement) -> dict[str, float]:
             if turn:
                 seconds[name] += time.perf_counter() - start
     n = 3 * measurement.cfg.train_batch
-    costs = {f"{name}/seconds": measurement.comm.max([x])[0] / n for name, x in seconds.items()}
+    costs = {
+        f"{name}/seconds": measurement.comm.max([x])[0] / n
+        for name, x in seconds.items()
+    }
     policy.close()  # last: vLLM's shutdown also ends the process group
     return costs | {"price": costs["sampler/seconds"] / costs["on_policy/seconds"]}
 
@@ -459,7 +540,9 @@ def cost(measurement: Measurement) -> dict[str, float]:
 # -- The command
 
 
-def weigh(worth_flags: WorthFlags, rows: dict[str, Config], on_policy_cfg: Config) -> dict:
+def weigh(
+    worth_flags: WorthFlags, rows: dict[str, Config], on_policy_cfg: Config
+) -> dict:
     """Sample and measure all rows: {"about": both samplers, "rows": {row: ...}}."""
     start = time.perf_counter()
     measurement = Measurement(worth_flags, rows, on_policy_cfg)
@@ -492,7 +575,9 @@ def more_batches(x: dict, about: dict) -> list[str]:
     if not error > PRECISE:
         return []
     factor = (error / PRECISE) ** 2
-    batches, reference = (math.ceil(factor * about[name]) for name in ("batches", "reference"))
+    batches, reference = (
+        math.ceil(factor * about[name]) for name in ("batches", "reference")
+    )
     return [
         f"the best row's error is {error:.0%} of its worth; an error of {PRECISE:.0%} takes about "
         f"--batches={batches:,} --reference={reference:,}, {factor:.1f} times as long"
@@ -518,7 +603,9 @@ def table(results: dict) -> str:
         x = results["rows"][name]
         numbers = " ".join(f"{x[k]:7.3f}" for k in ("batch_cosine", "cosine", "scale"))
         worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
-        lines.append(f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}")
+        lines.append(
+            f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}"
+        )
     lines += more_batches(results["rows"][ordered[0]], about)
     if "price" in about:
         lines.append(

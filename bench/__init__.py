@@ -90,7 +90,9 @@ def resolved(**changes) -> config.Config:
     return settings.resolve(config.Config(**{**usual, **changes}), 1)
 
 
-def random_groups(rng, n: int, length: int, vocabulary: int, K: int = 0) -> list[Rollout]:
+def random_groups(
+    rng, n: int, length: int, vocabulary: int, K: int = 0
+) -> list[Rollout]:
     """n groups of 8 responses of `length` random tokens, with K random top log-probabilities."""
     prompts, responses = [], []
     for _ in range(n):

@@ -93,7 +93,9 @@ def said_by(command: list[str], limit: float) -> tuple[list[dict], str]:
         for stream in (out, err):
             stream.seek(0)
         rows = [
-            json.loads(line) for line in out if line.startswith('{"what"') and line.endswith("}\n")
+            json.loads(line)
+            for line in out
+            if line.startswith('{"what"') and line.endswith("}\n")
         ]
         if status and not why:
             last = [line.strip() for line in err if line.strip()][-1:]
@@ -107,7 +109,9 @@ def about(flags: GpuFlags) -> dict[str, str]:
     if flags.device == "cuda":
         query = "--query-gpu=name,memory.total,driver_version"
         command = ["nvidia-smi", query, "--format=csv,noheader"]
-        device = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.strip()
+        device = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True
+        ).stdout.strip()
     installed = importlib.metadata.packages_distributions()
     names = [name for name in PACKAGES if name in installed]
     versions = {name: importlib.metadata.version(installed[name][0]) for name in names}
@@ -119,10 +123,15 @@ def read_lines(path: Path) -> list[dict]:
     """The lines of a file of rows; [] without a file. UserError: a file with different lines."""
     lines = read_text(path).splitlines() if path.is_file() else []
     try:
-        need(not lines or lines[0].startswith('{"about"'), "its first line is not of this command")
+        need(
+            not lines or lines[0].startswith('{"about"'),
+            "its first line is not of this command",
+        )
         return [json.loads(line) for line in lines]
     except ValueError as e:
-        raise UserError(f"--out={path}: not a file of rows ({e}); name a different file") from None
+        raise UserError(
+            f"--out={path}: not a file of rows ({e}); name a different file"
+        ) from None
 
 
 def parts_of(words: str) -> list[str]:
@@ -178,14 +187,18 @@ def table(lines: list[dict]) -> str:
         if "about" in line:
             about, rows = line["about"], []
         elif "failed" in line:
-            versions = " ".join(f"{name} {about[name]}" for name in PACKAGES if name in about)
+            versions = " ".join(
+                f"{name} {about[name]}" for name in PACKAGES if name in about
+            )
             state = line["failed"] or f"{line['seconds']:.0f} s"
             head = f"**{line['part']}**: {state}; {about['device']}, {about['date']}, {versions}"
             newest[line["part"]] = [[head], *rows]
             rows = []
         else:
             rows.append(cells(line))
-    return markdown(["measured", "result", "spread", "goal", "met"], sum(newest.values(), []))
+    return markdown(
+        ["measured", "result", "spread", "goal", "met"], sum(newest.values(), [])
+    )
 
 
 def cells(row: dict) -> list[str]:
@@ -193,17 +206,25 @@ def cells(row: dict) -> list[str]:
     value = row["why"] or f"{row['value']:,.4g} {row['unit']}".strip()
     spread = " to ".join(f"{x:,.4g}" for x in row["spread"])
     met = {True: "yes", False: "no", None: ""}[row["met"]]
-    return [cell.replace("|", "/") for cell in (row["what"], value, spread, row["goal"], met)]
+    return [
+        cell.replace("|", "/")
+        for cell in (row["what"], value, spread, row["goal"], met)
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run `python -m bench`, or one part of it. UserError: a flag is wrong."""
     flags = parse_flags(GpuFlags, argv, __doc__.strip())
     if flags.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("gpu: there is no GPU here; try the script with --device=cpu --scale=tiny")
+        raise UserError(
+            "gpu: there is no GPU here; try the script with --device=cpu --scale=tiny"
+        )
     if not flags.part:
         run_list(flags)
         return
-    need(flags.part in PARTS, f"--part={flags.part}: no such part; there are {', '.join(PARTS)}")
+    need(
+        flags.part in PARTS,
+        f"--part={flags.part}: no such part; there are {', '.join(PARTS)}",
+    )
     for row in PARTS[flags.part](Setting(flags.device, flags.scale == "tiny")):
         print(json.dumps(row), flush=True)

@@ -47,13 +47,19 @@ from tasks.arith import arithmetic_tokenizer
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 PROMPT = 32  # tokens of the prompts of `bench.random_groups`
-QWEN3 = dict(vocab=151_936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40_960)
+QWEN3 = dict(
+    vocab=151_936, head_dim=128, num_key_value_heads=8, max_position_embeddings=40_960
+)
 SHAPES = {
     "0.6B": dict(hidden=1024, inter=3072, layers=28, num_attention_heads=16),
     "1.7B": dict(hidden=2048, inter=6144, layers=28, num_attention_heads=16),
     "4B": dict(hidden=2560, inter=9728, layers=36, num_attention_heads=32),
     "8B": dict(
-        hidden=4096, inter=12_288, layers=36, num_attention_heads=32, tie_word_embeddings=False
+        hidden=4096,
+        inter=12_288,
+        layers=36,
+        num_attention_heads=32,
+        tie_word_embeddings=False,
     ),
 }
 TINY = dict(
@@ -84,7 +90,9 @@ class Setting:
 
     def shape(self, name: str) -> dict:
         """The shape of a model, as arguments of bench.shaped."""
-        return self.pick({**QWEN3, **SHAPES[name]}, {**TINY, "max_position_embeddings": 512})
+        return self.pick(
+            {**QWEN3, **SHAPES[name]}, {**TINY, "max_position_embeddings": 512}
+        )
 
     def model(self, name: str, seed: int = 0):
         """A model with random weights on the device."""
@@ -161,24 +169,41 @@ def softly(part: Callable) -> Callable:
 def ratio_row(what: str, pairs: dict, **goal) -> dict:
     """A row for the result of bench.compare: a ratio of times and its 95 % interval."""
     spread = [pairs["low"], pairs["high"]]
-    return row(f"{what}, {pairs['pairs']} pairs", pairs["ratio"], "x", spread=spread, **goal)
+    return row(
+        f"{what}, {pairs['pairs']} pairs", pairs["ratio"], "x", spread=spread, **goal
+    )
 
 
 def repeats_row(what: str, values: list[float], unit: str) -> dict:
     """A row for repeated measurements: their median, minimum and maximum."""
     spread = [min(values), max(values)]
-    return row(f"{what}, {len(values)} times", float(np.median(values)), unit, spread=spread)
+    return row(
+        f"{what}, {len(values)} times", float(np.median(values)), unit, spread=spread
+    )
 
 
 def tests(chosen: str, s: Setting) -> Iterator[dict]:
     """tests/test_gpu.py, the tests with these names: a row for each test that did not pass, and the
     number of passed tests."""
-    command = [sys.executable, "-m", "pytest", "-v", "-rfEs", "--tb=short", "tests/test_gpu.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-rfEs",
+        "--tb=short",
+        "tests/test_gpu.py",
+    ]
     command += ["-k", s.pick(chosen, "int8_product")]
     env = {**os.environ, "GPU_LIST_DEVICE": s.device}
     passed, started = 0, time.perf_counter()
     with subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as run:
         for line in run.stdout:
             print(line, end="", file=sys.stderr)
@@ -196,7 +221,9 @@ def block_of(s: Setting, name: str) -> list[torch.nn.Linear]:
         shape = {**s.shape(name), "layers": 1, "vocab": 16}
         layer = bench.shaped("", **shape).base_model.layers[0]
     sizes = [
-        (m.in_features, m.out_features) for m in layer.modules() if isinstance(m, torch.nn.Linear)
+        (m.in_features, m.out_features)
+        for m in layer.modules()
+        if isinstance(m, torch.nn.Linear)
     ]
     how = {"device": s.device, "dtype": torch.bfloat16, "bias": False}
     return [torch.nn.Linear(*size, **how) for size in sizes]
@@ -212,7 +239,9 @@ def linears(name: str, s: Setting) -> Iterator[dict]:
     update."""
     for tokens in s.pick((8192, 32_768), (24,)):
         for kind in ("fp8", "int8"):
-            yield from speeds(s, f"{kind}, {name}, {tokens:,} tokens", kind, name, tokens)
+            yield from speeds(
+                s, f"{kind}, {name}, {tokens:,} tokens", kind, name, tokens
+            )
 
 
 @softly
@@ -232,9 +261,13 @@ def speeds(s: Setting, what: str, kind: str, name: str, tokens: int) -> Iterator
     if quant.vllm_kernels(s.device) is None:
         yield row(title, why="not installed")
     else:
-        in_torch = mock.patch.object(quant, "vllm_kernels", lambda device: None)(runs[1])
+        in_torch = mock.patch.object(quant, "vllm_kernels", lambda device: None)(
+            runs[1]
+        )
         yield ratio_row(title, bench.alternate(in_torch, runs[1], s.pick(10, 2), what))
-    runs = [s.waited(partial(through, layers, inputs, True)) for layers in (plain, aligned)]
+    runs = [
+        s.waited(partial(through, layers, inputs, True)) for layers in (plain, aligned)
+    ]
     pairs = bench.alternate(*runs, s.pick(6, 2), what)
     least = 1.2 if name == "8B" else 1.0
     goal = {"goal": f">= {least}", "met": pairs["ratio"] >= least}
@@ -261,10 +294,14 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
 
     def chunked(chunk):
         rows = OneModelRows(Scored(target, None, None, None), Needs())
-        return -ChunkedHead.apply(rows, chunk, [Head()], [None], hidden, weight, None)[0].sum()
+        return -ChunkedHead.apply(rows, chunk, [Head()], [None], hidden, weight, None)[
+            0
+        ].sum()
 
     ways = {
-        "chunked, as the learner runs it": partial(chunked, chunk_rows(V, memory_of(device))),
+        "chunked, as the learner runs it": partial(
+            chunked, chunk_rows(V, memory_of(device))
+        ),
         "chunked, 1,024 tokens at a time": partial(chunked, 1024),
         "whole logits": lambda: F.cross_entropy(
             (hidden @ weight.t()).float(), target, reduction="sum"
@@ -273,7 +310,12 @@ def heads(N: int, H: int, V: int, device: str) -> dict[str, Callable]:
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         options = torch.nn.LinearCrossEntropyOptions()
         ways["torch.nn.functional.linear_cross_entropy"] = partial(
-            F.linear_cross_entropy, hidden, weight, target, reduction="sum", options=options
+            F.linear_cross_entropy,
+            hidden,
+            weight,
+            target,
+            reduction="sum",
+            options=options,
         )
     if importlib.util.find_spec("liger_kernel") and device == "cuda":
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -314,14 +356,22 @@ def configured(s: Setting, rows: int, length: int, **flags):
     """A configuration with `rows` responses of `length` tokens in an update."""
     micro = {"micro_tokens": s.pick(16_384, 256), "max_tokens": length}
     sizes = {"train_batch": rows, "rollout_batch": rows, **micro}
-    usual = {"objective": "grpo", "dtype": "bfloat16", "lr": 1e-6, "actor_lr": 1e-6, **sizes}
+    usual = {
+        "objective": "grpo",
+        "dtype": "bfloat16",
+        "lr": 1e-6,
+        "actor_lr": 1e-6,
+        **sizes,
+    }
     return bench.resolved(**{**usual, **flags})
 
 
 def groups_of(learner: Learner, rows: int, length: int, K: int = 0) -> list[Rollout]:
     """Groups of `rows` random responses."""
     vocabulary = learner.models.policy.config.vocab_size
-    return bench.random_groups(np.random.default_rng(0), rows // 8, length, vocabulary, K)
+    return bench.random_groups(
+        np.random.default_rng(0), rows // 8, length, vocabulary, K
+    )
 
 
 def batch_of(learner: Learner):
@@ -364,7 +414,9 @@ def planned(s: Setting, cfg: Config, names: tuple[str, ...]) -> float:
     return (made.of_stage("forward and backward") - made.categories["engine"]) / GIB
 
 
-def fitting(s: Setting, what: str, cfg: Config, names: tuple[str, ...]) -> tuple[str, Config]:
+def fitting(
+    s: Setting, what: str, cfg: Config, names: tuple[str, ...]
+) -> tuple[str, Config]:
     """Name and configuration of a case, with activation checkpointing unless the plan leaves a
     tenth of the device's memory free without it."""
     total = memory_of(s.device) if s.cuda else math.inf
@@ -374,14 +426,18 @@ def fitting(s: Setting, what: str, cfg: Config, names: tuple[str, ...]) -> tuple
 
 
 @softly
-def case(s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3) -> Iterator[dict]:
+def case(
+    s: Setting, what: str, cfg: Config, names: tuple[str, ...], n: int = 3
+) -> Iterator[dict]:
     """Three rows for n updates of a new learner with these models, after one update that creates
     its states: speed, share of the device's peak, memory."""
     before = s.allocated()
     learner = s.learner(cfg, *names)
     batch, stats = batch_of(learner)
     length = cfg.max_tokens + PROMPT
-    work = sum(operations(getattr(learner.models, name), length) for name in learner.names)
+    work = sum(
+        operations(getattr(learner.models, name), length) for name in learner.names
+    )
     run = s.waited(lambda: learner.step(learner.backward(batch, stats)))
     run()
     gib = s.allocated() - before + s.peak_of(run)
@@ -424,7 +480,11 @@ def micro(s: Setting) -> Iterator[dict]:
     configs = {"policy": s.model_config(name)}
     gib = 0.9 * memory_of(s.device) / GIB
     most = plan.largest_micro(cfg, configs, PROMPT, 1, gib) if s.cuda else 512
-    for tokens, kinds in ((s.pick(4096, 80), optim.FUSED), (most, optim.FUSED), (most, set())):
+    for tokens, kinds in (
+        (s.pick(4096, 80), optim.FUSED),
+        (most, optim.FUSED),
+        (most, set()),
+    ):
         how = "fused AdamW" if kinds else "AdamW tensor by tensor"
         what = f"{name}, {length:,} tokens, --micro_tokens={tokens}, {how}"
         with mock.patch.object(optim, "FUSED", kinds):
@@ -451,7 +511,9 @@ def memory(aligned: bool, s: Setting) -> Iterator[dict]:
         if aligned == ("rollout_quant" in flags):
             names = ("1.7B", "0.6B") if "actor" in flags else ("1.7B",)
             cfg = configured(s, rows, length, **flags)
-            with one_rank(s.device) if "parallel" in flags else contextlib.nullcontext():
+            with (
+                one_rank(s.device) if "parallel" in flags else contextlib.nullcontext()
+            ):
                 yield from case(s, *fitting(s, what, cfg, names), names)
 
 
@@ -464,7 +526,9 @@ def one_rank(device: str):
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     how = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
     store = torch.distributed.HashStore()
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, **how)
+    torch.distributed.init_process_group(
+        backend, store=store, rank=0, world_size=1, **how
+    )
     try:
         yield
     finally:
@@ -479,7 +543,10 @@ def sampled(s: Setting, engine, learner: Learner) -> Iterator[dict]:
     seeds = [list(range(8 * i, 8 * i + 8)) for i in range(n)]
     sampling = Sampling(max_tokens=tokens)
     engine.generate(prompts, seeds, replace(sampling, max_tokens=2), 0, [])
-    times = [s.seconds(lambda: engine.generate(prompts, seeds, sampling, 0, [])) for _ in range(2)]
+    times = [
+        s.seconds(lambda: engine.generate(prompts, seeds, sampling, 0, []))
+        for _ in range(2)
+    ]
     speeds = [8 * n * tokens / t for t in times]
     yield repeats_row(f"speed, {8 * n} responses of {tokens}", speeds, "tokens/s")
 
@@ -492,7 +559,9 @@ def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
     batch, stats = batch_of(learner)
     changed, times = [], []
     for version in range(3):
-        load = partial(check.load, engine, version, learner.published("policy", engine.packed))
+        load = partial(
+            check.load, engine, version, learner.published("policy", engine.packed)
+        )
         times.append(s.seconds(lambda now=load: changed.append(now().changed)))
         learner.step(learner.backward(batch, stats))
     goal = {"goal": "> 0", "met": changed[-1] > 0}
@@ -502,8 +571,12 @@ def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
     if s.cuda:
         free = torch.cuda.mem_get_info()[0]
         asleep = s.seconds(engine.sleep)
-        yield row("memory freed by sleep", (torch.cuda.mem_get_info()[0] - free) / GIB, "GiB")
-        awake = s.seconds(lambda: engine.load(learner.published("policy", engine.packed)))
+        yield row(
+            "memory freed by sleep", (torch.cuda.mem_get_info()[0] - free) / GIB, "GiB"
+        )
+        awake = s.seconds(
+            lambda: engine.load(learner.published("policy", engine.packed))
+        )
         yield row("falls asleep", asleep, "s")
         yield row("wake-up and load", awake, "s")
 
@@ -535,11 +608,15 @@ def ours(s: Setting) -> Iterator[dict]:
     with tempfile.TemporaryDirectory() as folder:
         s.model("0.6B").save_pretrained(folder)
         share = dict(dtype="bfloat16", memory_gib=s.pick(0.3, 0.05))
-        engine = VLLMEngine(folder, max_len=cfg.max_tokens + 64, max_logprobs=1, **share)
+        engine = VLLMEngine(
+            folder, max_len=cfg.max_tokens + 64, max_logprobs=1, **share
+        )
         step = against_trl.our_step(folder, engine, cfg, s.device)
         times = [s.seconds(step) for _ in range(s.pick(5, 2))][1:]
         engine.close()
-    yield repeats_row(f"our step, {cfg.train_batch} responses of {cfg.max_tokens}", times, "s")
+    yield repeats_row(
+        f"our step, {cfg.train_batch} responses of {cfg.max_tokens}", times, "s"
+    )
 
 
 def trl(s: Setting) -> Iterator[dict]:
@@ -557,13 +634,17 @@ def trl(s: Setting) -> Iterator[dict]:
         bf16=s.cuda,
         use_vllm=s.cuda,
     )
-    options |= dict(vllm_mode="colocate", vllm_gpu_memory_utilization=0.3) if s.cuda else {}
+    options |= (
+        dict(vllm_mode="colocate", vllm_gpu_memory_utilization=0.3) if s.cuda else {}
+    )
     n, times = s.pick(5, 2), []
     with tempfile.TemporaryDirectory() as folder:
         s.model("0.6B").save_pretrained(f"{folder}/model")
         arithmetic_tokenizer().save_pretrained(f"{folder}/model")
         clock = against_trl.trl_clock(times)
-        against_trl.grpo_trainer(f"{folder}/model", f"{folder}/out", n, clock, **options).train()
+        against_trl.grpo_trainer(
+            f"{folder}/model", f"{folder}/out", n, clock, **options
+        ).train()
     theirs = [seconds for _, seconds in times[1:]]
     yield repeats_row(f"TRL's step, {rows} responses of {length}", theirs, "s")
 
@@ -588,13 +669,28 @@ def pair(s: Setting) -> Iterator[dict]:
         if s.tiny:
             bench.shaped(f"{folder}/model", layers=2)
             bench.shaped(f"{folder}/actor", layers=1)
-            flags = {"model": f"{folder}/model", "actor": f"{folder}/actor", "rollout": "hf"}
+            flags = {
+                "model": f"{folder}/model",
+                "actor": f"{folder}/actor",
+                "rollout": "hf",
+            }
             flags |= {"task": "arith", "max_tokens": 8, "train_batch": 16}
-            flags |= {"rollout_batch": 16, "lr": 1e-3, "actor_lr": 1e-3, "objective": "jackpot"}
+            flags |= {
+                "rollout_batch": 16,
+                "lr": 1e-3,
+                "actor_lr": 1e-3,
+                "objective": "jackpot",
+            }
         flags |= {"steps": 4, "eval_every": -1, "save_every": 0, "out": f"{folder}/run"}
-        command = [sys.executable, "train.py", *(f"--{key}={x}" for key, x in flags.items())]
+        command = [
+            sys.executable,
+            "train.py",
+            *(f"--{key}={x}" for key, x in flags.items()),
+        ]
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=50
+            )
             if done.returncode:
                 yield row("the pair", why=done.stderr.strip().splitlines()[-1][:300])
                 return
@@ -604,7 +700,9 @@ def pair(s: Setting) -> Iterator[dict]:
     for key in ("rollout_s", "update_s", "sync_s", "speed/memory_GiB"):
         values = [r[key] for r in rows if key in r]
         if values:
-            yield repeats_row(key.removesuffix("_s"), values, "s" if key.endswith("_s") else "GiB")
+            yield repeats_row(
+                key.removesuffix("_s"), values, "s" if key.endswith("_s") else "GiB"
+            )
 
 
 LIMIT = 60  # seconds of a part
@@ -620,7 +718,9 @@ PARTS = {
     "linears-8B": partial(linears, "8B"),
     "tests-numbers": partial(tests, "gradient or quantized or product"),
     "tests-vllm": partial(tests, "vllm or sleeping"),
-    "tests-runs": partial(tests, "not (gradient or quantized or product or vllm or sleeping)"),
+    "tests-runs": partial(
+        tests, "not (gradient or quantized or product or vllm or sleeping)"
+    ),
     "obrs": obrs,
     "pair": pair,
     "trl": trl,

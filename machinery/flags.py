@@ -63,7 +63,9 @@ def check_ranges(group) -> None:
     """Raise UserError if a flag has no meaningful value (config.RANGES)."""
     for name, (low, high) in RANGES.items():
         value = getattr(group, name, None)
-        most = f"between {low:g} and {high:g}" if high < math.inf else f"at least {low:g}"
+        most = (
+            f"between {low:g} and {high:g}" if high < math.inf else f"at least {low:g}"
+        )
         need(value is None or low <= value <= high, f"--{name}={value}: must be {most}")
 
 
@@ -72,7 +74,9 @@ def read_text(path: Path | str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
-        raise UserError(f"{path}: not a text file in UTF-8 (byte {e.start}); convert it") from None
+        raise UserError(
+            f"{path}: not a text file in UTF-8 (byte {e.start}); convert it"
+        ) from None
 
 
 def read_json(path: Path | str, fix: str) -> dict:
@@ -109,7 +113,10 @@ def embedded_model(flag: str, name: str) -> tuple[str, float]:
     kind, at, accuracy = name.removeprefix("base:").partition("@")
     choice(flag, f"base:{kind}", ["base:policy", "base:actor"])
     share = number(accuracy) if at else BASE_ACCURACY
-    need(0 < share < 1, f"--{flag}={name}: the accuracy after @ must be a share between 0 and 1")
+    need(
+        0 < share < 1,
+        f"--{flag}={name}: the accuracy after @ must be a share between 0 and 1",
+    )
     return kind, share
 
 
@@ -132,7 +139,9 @@ def check_result(flag: str, path: str) -> None:
     check_output(flag, path)
     replaceable = not Path(path).exists()
     with suppress(ValueError, TypeError):
-        before = {} if replaceable else json.loads(Path(path).read_text(encoding="utf-8"))
+        before = (
+            {} if replaceable else json.loads(Path(path).read_text(encoding="utf-8"))
+        )
         replaceable |= "command" in before and "config" not in before
     sentence = "this file exists and is not an earlier result; name a different file"
     need(replaceable, f"--{flag}={path}: {sentence}")
@@ -144,7 +153,9 @@ def from_environment(name: str, usual: int) -> int:
     A wrong value ends the process at once, because modules read it on import."""
     value = os.environ.get(name, str(usual))
     if not (value.isascii() and value.isdecimal()) or int(value) < usual:
-        sys.exit(f"error: {name}={value} in the environment: must be at least {usual}; unset it")
+        sys.exit(
+            f"error: {name}={value} in the environment: must be at least {usual}; unset it"
+        )
     return int(value)
 
 
@@ -169,7 +180,8 @@ def run_command(command: Callable[[], object]) -> None:
     except BrokenPipeError:
         if not reader_has_gone():  # the broken pipe is not stdout
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        # Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -192,7 +204,9 @@ def parse_flags(cls, argv: list[str] | None = None, usage: str = ""):
     """An instance of the dataclass `cls` from `--key=value` arguments, by default sys.argv[1:].
 
     Raises UserError."""
-    return cls(**{key: convert(cls, key, value) for key, value in read(cls, argv, usage)})
+    return cls(
+        **{key: convert(cls, key, value) for key, value in read(cls, argv, usage)}
+    )
 
 
 def parse_own(own, cls, argv: list[str] | None, usage: str) -> tuple:
@@ -204,7 +218,9 @@ def parse_own(own, cls, argv: list[str] | None, usage: str) -> tuple:
     return own(**values), [(key, value) for key, value in pairs if key not in names]
 
 
-def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[tuple[str, str]]:
+def read(
+    cls, argv: list[str] | None = None, usage: str = "", also=()
+) -> list[tuple[str, str]]:
     """(flag, value) pairs as written. `--help` prints the help page and exits; `--help=all` also
     prints rare flags.
 
@@ -225,7 +241,11 @@ def read(cls, argv: list[str] | None = None, usage: str = "", also=()) -> list[t
         if not equals:
             value = "True"
             truth = kinds.get(key) is bool
-            if argv and not argv[0].startswith("--") and (not truth or argv[0] in TRUTH):
+            if (
+                argv
+                and not argv[0].startswith("--")
+                and (not truth or argv[0] in TRUTH)
+            ):
                 value = argv.pop(0)
             else:
                 need(truth, f"--{key}: a value is missing; write --{key}=VALUE")
@@ -278,7 +298,8 @@ ELSEWHERE = {
 
 def nearest(key: str, names) -> str:
     """'; did you mean --NAME?', or a pointer to --help if no name is similar."""
-    ours = ELSEWHERE.get(key.rpartition(".")[2], "")  # verl: actor_rollout_ref.rollout.n
+    # verl: actor_rollout_ref.rollout.n
+    ours = ELSEWHERE.get(key.rpartition(".")[2], "")
     if set(re.findall(r"--(\w+)", ours)) & set(names):
         return f"; here it is {ours}"
     near = difflib.get_close_matches(key, list(names), 1, NEAR)
@@ -336,7 +357,9 @@ def number(text: str, kind: type = float):
 def at_home(text: str) -> str:
     """The text with ~/ and ~NAME/ expanded at its start and after commas; shells do not expand
     --out=~/run."""
-    return re.sub(r"(^|,)(~[\w-]*)(?=/|$)", lambda m: m[1] + os.path.expanduser(m[2]), text)
+    return re.sub(
+        r"(^|,)(~[\w-]*)(?=/|$)", lambda m: m[1] + os.path.expanduser(m[2]), text
+    )
 
 
 def read_toml(cls, path: str) -> dict:
@@ -345,7 +368,9 @@ def read_toml(cls, path: str) -> dict:
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as e:
-        raise UserError(f"--config={path}: not valid TOML ({e}); fix that line") from None
+        raise UserError(
+            f"--config={path}: not valid TOML ({e}); fix that line"
+        ) from None
     kinds = types_of(cls)
     for key, value in values.items():
         need(key in kinds, f"{path}: {key}: no such flag{nearest(key, kinds)}")
@@ -368,7 +393,9 @@ def choice(key: str, value, known) -> None:
 def groups_of(cls) -> list[type]:
     """The classes with flags: the class itself if it has own flags, then its bases in order."""
     first = [cls] if "__annotations__" in vars(cls) else []
-    return first + [g for base in cls.__bases__ if base is not object for g in groups_of(base)]
+    return first + [
+        g for base in cls.__bases__ if base is not object for g in groups_of(base)
+    ]
 
 
 def docs_of(cls) -> dict[str, str]:
@@ -386,11 +413,15 @@ def help_page(cls, usage: str = "", everything: bool = True) -> str:
 
     everything: also flags that are missing from the list COMMON of their class."""
     kinds, defaults = types_of(cls), {f.name: f.default for f in fields(cls)}
-    listing = [base for base in cls.__mro__ if "COMMON" in vars(base) and not everything]
+    listing = [
+        base for base in cls.__mro__ if "COMMON" in vars(base) and not everything
+    ]
     rare = {key for base in listing for key in types_of(base) if key not in base.COMMON}
     lines = [usage] if usage else []
     for group in groups_of(cls):
-        docs = {key: sentence for key, sentence in docs_of(group).items() if key not in rare}
+        docs = {
+            key: sentence for key, sentence in docs_of(group).items() if key not in rare
+        }
         if docs:
             lines += ["", f"{inspect.cleandoc(group.__doc__).splitlines()[0]}:"]
         for key, sentence in docs.items():
@@ -398,7 +429,9 @@ def help_page(cls, usage: str = "", everything: bool = True) -> str:
             default = "" if defaults[key] in (None, "") else f"={defaults[key]}"
             one_of = f"    (one of {', '.join(listed)})" if listed else ""
             lines.append(f"  --{key}{default}{one_of}")
-            lines += textwrap.wrap(sentence, 104, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            lines += textwrap.wrap(
+                sentence, 104, initial_indent=" " * 8, subsequent_indent=" " * 8
+            )
     if rare:
         lines += ["", f"--help=all shows {len(rare)} more flags."]
     lines += ["", "--verbose shows warnings and logs of torch, vLLM and transformers."]

@@ -60,13 +60,16 @@ class Log:
 
     def write(self, step: int, values: dict) -> None:
         self.file.write(
-            json.dumps({"step": step, **{k: clean(v) for k, v in values.items()}}) + "\n"
+            json.dumps({"step": step, **{k: clean(v) for k, v in values.items()}})
+            + "\n"
         )
         self.file.flush()
         for name in WARNINGS.keys() - self.said:
             if values.get(name, 0) > ABOVE.get(name, 0):
                 self.said.add(name)
-                tqdm.write(f"warning: update {step + 1}: {WARNINGS[name]}", file=sys.stderr)
+                tqdm.write(
+                    f"warning: update {step + 1}: {WARNINGS[name]}", file=sys.stderr
+                )
 
     def write_samples(self, samples: list[dict]) -> None:
         with open(self.path.with_name("samples.jsonl"), "a", encoding="utf-8") as f:
@@ -93,7 +96,9 @@ def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
             "finish_reason": r.finish_reason,
             "gap": float(np.abs(gap).mean()),  # mean |log p_policy - log p_inf|, nats
             # position, token, gap
-            "largest": [[int(t), texts[t], float(gap[t])] for t in np.argsort(-np.abs(gap))[:5]],
+            "largest": [
+                [int(t), texts[t], float(gap[t])] for t in np.argsort(-np.abs(gap))[:5]
+            ],
             "tokens": texts,
             "gaps": gap.tolist(),
         }
@@ -125,14 +130,20 @@ def rows(path: Path) -> list[dict]:
         try:
             out.append(json.loads(line))
         except ValueError:
-            need(number == len(lines), f"{path}, line {number}: not valid JSON; remove that line")
+            need(
+                number == len(lines),
+                f"{path}, line {number}: not valid JSON; remove that line",
+            )
     return out
 
 
 def read_metrics(run: Path | str) -> list[dict]:
     """The lines of a run's metrics.jsonl. Raises UserError if the file has no lines."""
     path = Path(run) / "metrics.jsonl"
-    need(path.is_file(), f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)")
+    need(
+        path.is_file(),
+        f"{path}: no such file; give the folder of a run (it holds metrics.jsonl)",
+    )
     lines = rows(path)
     need(
         lines,

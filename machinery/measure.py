@@ -39,7 +39,8 @@ class View:
         # tokens
         self.log_r = batch.log_r.masked_fill(~batch.mask, 0.0)
         self.r = batch.log_r.clamp(-self.clamp, self.clamp).exp()
-        self.gap = (self.inf.exp() - self.ref.exp()).abs() * batch.mask  # |p_inf - p_ref|
+        # |p_inf - p_ref|
+        self.gap = (self.inf.exp() - self.ref.exp()).abs() * batch.mask
         self.keep, self.clipped = logs["keep"], logs["clipped"]
         self.applied = logs["weight"] * self.keep
         # responses
@@ -105,7 +106,9 @@ class Sums:
     def top(self, name, x, where):
         """Update the maximum called `name`."""
         value = x.double().masked_fill(~where, -math.inf).amax()
-        self.tops[name] = torch.maximum(self.tops[name], value) if name in self.tops else value
+        self.tops[name] = (
+            torch.maximum(self.tops[name], value) if name in self.tops else value
+        )
 
     def constant(self, name, value):
         """Set a number that is the same in every micro-batch and on every rank."""
@@ -131,7 +134,8 @@ def ess(mean: float, mean_square: float) -> float:
 
 # -- Worth of a response: estimators for worth.py, with standard errors
 
-FOLDS = 4  # folds of the on-policy batches, and of the jackknife over groups and over directions
+# folds of the on-policy batches, and of the jackknife over groups and over directions
+FOLDS = 4
 
 
 @dataclass
@@ -169,22 +173,30 @@ class RowSamples:
     noise: list = field(default_factory=list)
 
 
-def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict[str, float]:
+def estimate(
+    along, noise, reference: Reference, groups: int, keep=None
+) -> dict[str, float]:
     """scale, bias, noise, noise_on, cosine of the mean, expected cosine of a batch, and worth, as
     worth.py defines them.
 
     along: (batches, FOLDS); noise: (groups, directions); groups: number of groups in a batch. keep:
     indices to use (`replicates`)."""
-    batches, rows, folds, directions = keep or next(replicates(len(along), *noise.shape))[0]
+    batches, rows, folds, directions = (
+        keep or next(replicates(len(along), *noise.shape))[0]
+    )
     square = reference.square(folds)
     n = len(folds) * reference.batches
-    spread = reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean()
+    spread = (
+        reference.squares[folds].mean() - reference.gram[np.ix_(folds, folds)].mean()
+    )
     noise_on = spread * n / (n - 1)
     by_batch = along[np.ix_(batches, folds)].mean(1) / square
     scale = by_batch.mean()
-    scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)  # noise subtracted
+    # noise subtracted
+    scale_squared = max(scale**2 - by_batch.var(ddof=1) / len(batches), 0.0)
     shares = noise[np.ix_(rows, directions)]
-    variance = groups * shares.var(0, ddof=1)  # variance of a batch along each direction
+    # variance of a batch along each direction
+    variance = groups * shares.var(0, ddof=1)
     overlap = reference.overlap[np.ix_(directions, folds)].mean(1)
     elsewhere = groups * shares.mean(0) - scale * overlap
     # expected square of the noise in `elsewhere`
@@ -195,7 +207,9 @@ def estimate(along, noise, reference: Reference, groups: int, keep=None) -> dict
     length = math.copysign(math.sqrt(scale_squared), scale)
     total = scale_squared + bias + noise_of_batch
     return {
-        "worth": scale_squared * noise_on / (bias + noise_of_batch) if length > 0 else 0.0,
+        "worth": scale_squared * noise_on / (bias + noise_of_batch)
+        if length > 0
+        else 0.0,
         "batch_cosine": length / math.sqrt(total) if total else 0.0,
         "cosine": length / math.sqrt(scale_squared + bias) if length else 0.0,
         "scale": scale,
@@ -226,14 +240,18 @@ def jackknife(values: list[list[float]]) -> float:
     return math.sqrt(variance)
 
 
-def with_errors(seen: RowSamples, reference: Reference, groups: int) -> dict[str, float]:
+def with_errors(
+    seen: RowSamples, reference: Reference, groups: int
+) -> dict[str, float]:
     """The results of `estimate`, with their jackknife standard errors as NAME_se."""
     along, noise = np.array(seen.along), np.concatenate(seen.noise)
     kinds = replicates(len(along), *noise.shape)
     (out,), *left_out = [
-        [estimate(along, noise, reference, groups, keep) for keep in kind] for kind in kinds
+        [estimate(along, noise, reference, groups, keep) for keep in kind]
+        for kind in kinds
     ]
     errors = {
-        f"{name}_se": jackknife([[x[name] for x in kind] for kind in left_out]) for name in out
+        f"{name}_se": jackknife([[x[name] for x in kind] for kind in left_out])
+        for name in out
     }
     return out | errors

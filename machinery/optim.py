@@ -22,7 +22,9 @@ class Muon(torch.optim.Muon):
         complex_numbers = super()._init_group(group, *group_lists)
         for tensors, wanted in zip(group_lists, lists, strict=True):
             for x in tensors:
-                wanted += getattr(x, "_local_tensor", x).unbind() if x.ndim == 3 else [x]
+                wanted += (
+                    getattr(x, "_local_tensor", x).unbind() if x.ndim == 3 else [x]
+                )
         return complex_numbers
 
 
@@ -35,7 +37,9 @@ def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
     if cfg.optimizer == "muon":
         matrices = [p for p in model.base_model.layers.parameters() if p.ndim == 2]
         # not all 3-D parameters are experts: convolutions are excluded
-        experts = [getattr(m, kind) for m, kind in quant.expert_parameters(model).values()]
+        experts = [
+            getattr(m, kind) for m, kind in quant.expert_parameters(model).values()
+        ]
     chosen = {id(p) for p in matrices + experts}
     others = [p for p in learning(model) if id(p) not in chosen]
     options = {"eps": 1e-8, "weight_decay": cfg.weight_decay, "betas": (0.9, 0.999)}
@@ -43,9 +47,15 @@ def make_optimizers(model, cfg: OptimizerFlags, lr: float) -> list:
     options |= {"fused": others[0].device.type in FUSED, "foreach": False}
     optimizers = [torch.optim.AdamW(others, lr=lr, **options)]
     if matrices:
-        muon = Muon(matrices, lr=lr, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon = Muon(
+            matrices,
+            lr=lr,
+            weight_decay=cfg.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
         if experts:
-            muon.add_param_group({"params": experts})  # torch's constructor accepts only matrices
+            # torch's constructor accepts only matrices
+            muon.add_param_group({"params": experts})
         optimizers.append(muon)
     return optimizers
 
@@ -61,7 +71,9 @@ def step(optimizer) -> None:
 @torch.no_grad()
 def not_finite(model) -> str:
     """Name of the first weight that contains NaN or infinity; "" if all weights are finite."""
-    named = {name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()}
+    named = {
+        name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()
+    }
     named = {name: x for name, x in named.items() if x.numel() and not x.is_meta}
     if not named:
         return ""
@@ -78,7 +90,11 @@ def learning(model) -> list:
 def schedule(step: int, cfg: Config) -> float:
     """Learning-rate factor of update `step` (from 0): linear warm-up, then constant, or linear or
     cosine decay to 0."""
-    warmup = cfg.warmup_steps if cfg.warmup_steps >= 1 else math.ceil(cfg.warmup_steps * cfg.steps)
+    warmup = (
+        cfg.warmup_steps
+        if cfg.warmup_steps >= 1
+        else math.ceil(cfg.warmup_steps * cfg.steps)
+    )
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, cfg.steps - warmup)

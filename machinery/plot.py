@@ -37,7 +37,8 @@ MOST_PANELS = 8
 # One colour per run: the colour-blind-safe palette of Okabe and Ito, without yellow.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
 USAGE = "python -m machinery.plot RUN [RUN ...] [--out=FILE.png]: draw the metrics of runs against each other"
-SMOOTH = 20  # a curve with more points is drawn as a running mean over the faint raw line
+# a curve with more points is drawn as a running mean over the faint raw line
+SMOOTH = 20
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,18 @@ def draw(runs: list[str], out: str) -> str:
     line for each run; returns its path.
 
     Raises UserError if there are more runs than colours, or if a folder is not a run."""
-    need(len(runs) <= len(COLOURS), f"{len(runs)} runs: draw at most {len(COLOURS)} in one picture")
+    need(
+        len(runs) <= len(COLOURS),
+        f"{len(runs)} runs: draw at most {len(COLOURS)} in one picture",
+    )
     rows = {str(run): read_metrics(run) for run in runs}
     plt = pyplot()
     from matplotlib.lines import Line2D
 
     measured = [
-        panel for panel in PANELS if any(values_of(run, panel[1])[1] for run in rows.values())
+        panel
+        for panel in PANELS
+        if any(values_of(run, panel[1])[1] for run in rows.values())
     ]
     panels = measured[:MOST_PANELS]
     columns = max(1, -(-len(panels) // 2))
@@ -76,14 +82,22 @@ def draw(runs: list[str], out: str) -> str:
     for ax, (title, key) in zip(axes.flat, panels, strict=False):
         ax.set_title(title, fontsize=10)
         for run in reversed(rows):  # the first run last, above the others
-            draw_line(ax, rows[run], key, colours[run], width=2.4 if run == str(runs[0]) else 1.2)
+            draw_line(
+                ax,
+                rows[run],
+                key,
+                colours[run],
+                width=2.4 if run == str(runs[0]) else 1.2,
+            )
         ax.set_xlabel("updates", fontsize=8)
         ax.ticklabel_format(axis="y", useOffset=False)
         ax.grid(alpha=0.3)
     for ax in axes.flat[len(panels) :]:
         ax.set_axis_off()
     handles = [Line2D([], [], color=colours[run], label=run) for run in rows]
-    fig.legend(handles=handles, loc="lower center", ncols=min(4, len(rows)), frameon=False)
+    fig.legend(
+        handles=handles, loc="lower center", ncols=min(4, len(rows)), frameon=False
+    )
     fig.tight_layout(rect=(0, 0.06, 1, 1))
     write(fig, Path(out))
     return out
@@ -118,7 +132,9 @@ def draw_line(ax, rows: list[dict], key: str, colour: str, width: float) -> None
     style = dict(color=colour, linewidth=width)
     if key.startswith("eval/"):
         error_key = key.replace("pass@1", "se")
-        errors = [row.get(error_key, float("nan")) for row in rows if row.get(key) is not None]
+        errors = [
+            row.get(error_key, float("nan")) for row in rows if row.get(key) is not None
+        ]
         ax.errorbar(x, y, errors, marker="o", capsize=3, **style)
     elif len(y) > SMOOTH:
         ax.plot(x, y, alpha=0.25, **style)
@@ -178,7 +194,8 @@ def metric_lines(steps: list[dict]) -> list[str]:
             values = [row[key] for row in last if row.get(key) is not None]
             ends = [steps[0].get(key), sum(values) / len(values) if values else None]
             lines.append(
-                f"{title:34s}" + "".join(f"{'-' if x is None else written(x):>16s}" for x in ends)
+                f"{title:34s}"
+                + "".join(f"{'-' if x is None else written(x):>16s}" for x in ends)
             )
     return lines
 
@@ -187,7 +204,15 @@ def time_lines(rows: list[dict]) -> list[str]:
     """Seconds of each stage of the training loop, and in total."""
     lines = ["time by stage, seconds"]
     total = 0.0
-    for stage in ("rollout_s", "grade_s", "ref_s", "update_s", "sync_s", "eval_s", "save_s"):
+    for stage in (
+        "rollout_s",
+        "grade_s",
+        "ref_s",
+        "update_s",
+        "sync_s",
+        "eval_s",
+        "save_s",
+    ):
         spent = sum(row.get(stage, 0.0) for row in rows)
         total += spent
         if spent:
@@ -220,10 +245,17 @@ def print_samples(run: str, last: int) -> None:
     for row in rows(path)[-last:]:
         header = f"reward {row['reward']:g}, {row['finish_reason']}, gap {row['gap']:.3g} nats"
         print(f"update {row['step'] + 1}: {header}\n{row['prompt']}")
-        print(*(coloured(text, gap) for text, gap in zip(row["tokens"], row["gaps"], strict=True)))
+        print(
+            *(
+                coloured(text, gap)
+                for text, gap in zip(row["tokens"], row["gaps"], strict=True)
+            )
+        )
         largest = ", ".join(f"{text!r} {gap:+.3g}" for _, text, gap in row["largest"])
         print(f"largest: {largest}\n")
-    colours = "  ".join(f"{colour}{low:g} and more{PLAIN}" for low, colour in GAPS.items())
+    colours = "  ".join(
+        f"{colour}{low:g} and more{PLAIN}" for low, colour in GAPS.items()
+    )
     print(f"gaps: {colours} nats")
 
 
@@ -233,7 +265,9 @@ def coloured(text: str, gap: float) -> str:
 
 
 def main(argv: list[str]) -> None:
-    runs = [at_home(arg) for arg in takewhile(lambda arg: not arg.startswith("-"), argv)]
+    runs = [
+        at_home(arg) for arg in takewhile(lambda arg: not arg.startswith("-"), argv)
+    ]
     flags = parse_flags(PlotFlags, argv[len(runs) :], usage=USAGE)
     need(flags.last >= 1, f"--last={flags.last}: must be at least 1")
     if flags.samples:
@@ -242,7 +276,10 @@ def main(argv: list[str]) -> None:
     need(runs, "name at least one run folder: python -m machinery.plot out/demo")
     check_output("out", flags.out)
     known = Path(flags.out).suffix in (".png", ".pdf", ".svg")
-    need(known, f"--out={flags.out}: the name of a picture must end in .png, .pdf or .svg")
+    need(
+        known,
+        f"--out={flags.out}: the name of a picture must end in .png, .pdf or .svg",
+    )
     print(draw(runs, flags.out))
 
 

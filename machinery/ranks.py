@@ -47,7 +47,9 @@ class Comm:
         """Set this rank's device, and under torchrun start its process group. patience: timeout of
         collective calls, seconds."""
         patience = timedelta(seconds=min(patience, FOREVER))
-        missing = [x for x in ("RANK", "MASTER_ADDR", "MASTER_PORT") if x not in os.environ]
+        missing = [
+            x for x in ("RANK", "MASTER_ADDR", "MASTER_PORT") if x not in os.environ
+        ]
         need(
             WORLD_SIZE == 1 or not missing and from_environment("RANK", 0) < WORLD_SIZE,
             f"WORLD_SIZE={WORLD_SIZE} in the environment without {', '.join(missing) or 'a RANK below it'}: start "
@@ -103,7 +105,8 @@ class Comm:
 
     def end(self) -> None:
         """Leave the process group, all ranks together, so that Python can exit. The last call."""
-        if WORLD_SIZE > 1 and dist.is_initialized():  # vLLM's shutdown may have destroyed it
+        # vLLM's shutdown may have destroyed it
+        if WORLD_SIZE > 1 and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 

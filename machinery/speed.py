@@ -22,7 +22,11 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 
 
 def peak_of(device: str) -> float:
     """Peak operations per second of this device; NaN if unknown."""
-    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
+    name = (
+        torch.cuda.get_device_name(device)
+        if torch.device(device).type == "cuda"
+        else ""
+    )
     return next((flops for key, flops in PEAK.items() if key in name), float("nan"))
 
 
@@ -65,7 +69,9 @@ class Speed:
                 work = sum(operations(m, self.trained / self.rows) for m in self.models)
                 out["speed/peak"] = work * per_second / self.peak
         if torch.device(self.device).type == "cuda":
-            out["speed/memory_GiB"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            out["speed/memory_GiB"] = (
+                torch.cuda.max_memory_allocated(self.device) / 2**30
+            )
             torch.cuda.reset_peak_memory_stats(self.device)
         self.sampled = self.trained = self.rows = 0
         return out

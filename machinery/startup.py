@@ -26,7 +26,9 @@ sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  open until the
 sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 # a command of this repository, not a program that imports its modules
-is_command = Path(__file__).resolve().parents[1] in [*Path(sys.argv[0]).resolve().parents][:2]
+is_command = (
+    Path(__file__).resolve().parents[1] in [*Path(sys.argv[0]).resolve().parents][:2]
+)
 if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

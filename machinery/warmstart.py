@@ -108,10 +108,14 @@ def warm_start(name: str, task, target: float, folder: Path) -> float:
     Raises UserError if MOST_STEPS training steps do not reach the target."""
     tokenizer = arithmetic_tokenizer()
     model = new_model(name, task.seed * 2 + (name == "actor"), tokenizer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01
+    )
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     reached = 0.0
-    bar = tqdm(range(MOST_STEPS), desc=f"warm start {name} ({millions:.2f}M)", leave=False)
+    bar = tqdm(
+        range(MOST_STEPS), desc=f"warm start {name} ({millions:.2f}M)", leave=False
+    )
     for step in bar:
         ids, labels = demonstrations(task, tokenizer, DEMONSTRATED[name] + step * BATCH)
         optimizer.param_groups[0]["lr"] = LR * min(1.0, (step + 1) / WARMUP)
@@ -122,7 +126,9 @@ def warm_start(name: str, task, target: float, folder: Path) -> float:
         if (step + 1) % EVAL_EVERY == 0:
             reached = accuracy(model, tokenizer, task, 0, EVAL_PROBLEMS)
             if reached >= target:
-                reached = accuracy(model, tokenizer, task, EVAL_PROBLEMS, CONFIRM_PROBLEMS)
+                reached = accuracy(
+                    model, tokenizer, task, EVAL_PROBLEMS, CONFIRM_PROBLEMS
+                )
             bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{reached:.2f}")
             if reached >= target:
                 break
@@ -141,7 +147,10 @@ def config_of(name: str, **more):
     from transformers import Qwen3Config
 
     sizes = dict(
-        vocab_size=VOCAB, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True
+        vocab_size=VOCAB,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
     )
     return Qwen3Config(**sizes, bos_token_id=None, **more, **SHAPES[name])
 
@@ -150,7 +159,10 @@ def new_model(name: str, seed: int, tokenizer):
     """A model of SHAPES with random weights from `seed`; torch's random state does not change."""
     from transformers import Qwen3ForCausalLM
 
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    special = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     config = config_of(name, **special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -168,7 +180,9 @@ def demonstrations(task, tokenizer, first: int) -> tuple[torch.Tensor, torch.Ten
     for row in range(BATCH):
         problem = task.problem("train", first + row)
         prompt = tokenizer.encode(problem.prompt)
-        answer = tokenizer.encode(task.solution(problem, SLIPS)) + [tokenizer.eos_token_id]
+        answer = tokenizer.encode(task.solution(problem, SLIPS)) + [
+            tokenizer.eos_token_id
+        ]
         end = len(prompt) + len(answer)
         ids[row, :end] = torch.tensor(prompt + answer)
         labels[row, len(prompt) : end] = torch.tensor(answer)
@@ -200,7 +214,9 @@ def accuracy(model, tokenizer, task, first: int, n: int) -> float:
     prompts = [np.array(encode(tokenizer, p), np.int32) for p in problems]
     seeds = [[request_seed("warm", first + i)] for i in range(n)]
     sampling = Sampling(max_tokens=task.max_response())
-    groups = HFEngine(model).generate(prompts, seeds, sampling, 0, [tokenizer.eos_token_id])
+    groups = HFEngine(model).generate(
+        prompts, seeds, sampling, 0, [tokenizer.eos_token_id]
+    )
     grade_all(task, tokenizer, problems, groups)
     return sum(group[0].reward > 0.5 for group in groups) / n
 

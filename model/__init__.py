@@ -30,7 +30,8 @@ from model import attention, exact, lora  # noqa: F401  attention: imported for 
 from model.head import CUT, ChunkedHead, Head, chunk_rows, memory_of
 from sampling import cut
 
-FLOOR = -69.0  # log-probability of a sampled token that the learner's truncation removes: log 1e-30
+# log-probability of a sampled token that the learner's truncation removes: log 1e-30
+FLOOR = -69.0
 
 
 @dataclass
@@ -41,24 +42,32 @@ class TokenStats:
     logp: torch.Tensor  # (B, T)    log p_new(token)
     entropy: torch.Tensor | None = None  # (B, T)    nats
     support_logp: torch.Tensor | None = None  # (B, T, S) log p_new on batch.support_ids
-    tail: torch.Tensor | None = None  # (B, T)    sum outside S of min(p_K, p_new / lambda)
+    # (B, T)    sum outside S of min(p_K, p_new / lambda)
+    tail: torch.Tensor | None = None
     actor_logp: torch.Tensor | None = None  # (B, T)
     actor_entropy: torch.Tensor | None = None  # (B, T)
     distill_loss: torch.Tensor | None = None  # (B, T)    gradient only to the actor
-    z: torch.Tensor | None = None  # (B, T)    exact Z of p_inf := actor, p_tgt := policy
-    kl: torch.Tensor | None = None  # (B, T)    KL(policy || actor), whole vocabulary, no gradient
-    kl_after: torch.Tensor | None = None  # (B, T)    KL(policy || accepted distribution)
+    # (B, T)    exact Z of p_inf := actor, p_tgt := policy
+    z: torch.Tensor | None = None
+    # (B, T)    KL(policy || actor), whole vocabulary, no gradient
+    kl: torch.Tensor | None = None
+    # (B, T)    KL(policy || accepted distribution)
+    kl_after: torch.Tensor | None = None
     sum_p2: torch.Tensor | None = None  # (B, T)    sum over the vocabulary of p_new^2
     top_ids: torch.Tensor | None = None  # (B, T, K) the policy's top-K tokens
     top_logp: torch.Tensor | None = None  # (B, T, K)
     top_actor_logp: torch.Tensor | None = None  # (B, T, K) log p_actor on top_ids
-    logp_start: torch.Tensor | None = None  # (B, T)    log-probability under the starting policy
-    routed_alike: torch.Tensor | None = None  # (B, T)    share of layers routed as in the engine
+    # (B, T)    log-probability under the starting policy
+    logp_start: torch.Tensor | None = None
+    # (B, T)    share of layers routed as in the engine
+    routed_alike: torch.Tensor | None = None
 
     def known(self) -> dict[str, torch.Tensor]:
         """The statistics that were computed, by name."""
         return {
-            f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) is not None
         }
 
     def detach(self) -> TokenStats:
@@ -109,15 +118,21 @@ class PolicyAndActor(nn.Module):
         self.casts: dict | None = None  # head weights in 16 bits, inside `casts_kept`
         # bytes of GPU memory that set the head's chunk size; None: of the weights' device
         self.gpu_memory: int | None = None
-        self.routing = Routing(policy if actor is None else actor).__enter__() if replay else None
+        self.routing = (
+            Routing(policy if actor is None else actor).__enter__() if replay else None
+        )
 
     @property
     def can_share(self) -> bool:
         """Whether responses can share their prompt's keys and values: full attention in every
         layer, and no replayed routing."""
-        return self.routing is None and all(has_full_attention(m.config) for m in self.children())
+        return self.routing is None and all(
+            has_full_attention(m.config) for m in self.children()
+        )
 
-    def forward(self, batch: Batch, needs: Needs, share: bool = False) -> dict[str, torch.Tensor]:
+    def forward(
+        self, batch: Batch, needs: Needs, share: bool = False
+    ) -> dict[str, torch.Tensor]:
         B, T = batch.tokens.shape
         at = batch.known.at  # (N,) flat positions in (B, T) of the tokens
         replays = self.routing is not None and batch.routed is not None
@@ -146,11 +161,14 @@ class PolicyAndActor(nn.Module):
             rows = OneModelRows(Scored.of(batch, at), Needs())
             return self._through_heads([frozen], rows, batch, at, share)["logp"]
 
-    def _through_heads(self, models, rows, batch, at, share: bool) -> dict[str, torch.Tensor]:
+    def _through_heads(
+        self, models, rows, batch, at, share: bool
+    ) -> dict[str, torch.Tensor]:
         """The outputs of `rows` for the tokens at the flat positions `at` in (B, T), by name,
         computed from the models' logits in chunks."""
         layers = [lm.get_output_embeddings() for lm in models]
-        width = min(len(layer.weight) for layer in layers)  # the models' paddings may differ
+        # the models' paddings may differ
+        width = min(len(layer.weight) for layer in layers)
         width = min(width, self.vocabulary or width)
         heads = [
             Head.of(lm.config, width, exact.product_of(layer))
@@ -189,9 +207,12 @@ class PolicyAndActor(nn.Module):
     def _hidden(self, lm, batch, at, share):
         """Hidden states (N, H) that predict the tokens at the flat positions `at` in (B, T)."""
         read = read_shared if share else read_rows
-        with torch.autocast(at.device.type, self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(
+            at.device.type, self.autocast, enabled=self.autocast is not None
+        ):
             hidden = read(lm.base_model, batch, at)
-        if self.autocast:  # the head multiplies in the compute type, or in float32 with head_fp32
+        # the head multiplies in the compute type, or in float32 with head_fp32
+        if self.autocast:
             hidden = hidden.to(torch.float32 if self.head_fp32 else self.autocast)
         return hidden
 
@@ -235,8 +256,12 @@ def read_shared(model, batch, at):
     # after a shorter prompt: token ids that no response attends to
     prompts = model(input_ids=batch.ids[known.first, :P], use_cache=True)
     for layer in prompts.past_key_values.layers:
-        layer.keys, layer.values = (x.index_select(0, group) for x in (layer.keys, layer.values))
-    last = prompts.last_hidden_state.flatten(0, 1).index_select(0, group * P + batch.prompt_len - 1)
+        layer.keys, layer.values = (
+            x.index_select(0, group) for x in (layer.keys, layer.values)
+        )
+    last = prompts.last_hidden_state.flatten(0, 1).index_select(
+        0, group * P + batch.prompt_len - 1
+    )
     visible = (place < batch.prompt_len[:, None]) | (place >= P)
     suffix_out = model(
         input_ids=batch.tokens[:, :n],
@@ -245,7 +270,11 @@ def read_shared(model, batch, at):
         use_cache=True,
         position_ids=batch.prompt_len[:, None] + place[:n],
     ).last_hidden_state
-    return torch.cat([last[:, None], suffix_out], 1)[:, :T].flatten(0, 1).index_select(0, at)
+    return (
+        torch.cat([last[:, None], suffix_out], 1)[:, :T]
+        .flatten(0, 1)
+        .index_select(0, at)
+    )
 
 
 # -- Mixtures of experts: the choices of the routers
@@ -272,7 +301,9 @@ class Routing:
 
     def __enter__(self) -> Routing:
         for layer, router in enumerate(self.routers):
-            self.hooks.append(router.register_forward_hook(functools.partial(self._route, layer)))
+            self.hooks.append(
+                router.register_forward_hook(functools.partial(self._route, layer))
+            )
         return self
 
     def __exit__(self, *exception) -> None:
@@ -287,7 +318,11 @@ class Routing:
             return output
         given = self.given[:, layer].to(chosen.dtype)
         experts = torch.where(given >= 0, given, chosen)
-        return logits, expert_weights(router, logits, experts).to(weights.dtype), experts
+        return (
+            logits,
+            expert_weights(router, logits, experts).to(weights.dtype),
+            experts,
+        )
 
     def alike(self):
         """(n,): share of layers in which the router itself chooses the given experts."""
@@ -312,14 +347,22 @@ def routers_of(model) -> list[nn.Module]:
     routers = []
     for name in quant.experts_of(model):
         block = model.get_submodule(name.rpartition(".")[0])
-        routers += [router for kind, router in block.named_children() if kind in ("gate", "router")]
+        routers += [
+            router
+            for kind, router in block.named_children()
+            if kind in ("gate", "router")
+        ]
     return routers
 
 
 def routing_of(folder: str) -> tuple[int, int, int]:
     """(number of layers with experts, experts per token, experts per layer) of a model folder."""
     routers = routers_of(quant.empty_model(folder))
-    return (len(routers), routers[0].top_k, len(routers[0].weight)) if routers else (0, 0, 0)
+    return (
+        (len(routers), routers[0].top_k, len(routers[0].weight))
+        if routers
+        else (0, 0, 0)
+    )
 
 
 def check_replay(model) -> None:
@@ -341,7 +384,10 @@ def needs_of_ref_pass(cfg: Config, has_actor: bool) -> Needs:
     return Needs(
         support=sums or corrections.rejects_by_support(cfg),
         tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
-        exact_z=sampler_known and uses_z and cfg.obrs_target == "ref" and not cfg.obrs_accept_rate,
+        exact_z=sampler_known
+        and uses_z
+        and cfg.obrs_target == "ref"
+        and not cfg.obrs_accept_rate,
         lam=cfg.obrs_lambda,
         topk=cfg.obrs_topk if sums and wider else 0,
         start=cfg.kl_coef > 0,
@@ -354,7 +400,9 @@ def needs_of_update(cfg: Config, has_actor: bool, has_ref: bool) -> Needs:
     (objectives.with_ref)."""
     uses_z = cfg.correction in corrections.USES_Z
     # Z from sums over the support
-    sums = uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
+    sums = (
+        uses_z and cfg.obrs_z != "exact" and (cfg.obrs_target == "new" or not has_ref)
+    )
     rejects = corrections.rejects_by_support(cfg)
     rejects = rejects and (cfg.correction_target == "new" or not has_ref)
     return Needs(
@@ -363,7 +411,10 @@ def needs_of_update(cfg: Config, has_actor: bool, has_ref: bool) -> Needs:
         start=cfg.kl_coef > 0 and not has_ref,
         support=sums or rejects,
         tail=sums and cfg.obrs_z == "bracket" and not cfg.obrs_accept_rate,
-        exact_z=has_actor and uses_z and not has_ref and corrections.actor_is_sampler(cfg),
+        exact_z=has_actor
+        and uses_z
+        and not has_ref
+        and corrections.actor_is_sampler(cfg),
         lam=cfg.obrs_lambda,
         distill=has_actor,
     )
@@ -418,10 +469,13 @@ class Scored:
         if self.rule is not None:
             z = z.masked_fill(cut(z, *(x[at] for x in self.rule)), CUT)
         if self.allowed is not None:
-            offsets, ids = self.allowed  # ragged: token n allows ids[offsets[n]:offsets[n + 1]]
+            # ragged: token n allows ids[offsets[n]:offsets[n + 1]]
+            offsets, ids = self.allowed
             first, last = int(offsets[at.start]), int(offsets[at.stop])
             sizes = offsets[at.start : at.stop + 1].diff()
-            row = torch.repeat_interleave(torch.arange(at.stop - at.start, device=z.device), sizes)
+            row = torch.repeat_interleave(
+                torch.arange(at.stop - at.start, device=z.device), sizes
+            )
             gone = torch.ones_like(z, dtype=torch.bool)
             gone[row, ids[first:last]] = False
             z = z.masked_fill(gone, CUT)
@@ -443,12 +497,21 @@ class OneModelRows:
     min(p_K, p / lambda). With p = softmax(z / temperature) and g the gradient of the loss with respect to logp,
     dz = g (onehot(target) - p) / temperature."""
 
-    def __init__(self, scored: Scored, needs: Needs, support_ids=None, support_on=None, p_kth=None):
+    def __init__(
+        self,
+        scored: Scored,
+        needs: Needs,
+        support_ids=None,
+        support_on=None,
+        p_kth=None,
+    ):
         self.scored, self.needs = scored, needs
         self.support_ids = support_ids
         self.support_on = support_on
         self.p_kth = p_kth
-        self.differentiable = ("logp", "entropy") if needs.entropy_gradient else ("logp",)
+        self.differentiable = (
+            ("logp", "entropy") if needs.entropy_gradient else ("logp",)
+        )
 
     def __call__(self, logits, at) -> dict:
         return self.stats(self.log_softmax(logits.pop(), at), at)
@@ -524,7 +587,11 @@ class TwoModelRows:
         self.policy = OneModelRows(scored, needs, *support)
         self.actor = OneModelRows(scored, Needs(entropy=needs.entropy))
         self.needs = needs
-        self.differentiable = (*self.policy.differentiable, "actor_logp", "distill_loss")
+        self.differentiable = (
+            *self.policy.differentiable,
+            "actor_logp",
+            "distill_loss",
+        )
 
     def __call__(self, logits, at) -> dict:
         logq, logp = self.log_softmax(logits, at)
@@ -557,4 +624,6 @@ class TwoModelRows:
 
     def log_softmax(self, logits, at):
         """(log q, log p), each (n, V); pops both logits from the list, the actor's first."""
-        return self.actor.log_softmax(logits.pop(), at), self.policy.log_softmax(logits.pop(), at)
+        return self.actor.log_softmax(logits.pop(), at), self.policy.log_softmax(
+            logits.pop(), at
+        )

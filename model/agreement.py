@@ -22,7 +22,8 @@ class Agreement:
     """Distances between learner and engine with the same weights: means over sampled tokens."""
 
     gap: float  # |p_learner - p_engine|
-    floor: float  # |p_learner - p_nudged|: each module's output perturbed by the rounding error
+    # |p_learner - p_nudged|: each module's output perturbed by the rounding error
+    floor: float
 
 
 def agreement(learner, batch: Batch) -> Agreement:
@@ -35,7 +36,9 @@ def agreement(learner, batch: Batch) -> Agreement:
         return (stats.actor_logp if learner.has_actor else stats.logp).exp().double()
 
     def distance(p, q) -> float:
-        total, n = learner.comm.sum([((p - q).abs() * part.mask).sum(), part.mask.sum()])
+        total, n = learner.comm.sum(
+            [((p - q).abs() * part.mask).sum(), part.mask.sum()]
+        )
         return total / n if n else 0.0
 
     learner_p, engine = probabilities(), part.logp_inf.exp().double()

@@ -13,16 +13,22 @@ from rollout import Response
 from sampling import allowed_sets
 
 
-def responses_of(ids, logp, ends, finish_reasons, topk: int, max_allowed: int) -> list[Response]:
+def responses_of(
+    ids, logp, ends, finish_reasons, topk: int, max_allowed: int
+) -> list[Response]:
     """The responses in a table with a row [sampled, top-1 .. top-K] for each token, one response
     after the other: ids int32, logp float32 [n, K + 1].
 
     ends: the number of rows up to the end of each response. UserError: max_allowed > 0, and a set
     of allowed tokens has more than K tokens."""
     if max_allowed:
-        offsets, allowed_ids = allowed_sets(ids[:, 1:], logp[:, 1:], ids[:, 0], max_allowed)
+        offsets, allowed_ids = allowed_sets(
+            ids[:, 1:], logp[:, 1:], ids[:, 0], max_allowed
+        )
     responses = []
-    for start, end, finish_reason in zip([0, *ends[:-1]], ends, finish_reasons, strict=True):
+    for start, end, finish_reason in zip(
+        [0, *ends[:-1]], ends, finish_reasons, strict=True
+    ):
         response = Response(
             tokens=ids[start:end, 0].copy(),
             loss_mask=np.ones(end - start, bool),
@@ -45,7 +51,8 @@ class Records:
     def __init__(self, N: int, T: int, K: int, device):
         self.ids = torch.zeros(N, T, K + 1, dtype=torch.int32, device=device)
         self.logp = torch.zeros(N, T, K + 1, device=device)
-        self.length = torch.full((N,), T, device=device)  # T also for an unfinished response
+        # T also for an unfinished response
+        self.length = torch.full((N,), T, device=device)
 
     def write(self, which, t: int, token, logp) -> None:
         """Record token t of the responses `which` (n,): token (n, 1), log-probabilities (n, V)."""
@@ -68,7 +75,10 @@ class Records:
         ends = lengths.cumsum()
         used = np.arange(self.ids.shape[1]) < lengths[:, None]  # (N, T)
         ids, logp = self.ids.cpu().numpy()[used], self.logp.cpu().numpy()[used]
-        reasons = ["stop" if last in stop_ids else "length" for last in ids[ends - 1, 0].tolist()]
+        reasons = [
+            "stop" if last in stop_ids else "length"
+            for last in ids[ends - 1, 0].tolist()
+        ]
         return responses_of(ids, logp, ends, reasons, topk, max_allowed)
 
 
@@ -78,7 +88,8 @@ class Rows:
 
     index: torch.Tensor  # (n,) int64: indices among all N responses
     position: torch.Tensor  # (n,) int64: position of the next token
-    mask: torch.Tensor | None  # (n, tokens in the cache): attention mask; None without padding
+    # (n, tokens in the cache): attention mask; None without padding
+    mask: torch.Tensor | None
     cache: Any  # a transformers cache
 
     def shrink(self, going) -> None:

@@ -40,7 +40,8 @@ from rollout import Response, uniforms
 from sampling import Sampling, pick, truncate
 from sync import checksums
 
-LOCAL_WORLD_SIZE = from_environment("LOCAL_WORLD_SIZE", 1)  # read before vLLM overwrites it
+# read before vLLM overwrites it
+LOCAL_WORLD_SIZE = from_environment("LOCAL_WORLD_SIZE", 1)
 
 
 class VLLMEngine:
@@ -89,7 +90,8 @@ class VLLMEngine:
         self.dtype, self.fmt = dtype, fmt
         cuda = torch.cuda.is_available()
         shell = unread(folder)
-        self.experts = set(quant.expert_parameters(shell))  # vLLM loads each expert's matrices
+        # vLLM loads each expert's matrices
+        self.experts = set(quant.expert_parameters(shell))
         # whether vLLM has a kernel for low-bit tensors; if not, it loads exactly dequantized ones
         self.packed = fmt is not None and (
             fmt.activations or (cuda and fmt.qmax == 7 and not self.experts)
@@ -149,13 +151,24 @@ class VLLMEngine:
             self.llm = make_llm(folder, **settings)
         if cuda and is_first_rank():
             seconds = time.perf_counter() - started
-            print(f"vLLM started in {seconds:.0f} s; later starts reuse its compiled code")
+            print(
+                f"vLLM started in {seconds:.0f} s; later starts reuse its compiled code"
+            )
         if fmt is not None:
             model = load_model(folder)
-            self.load(quant.for_engine(model.state_dict().items(), model, fmt, self.packed))
+            self.load(
+                quant.for_engine(model.state_dict().items(), model, fmt, self.packed)
+            )
 
     def generate(
-        self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed=0, finished=None
+        self,
+        prompts,
+        seeds,
+        sampling: Sampling,
+        topk: int,
+        stop_ids,
+        max_allowed=0,
+        finished=None,
     ):
         """A list[Response] for each prompt: len(seeds[i]) responses to prompt i, int [P].
 
@@ -176,7 +189,8 @@ class VLLMEngine:
             max_tokens=sampling.max_tokens,
             stop_token_ids=stop_ids,
             logprobs=K,
-            flat_logprobs=True,  # with `lean_logprobs` this makes log-probabilities cheap
+            # with `lean_logprobs` this makes log-probabilities cheap
+            flat_logprobs=True,
             detokenize=False,
         )
         before, offset = self._of_all_ranks((list(prompts), seeds))
@@ -184,22 +198,30 @@ class VLLMEngine:
             for prompt, group in zip(their_prompts, their_seeds, strict=True):
                 # the salt is part of the prefix cache's key: no prefixes of older weights are used
                 salt = str(self.loads)
-                request = {"prompt_token_ids": [int(t) for t in prompt], "cache_salt": salt}
+                request = {
+                    "prompt_token_ids": [int(t) for t in prompt],
+                    "cache_salt": salt,
+                }
                 for seed in group:
                     requests.append(request)
                     params.append(self.make_params(**settings, seed=seed))
         requested = self.llm.enqueue(requests, params, use_tqdm=False)
         first = sum(len(group) for _, theirs in before[:offset] for group in theirs)
-        names = (name.partition("-")[0] for name in requested[first:])  # as the outputs have them
+        # as the outputs have them
+        names = (name.partition("-")[0] for name in requested[first:])
         prompts_of_names = [i for i, group in enumerate(seeds) for _ in group]
         prompt_of = dict(zip(names, prompts_of_names, strict=False))
         responses, core = {}, self.llm.llm_engine
         try:
             while core.has_unfinished_requests():  # the same steps on all ranks
-                ended = [o for o in core.step() if o.finished and o.request_id in prompt_of]
+                ended = [
+                    o for o in core.step() if o.finished and o.request_id in prompt_of
+                ]
                 if not ended:
                     continue
-                made = self._responses([o.outputs[0] for o in ended], K, topk, max_allowed)
+                made = self._responses(
+                    [o.outputs[0] for o in ended], K, topk, max_allowed
+                )
                 new = {o.request_id: r for o, r in zip(ended, made, strict=True)}
                 responses |= new
                 if finished is not None:
@@ -233,8 +255,11 @@ class VLLMEngine:
         if not self.asleep:
             return
         if self.sleep_level == 2:
-            raise RuntimeError("this engine has released its weights; load new weights first")
-        torch.cuda.empty_cache()  # release memory that the learner freed but torch still caches
+            raise RuntimeError(
+                "this engine has released its weights; load new weights first"
+            )
+        # release memory that the learner freed but torch still caches
+        torch.cuda.empty_cache()
         self.llm.wake_up()
         self.asleep = False
 
@@ -244,15 +269,22 @@ class VLLMEngine:
 
         The tokens of all responses form one table with rows [sampled, top-1 .. top-K]."""
         ends = np.cumsum([len(output.token_ids) for output in outputs])
-        ids = np.concatenate(list(chain.from_iterable(o.logprobs.token_ids for o in outputs)))
-        logp = np.concatenate(list(chain.from_iterable(o.logprobs.logprobs for o in outputs)))
+        ids = np.concatenate(
+            list(chain.from_iterable(o.logprobs.token_ids for o in outputs))
+        )
+        logp = np.concatenate(
+            list(chain.from_iterable(o.logprobs.logprobs for o in outputs))
+        )
         if ids.shape != (ends[-1], K + 1):
             raise RuntimeError(
                 f"vLLM returned log-probabilities of shape {ids.shape} for {ends[-1]} tokens and K = {K}: "
                 f"lean_logprobs (model/in_vllm.py), written for vLLM {in_vllm.VLLM_VERSION}, does not fit the version "
                 "here"
             )
-        ids, logp = ids.astype(np.int32, copy=False), logp.astype(np.float32, copy=False)
+        ids, logp = (
+            ids.astype(np.int32, copy=False),
+            logp.astype(np.float32, copy=False),
+        )
         reasons = [output.finish_reason for output in outputs]
         responses = responses_of(ids, logp, ends, reasons, topk, max_allowed)
         for response, output in zip(responses, outputs, strict=True):
@@ -271,10 +303,14 @@ class VLLMEngine:
         if not self.loads:
             self.llm.apply_model(in_vllm.note_packing)
         if not all(self.llm.apply_model(in_vllm.has_head)):
-            named_tensors = ((name, x) for name, x in named_tensors if name != "lm_head.weight")
+            named_tensors = (
+                (name, x) for name, x in named_tensors if name != "lm_head.weight"
+            )
         with in_vllm.in_one_sentence("it cannot load the published weights"):
             tensors = quant.by_expert(named_tensors, self.experts)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+            self.llm.collective_rpc(
+                "reload_weights", kwargs={"weights_iterator": tensors}
+            )
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -313,13 +349,17 @@ class VLLMEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-CACHE_GIB = 4.0  # GiB of KV cache on every machine, so that runs can be repeated elsewhere
+# GiB of KV cache on every machine, so that runs can be repeated elsewhere
+CACHE_GIB = 4.0
 
 
 def cache_of_a_token(config, number: int) -> int:
     """Bytes of a token's keys and values. config: of transformers; number: bytes per entry."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = (
+        getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
     return 2 * config.num_hidden_layers * heads * size * number
 
 
@@ -379,7 +419,8 @@ class HFEngine:
         if isinstance(model, (str, os.PathLike)):
             model = load_model(model, torch.float32 if exact else getattr(torch, dtype))
         self.dtype, self.fmt = dtype, fmt
-        self.packed = fmt is not None and fmt.activations  # int4 weights arrive dequantized
+        # int4 weights arrive dequantized
+        self.packed = fmt is not None and fmt.activations
         if self.packed:
             quant.align(model, fmt)
         elif fmt is not None:
@@ -395,10 +436,18 @@ class HFEngine:
         self.head_fp32, self.vocabulary = head_fp32 and not exact, vocabulary
         self.kv_cache, self.fused, self.tp, self.held_rows = "auto", {}, 1, None
         self.routing = Routing(self.model) if routing else None
-        self.routed = None  # experts of the last forward pass, (n, tokens, layers, k) int16
+        # experts of the last forward pass, (n, tokens, layers, k) int16
+        self.routed = None
 
     def generate(
-        self, prompts, seeds, sampling: Sampling, topk: int, stop_ids, max_allowed=0, finished=None
+        self,
+        prompts,
+        seeds,
+        sampling: Sampling,
+        topk: int,
+        stop_ids,
+        max_allowed=0,
+        finished=None,
     ):
         """The result of VLLMEngine.generate, computed in batches that fit into `batch_tokens`.
         `finished` is not called."""
@@ -436,12 +485,15 @@ class HFEngine:
     ) -> list[Response]:
         """All N responses of one batch, decoded token by token."""
         T = sampling.max_tokens
-        u = np.stack([uniforms(T, "sample", seed) for seed in chain.from_iterable(seeds)])
+        u = np.stack(
+            [uniforms(T, "sample", seed) for seed in chain.from_iterable(seeds)]
+        )
         u = torch.from_numpy(u).to(self.device)  # (N, T)
         stop = torch.tensor(stop_ids, device=self.device)
         records = Records(len(u), T, max(topk, max_allowed), self.device)
         logits, rows = self._read_prompts(prompts, [len(group) for group in seeds])
-        routed = [(rows.index, self.routed)]  # experts of the prompts, then of each later token
+        # experts of the prompts, then of each later token
+        routed = [(rows.index, self.routed)]
         for t in range(T):
             # the same float32 factor as in the learner
             z = truncate(logits * (1.0 / torch.tensor(sampling.temperature)), sampling)
@@ -454,7 +506,8 @@ class HFEngine:
             n_going = int(going.sum())
             if t == T - 1 or n_going == 0:
                 break
-            if n_going < 0.75 * len(going):  # dropping fewer rows costs more than it saves
+            # dropping fewer rows costs more than it saves
+            if n_going < 0.75 * len(going):
                 rows.shrink(going)
                 token = token[going]
             logits = self._step(token, rows)
@@ -468,14 +521,19 @@ class HFEngine:
         """(logits (N, V) of each response's first token, Rows for the decoding)."""
         # padded on the left, so that all prompts end together
         left = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-        sequences = [torch.as_tensor(np.asarray(prompt, np.int64)) for prompt in prompts]
+        sequences = [
+            torch.as_tensor(np.asarray(prompt, np.int64)) for prompt in prompts
+        ]
         ids = left(sequences).to(self.device)
         mask = left([torch.ones_like(x) for x in sequences]).to(self.device)
         position = (mask.cumsum(1) - 1).clamp_min(0)
         padded = bool((mask == 0).any())
         # Each response starts from the cache of its group's prompt.
         sizes = torch.tensor(group_sizes, device=self.device)
-        prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(sizes)  # (N,)
+        # (N,)
+        prompt_of = torch.arange(len(prompts), device=self.device).repeat_interleave(
+            sizes
+        )
         logits, cache = self._forward(
             ids, attention_mask=mask if padded else None, position_ids=position
         )
@@ -488,7 +546,10 @@ class HFEngine:
         cache.reorder_cache(prompt_of)
         position = mask.sum(1)[prompt_of]
         if self.exact:
-            cache.layers, padded = [InOrder(layer, position) for layer in cache.layers], False
+            cache.layers, padded = (
+                [InOrder(layer, position) for layer in cache.layers],
+                False,
+            )
         rows = Rows(
             index=torch.arange(len(prompt_of), device=self.device),
             position=position,
@@ -515,7 +576,9 @@ class HFEngine:
         logits, cache = self._logits(ids, 1, use_cache=True, **more)
         if self.routing is not None:
             chosen = torch.stack(self.routing.chosen, 1)  # (n, layers, k) of all tokens
-            self.routed = chosen.reshape(*ids.shape, *chosen.shape[1:]).short().cpu().numpy()
+            self.routed = (
+                chosen.reshape(*ids.shape, *chosen.shape[1:]).short().cpu().numpy()
+            )
         return logits[:, -1], cache
 
     def _logits(self, ids, keep: int, **more):
@@ -574,7 +637,9 @@ def evaluated_by(cfg: Config, name: str) -> str:
     rollouts; "second": a second engine; "torch": HFEngine on the learner's weights."""
     samples = "policy" if cfg.actor == "none" else "actor"
     if name == samples:
-        return "own" if cfg.samplers == "local" and cfg.eval_engine != "torch" else "torch"
+        return (
+            "own" if cfg.samplers == "local" and cfg.eval_engine != "torch" else "torch"
+        )
     return "second" if cfg.eval_engine == "second" else "torch"
 
 

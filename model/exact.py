@@ -56,7 +56,8 @@ from sampling import Sampling
 # rows differently (the last two of 32). 96 rows leave no remainder for one, two or four threads.
 ROWS = 96
 AT_ONCE = 128  # queries in one call of attention
-KEYS = 16  # the number of keys is a multiple of this: different code would sum a remainder
+# the number of keys is a multiple of this: different code would sum a remainder
+KEYS = 16
 # number of keys that torch's kernel processes at a time; if more than half of this number remain, the
 # kernel's split of the sum depends on the number of keys
 WHOLE = 512
@@ -144,7 +145,10 @@ class ExactLinear(nn.Linear):
     @classmethod
     def from_linear(cls, layer: nn.Linear) -> ExactLinear:
         exact = cls(
-            layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta"
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            device="meta",
         )
         exact.weight, exact.bias = layer.weight, layer.bias
         return exact.train(layer.training)
@@ -161,7 +165,11 @@ class ExactLinear(nn.Linear):
 
     def forward(self, x):
         device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        dtype = (
+            torch.get_autocast_dtype(device)
+            if torch.is_autocast_enabled(device)
+            else x.dtype
+        )
         with torch.autocast(device, enabled=False):
             flat, weight = x.reshape(-1, x.shape[-1]).to(dtype), self.rounded(dtype)
             y = Multiply.apply(flat, self.weight, weight)
@@ -189,14 +197,19 @@ def room(n: int) -> int:
     """Padded number of keys, chosen so that a row's sums do not depend on longer rows of the
     batch."""
     remainder = n % WHOLE
-    return n - remainder + (WHOLE if remainder > WHOLE // 2 else remainder + -remainder % KEYS)
+    return (
+        n
+        - remainder
+        + (WHOLE if remainder > WHOLE // 2 else remainder + -remainder % KEYS)
+    )
 
 
 class Seen(NamedTuple):
     """The keys that the queries of a forward pass see, for all its layers."""
 
     mask: torch.Tensor  # (B, 1, Q, K) bool
-    added: torch.Tensor  # (B, 1, Q, room(K)) bias of the scores of the keys in `order`: 0 or UNSEEN
+    # (B, 1, Q, room(K)) bias of the scores of the keys in `order`: 0 or UNSEEN
+    added: torch.Tensor
     # (B, room(K)) permutation of the keys, with the keys that no query sees last; None: identity
     order: torch.Tensor | None
 
@@ -217,7 +230,9 @@ class Seen(NamedTuple):
         padded with masked entries."""
         x = x.float()
         return (
-            longer(x, room(x.shape[2]) - x.shape[2]) if self.order is None else taken(x, self.order)
+            longer(x, room(x.shape[2]) - x.shape[2])
+            if self.order is None
+            else taken(x, self.order)
         )
 
 
@@ -233,14 +248,23 @@ def attention(module, query, key, value, attention_mask: Seen, scaling: float, *
 
     query (B, heads, Q, D); key and value (B, heads of keys, K, D)."""
     device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    dtype = (
+        torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device)
+        else value.dtype
+    )
     exact = functools.partial(exact_attention, attention_mask, scaling, dtype)
 
     def ordinary(*inputs):
         """The same in float32 by torch, for the gradient."""
         query, key, value = (x.float() for x in inputs)
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask.mask, scale=scaling, enable_gqa=True
+            query,
+            key,
+            value,
+            attn_mask=attention_mask.mask,
+            scale=scaling,
+            enable_gqa=True,
         )
 
     with torch.autocast(device, enabled=False):
@@ -258,13 +282,21 @@ def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, 
     query = query.float().reshape(B * H, shared, Q, D).transpose(1, 2)
     added = seen.added[:, :, :, None, None]  # (B, 1, Q, 1, 1, room(K))
     outs, last = [], 0
-    for chunk, mask in zip(query.split(AT_ONCE, 1), added.split(AT_ONCE, 2), strict=True):
+    for chunk, mask in zip(
+        query.split(AT_ONCE, 1), added.split(AT_ONCE, 2), strict=True
+    ):
         n_queries = chunk.shape[1]
         last += n_queries  # end of these queries
         n = min(key.shape[2], room(K - Q + last))  # these queries see no later key
-        mask = mask[..., :n].expand(B, H, n_queries, shared, 1, n).reshape(B * H, n_queries, -1, n)
+        mask = (
+            mask[..., :n]
+            .expand(B, H, n_queries, shared, 1, n)
+            .reshape(B * H, n_queries, -1, n)
+        )
         keys, values = (x[:, :, :n].expand(-1, n_queries, -1, -1) for x in (key, value))
-        outs.append(scaled_dot_product_attention(chunk, keys, values, mask, scale=scaling))
+        outs.append(
+            scaled_dot_product_attention(chunk, keys, values, mask, scale=scaling)
+        )
     return torch.cat(outs, 1).transpose(1, 2).reshape(B, heads, Q, D).to(dtype)
 
 
@@ -285,7 +317,8 @@ class InOrder(DynamicLayer):
         P = layer.keys.shape[2]
         places = torch.arange(room(P), device=lengths.device) + (P - lengths)[:, None]
         self.keys, self.values = (
-            taken(x.float(), places.clamp_max(P - 1)) for x in (layer.keys, layer.values)
+            taken(x.float(), places.clamp_max(P - 1))
+            for x in (layer.keys, layer.values)
         )
         self.lengths = lengths
         self.longest = P  # length of the longest row
@@ -295,13 +328,16 @@ class InOrder(DynamicLayer):
         """Append the key and value (B, H, 1, D) of a new token; returns all keys and values, with
         unused positions at the end of a row."""
         self.keys, self.values = (
-            longer(x, self.get_seq_length() - x.shape[2]) for x in (self.keys, self.values)
+            longer(x, self.get_seq_length() - x.shape[2])
+            for x in (self.keys, self.values)
         )
         B, H, K, _ = self.keys.shape
         first = K * torch.arange(B * H, device=self.lengths.device).view(B, H)
         rows = first + self.lengths[:, None]
         for x, new in ((self.keys, key), (self.values, value)):
-            x.view(B * H * K, -1).index_copy_(0, rows.flatten(), new.float().flatten(0, 2))
+            x.view(B * H * K, -1).index_copy_(
+                0, rows.flatten(), new.float().flatten(0, 2)
+            )
         self.lengths = self.lengths + 1
         self.longest += 1
         return self.keys, self.values
@@ -331,7 +367,8 @@ class InOrder(DynamicLayer):
 def apply(model):
     """Install the functions above in a model, also in its low-bit layers (call quant.align
     earlier)."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # seconds to load
+    # seconds to load
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for parent in list(model.modules()):
@@ -356,7 +393,10 @@ def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
     """Change an engine's float32 model so that it computes logits exactly as the learner
     (PolicyAndActor), in the compute type `dtype`."""
     apply(model.requires_grad_(False))
-    head, layer = Head.of(model.config, vocabulary, product), model.get_output_embeddings()
+    head, layer = (
+        Head.of(model.config, vocabulary, product),
+        model.get_output_embeddings(),
+    )
     compute = getattr(torch, dtype)
 
     def forward(input_ids, logits_to_keep=0, **more):
@@ -368,7 +408,9 @@ def as_sampler(model, dtype: str, head_fp32: bool, vocabulary: int | None):
             out = model.base_model(input_ids=input_ids, **more)
         hidden = out.last_hidden_state[:, -logits_to_keep:]
         hidden = hidden.to(torch.float32 if head_fp32 else compute)
-        logits = head.logits(hidden.flatten(0, 1), layer.rounded(hidden.dtype), layer.bias)
+        logits = head.logits(
+            hidden.flatten(0, 1), layer.rounded(hidden.dtype), layer.bias
+        )
         logits = logits.unflatten(0, hidden.shape[:2])
         return SimpleNamespace(logits=logits, past_key_values=out.past_key_values)
 
@@ -379,7 +421,10 @@ def check(cfg: RolloutFlags) -> None:
     """Raise UserError if engine and learner cannot be bitwise equal with these flags."""
     if not cfg.exact:
         return
-    need(not torch.cuda.is_available(), "--exact: works only on a CPU; leave it out on a GPU")
+    need(
+        not torch.cuda.is_available(),
+        "--exact: works only on a CPU; leave it out on a GPU",
+    )
     local = getattr(cfg, "samplers", "local") == "local"
     need(
         cfg.rollout == "hf" and local,
@@ -424,13 +469,18 @@ def check_model(cfg: PrecisionFlags, policy: str, actor: str | None) -> None:
     )
     window = getattr(config, "sliding_window", None)
     slides = window and getattr(config, "use_sliding_window", True)
-    need(not slides, f"--exact: the model of --{flag} has sliding windows; leave out --exact")
+    need(
+        not slides,
+        f"--exact: the model of --{flag} has sliding windows; leave out --exact",
+    )
 
 
 def check_zero(cfg: RunFlags, logged: dict) -> None:
     """Raise UserError if a token's log-probabilities in engine and learner differed in an update on
     fresh rollouts."""
-    gap = logged["rollout_corr/largest_gap" if cfg.actor == "none" else "actor/largest_gap"]
+    gap = logged[
+        "rollout_corr/largest_gap" if cfg.actor == "none" else "actor/largest_gap"
+    ]
     need(
         gap <= 0 or logged["staleness/max_updates"] > 0,
         f"--exact: on fresh rollouts log p_inf and log p_ref differ by {gap:.3g}; the matrix products of this "

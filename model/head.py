@@ -43,7 +43,8 @@ class Head:
 
     scale: float = 1.0  # Granite, Cohere
     cap: float | None = None  # Gemma-2
-    width: int | None = None  # number of weight rows that are token ids, not padding; None: all
+    # number of weight rows that are token ids, not padding; None: all
+    width: int | None = None
     multiply: Callable = product
 
     @classmethod
@@ -52,7 +53,9 @@ class Head:
         scale = (getattr(config, "logit_scale", None) or 1.0) / getattr(
             config, "logits_scaling", 1.0
         )
-        return cls(scale, getattr(config, "final_logit_softcapping", None), width, multiply)
+        return cls(
+            scale, getattr(config, "final_logit_softcapping", None), width, multiply
+        )
 
     def logits(self, hidden, weight, bias=None):
         """Logits (n, width) in float32, or float64."""
@@ -78,7 +81,9 @@ class Head:
         1."""
         if not self.cap:
             return None if self.scale == 1 else self.scale
-        return (z / self.cap).square_().neg_().add_(1.0).clamp_min_(0.0).mul_(self.scale)
+        return (
+            (z / self.cap).square_().neg_().add_(1.0).clamp_min_(0.0).mul_(self.scale)
+        )
 
 
 def check_head(flag: str, config) -> None:
@@ -149,7 +154,11 @@ class ChunkedHead(torch.autograd.Function):
     def backward(ctx, *grads):
         tensors, rows = ctx.saved_tensors, ctx.rows
         models = models_of(ctx.heads, tensors, ctx.casts)
-        grads = {name: g for name, g in zip(rows.outputs, grads, strict=True) if g is not None}
+        grads = {
+            name: g
+            for name, g in zip(rows.outputs, grads, strict=True)
+            if g is not None
+        }
         d_tensors = [
             torch.zeros_like(x) if n else None
             for x, n in zip(tensors, ctx.needs_input_grad[4:], strict=True)
@@ -157,14 +166,21 @@ class ChunkedHead(torch.autograd.Function):
         for at in chunks(len(tensors[0]), ctx.chunk):
             logits = [head.logits(h[at], w, b) for head, h, w, b in models]
             slopes = [head.slope(z) for head, z in zip(ctx.heads, logits, strict=True)]
-            d_logits = rows.backward(logits, at, {name: g[at, None] for name, g in grads.items()})
+            d_logits = rows.backward(
+                logits, at, {name: g[at, None] for name, g in grads.items()}
+            )
             del logits
             for m, (_, hidden, weight, _) in enumerate(models):
                 if d_logits[m] is not None:
-                    dz = d_logits[m] if slopes[m] is None else d_logits[m].mul_(slopes[m])
+                    dz = (
+                        d_logits[m]
+                        if slopes[m] is None
+                        else d_logits[m].mul_(slopes[m])
+                    )
                     dz = dz.to(hidden.dtype)
                     accumulate(d_tensors[3 * m : 3 * m + 3], dz, hidden, weight, at)
-                d_logits[m] = slopes[m] = dz = None  # freed before the next chunk's logits are made
+                # freed before the next chunk's logits are made
+                d_logits[m] = slopes[m] = dz = None
         return None, None, None, None, *d_tensors
 
 
@@ -172,12 +188,14 @@ def score(head: Head, layer, hidden, ids):
     """log p(ids[t] | ids[:t]) for t >= 1, (R, L - 1) in float32, from a model's output embedding
     `layer` and the hidden states (R, L, H) of the sequences ids (R, L)."""
     flat = hidden.flatten(0, 1)
-    following = ids.roll(-1, 1).flatten()[:, None]  # the last position of a row is removed below
+    # the last position of a row is removed below
+    following = ids.roll(-1, 1).flatten()[:, None]
     out = flat.new_empty(len(flat), dtype=torch.float32)
     for at in chunks(len(flat), chunk_rows(len(layer.weight))):
         z = head.of_layer(layer, flat[at])
         chosen, most = z.gather(1, following[at]), z.amax(1, keepdim=True)
-        total = z.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)  # z.logsumexp, in place
+        # z.logsumexp, in place
+        total = z.sub_(most).exp_().sum(1, keepdim=True).log_().add_(most)
         out[at] = (chosen - total)[:, 0]
         del z  # free it before the next chunk's logits are computed
     return out.view(ids.shape)[:, :-1]
@@ -192,7 +210,9 @@ def accumulate(d_model, dz, hidden, weight, at) -> None:
         d_hidden[at] = dz @ weight[read]
     if d_weight is not None and d_weight.dtype == dz.dtype:
         d_weight[read].addmm_(dz.t(), hidden[at])  # in place: no second (V, H) tensor
-    elif d_weight is not None and dz.is_cuda:  # float32 += a product of 16-bit matrices, in place
+    elif (
+        d_weight is not None and dz.is_cuda
+    ):  # float32 += a product of 16-bit matrices, in place
         into = d_weight[read]
         torch.addmm(into, dz.t(), hidden[at], out_dtype=d_weight.dtype, out=into)
     elif d_weight is not None:
@@ -205,7 +225,10 @@ def models_of(heads, tensors, casts) -> list[tuple]:
     """(head, hidden, weight, bias) of each model, with the weight in the dtype of the hidden
     states."""
     models = zip(heads, tensors[::3], tensors[1::3], tensors[2::3], casts, strict=True)
-    return [(head, h, w.to(h.dtype) if cast is None else cast, b) for head, h, w, b, cast in models]
+    return [
+        (head, h, w.to(h.dtype) if cast is None else cast, b)
+        for head, h, w, b, cast in models
+    ]
 
 
 def chunks(N: int, size: int) -> list[slice]:
@@ -216,7 +239,11 @@ def chunks(N: int, size: int) -> list[slice]:
 def memory_of(device) -> int:
     """Bytes of memory of a GPU; 0 for a CPU."""
     device = torch.device(device)
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else 0
+    )
 
 
 def chunk_rows(V: int, memory: int = 0) -> int:

@@ -28,7 +28,9 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
     Raises UserError if this version of vLLM lacks a module with such a function."""
     cuda = torch.cuda.is_available()
     try:
-        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+        from vllm.model_executor.layers.vocab_parallel_embedding import (
+            VocabParallelEmbedding,
+        )
         from vllm.model_executor.models.transformers.base import Base
         from vllm.v1.engine.logprobs import LogprobsProcessor
 
@@ -40,7 +42,9 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
 
             change(topk_topp_sampler, "random_sample", all_rows_at_once)
         else:
-            from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as moe
+            from vllm.model_executor.layers.fused_moe import (
+                unquantized_fused_moe_method as moe,
+            )
 
             method = moe.UnquantizedFusedMoEMethod
             change(method, "process_weights_after_loading", pack_experts_anew)
@@ -108,7 +112,9 @@ def all_rows_at_once(random_sample):
             return random_sample(probs, generators, *more)
         u = torch.from_numpy(next_uniforms([generators[i] for i in range(n)]))
         cdf = probs.cumsum(-1, dtype=torch.float64)
-        token = torch.searchsorted(cdf, u.to(probs.device)[:, None] * cdf[:, -1:], right=True)
+        token = torch.searchsorted(
+            cdf, u.to(probs.device)[:, None] * cdf[:, -1:], right=True
+        )
         return token.clamp_(max=probs.shape[1] - 1)[:, 0]
 
     return sample
@@ -225,7 +231,8 @@ def import_vllm():
 
     Environment variables that are already set are not changed, except
     VLLM_ENABLE_V1_MULTIPROCESSING. Raises UserError if the import fails."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
+    # the engine runs in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # FlashInfer cannot sample with a seed for each response, and vLLM does not start without it
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if not torch.cuda.is_available():
@@ -237,7 +244,9 @@ def import_vllm():
         from vllm import LLM, SamplingParams
     except ImportError as e:
         fix = "install it (make demo does) or use --rollout=hf"
-        raise UserError(f"--rollout=vllm: vLLM cannot be imported ({e}); {fix}") from None
+        raise UserError(
+            f"--rollout=vllm: vLLM cannot be imported ({e}); {fix}"
+        ) from None
     return LLM, SamplingParams
 
 
@@ -252,7 +261,9 @@ def own_shared_memory(ranks):
     if ranks is None or torch.cuda.is_available():
         yield
         return
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Launched
+    from vllm.v1.executor.uniproc_executor import (
+        ExecutorWithExternalLauncher as Launched,
+    )
 
     prefix, met = f"run{os.getppid()}", Launched._distributed_args
     # only the name matters: the ranks are already connected
@@ -291,7 +302,8 @@ def checksums_of(model) -> tuple[dict, dict]:
     packed = {}
     for prefix, module in model.named_modules():
         packed |= {
-            f"{prefix}.{name}": known for name, known in vars(module).get("handed_over", {}).items()
+            f"{prefix}.{name}": known
+            for name, known in vars(module).get("handed_over", {}).items()
         }
     return checksums({name: x for name, x in in_memory.items() if x.numel()}), packed
 
@@ -325,7 +337,11 @@ def engine_config(fmt: Format) -> dict:
         "quantization_status": "compressed",
         "ignore": ["lm_head", *(rf"re:.*\.{name}(\..*)?$" for name in ROUTERS)],
         "config_groups": {
-            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": inputs,
+            }
         },
     }
 
@@ -334,5 +350,6 @@ def has_head(model) -> bool:
     """Whether vLLM's model has a module for `lm_head.weight`. Some models with tied weights use the
     embedding instead."""
     return any(
-        name.split(".")[-1] == "lm_head" for name, _ in model.named_modules(remove_duplicate=False)
+        name.split(".")[-1] == "lm_head"
+        for name, _ in model.named_modules(remove_duplicate=False)
     )

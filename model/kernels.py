@@ -53,7 +53,8 @@ def apply(model, kernels: str) -> None:
     """Install the kernels in a model. Raises UserError if liger-kernel does not know its family."""
     if kernels == "compile":
         for layer in model.base_model.layers:
-            if getattr(layer.forward, "func", None) is without_cache:  # compiled already
+            # compiled already
+            if getattr(layer.forward, "func", None) is without_cache:
                 continue
             layer.mlp.compile(dynamic=True, backend=BACKEND)
             compiled = torch.compile(layer.forward, dynamic=True, backend=BACKEND)

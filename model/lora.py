@@ -41,11 +41,14 @@ def attach(model, cfg: Config):
 
     adapted = "all-linear"
     if quant.expert_parameters(model):  # peft would adapt experts too
-        adapted = sorted({name.rpartition(".")[2] for name in quant.quantized_linears(model)})
+        adapted = sorted(
+            {name.rpartition(".")[2] for name in quant.quantized_linears(model)}
+        )
     config = peft.LoraConfig(
         r=cfg.lora_rank, lora_alpha=ALPHA, target_modules=adapted, task_type="CAUSAL_LM"
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws adapters, which `start` overwrites
+    # peft draws adapters, which `start` overwrites
+    with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
     model.adapter_seed = cfg.seed
     if not any(p.is_meta for p in model.parameters()):
@@ -102,7 +105,9 @@ def merged(model, state: dict, whole):
         x = whole(x)
         layer, is_base, part = name.partition(".base_layer.")
         if is_base and part == "weight":
-            A, B = (whole(state[f"{layer}.lora_{matrix}.{NAME}.weight"]) for matrix in "AB")
+            A, B = (
+                whole(state[f"{layer}.lora_{matrix}.{NAME}.weight"]) for matrix in "AB"
+            )
             config = model.peft_config[NAME]
             x = x + (config.lora_alpha / config.r) * (B @ A)
         yield f"{layer}.{part}" if is_base else layer, x
@@ -120,7 +125,9 @@ def write(model, whole, folder: Path, base: str, first: bool) -> None:
 
     adapters = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
     tensors = {
-        "base_model.model." + name.replace(f".{NAME}.", "."): whole(x).cpu().contiguous()
+        "base_model.model." + name.replace(f".{NAME}.", "."): whole(x)
+        .cpu()
+        .contiguous()
         for name, x in adapters.items()
     }
     if first:

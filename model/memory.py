@@ -38,11 +38,17 @@ def fill(models: nn.Module, device: str) -> None:
     """Move models to their device; allocate and read the weights of models made by `unread`.
 
     Parameters remain the same objects. Raises UserError if the weights do not fit the config."""
-    if any(x.device != torch.device(device) for x in chain(models.parameters(), models.buffers())):
-        torch.__future__.set_swap_module_params_on_conversion(True)  # else tied weights come apart
+    if any(
+        x.device != torch.device(device)
+        for x in chain(models.parameters(), models.buffers())
+    ):
+        # else tied weights come apart
+        torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             models._apply(
-                lambda x: torch.empty_like(x, device=device) if x.is_meta else x.to(device)
+                lambda x: (
+                    torch.empty_like(x, device=device) if x.is_meta else x.to(device)
+                )
             )
         finally:
             torch.__future__.set_swap_module_params_on_conversion(False)
@@ -61,7 +67,8 @@ def read(model, folder: Path | str) -> None:
     tensors, names = {}, {}
     for name, x in model.state_dict(keep_vars=True).items():
         if not lora.is_adapters(name):
-            tensors[id(x)], names[id(x)] = x, name.replace(".base_layer.", ".")  # tied ones once
+            # tied ones once
+            tensors[id(x)], names[id(x)] = x, name.replace(".base_layer.", ".")
     sharded = any(hasattr(x, "to_local") for x in tensors.values())
     loaded, why = {}, [""]
     if not sharded or dist.get_rank() == 0:
@@ -74,10 +81,13 @@ def read(model, folder: Path | str) -> None:
     need(not why[0], why[0])
     for i, x in tensors.items():
         empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        lora.copy_into(x, loaded[names[i]] if loaded else empty)  # the first rank's is used
+        # the first rank's is used
+        lora.copy_into(x, loaded[names[i]] if loaded else empty)
 
 
-def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | None) -> nn.Module:
+def shard(
+    models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | None
+) -> nn.Module:
     """Wrap the models by FSDP2 and return them: each rank owns a shard of every parameter, each
     layer is a group, and the root group has embeddings and heads.
 
@@ -95,7 +105,9 @@ def shard(models: nn.Module, device: str, n_ranks: int, compute: torch.dtype | N
         policy = MixedPrecisionPolicy()
         if travels_in(model, compute):
             policy = MixedPrecisionPolicy(
-                param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
+                param_dtype=compute,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
             )
         for layer in model.base_model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -113,7 +125,8 @@ def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | N
     Aligned and exact layers must compute with the published numbers, and torch's LayerNorm does not
     support mixed dtypes on a CPU."""
     needs_float32 = any(
-        isinstance(m, (quant.LowBit, exact.ExactLinear, nn.LayerNorm)) for m in model.modules()
+        isinstance(m, (quant.LowBit, exact.ExactLinear, nn.LayerNorm))
+        for m in model.modules()
     )
     return None if needs_float32 else compute
 

@@ -22,7 +22,9 @@ class StreamedModel:
     fmt: number format of the linear layers; if it rounds activations, so does this forward pass.
     vocabulary: number of token ids; None: all rows of the embedding."""
 
-    def __init__(self, config, fmt: quant.Format | None = None, vocabulary: int | None = None):
+    def __init__(
+        self, config, fmt: quant.Format | None = None, vocabulary: int | None = None
+    ):
         rounds_activations = fmt is not None and fmt.activations
         self.model = quant.align(
             quant.empty_model(config), fmt if rounds_activations else None
@@ -42,7 +44,9 @@ class StreamedModel:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         stream = TensorStream(named_tensors, getattr(torch, dtype), device)
         layer, hooks = self.model.get_output_embeddings(), []
-        layer.forward = functools.partial(score, Head.of(self.model.config, self.vocabulary), layer)
+        layer.forward = functools.partial(
+            score, Head.of(self.model.config, self.vocabulary), layer
+        )
         # a module with parameters, or with a convolution, may read its children's: filled together
         owners = {}
         for name, module in self.model.named_modules():
@@ -52,13 +56,19 @@ class StreamedModel:
                 owners.setdefault(name if apart else parent, []).append((name, module))
         for name, parts in owners.items():
             owner = self.model.get_submodule(name)
-            hooks.append(owner.register_forward_pre_hook(functools.partial(fill, parts, stream)))
+            hooks.append(
+                owner.register_forward_pre_hook(functools.partial(fill, parts, stream))
+            )
             hooks.append(owner.register_forward_hook(functools.partial(release, parts)))
         try:
             tokens = torch.from_numpy(ids).to(device)
             for module in self.model.modules():
                 module._buffers.update(
-                    {n: x.to(device) for n, x in module._buffers.items() if x is not None}
+                    {
+                        n: x.to(device)
+                        for n, x in module._buffers.items()
+                        if x is not None
+                    }
                 )
             with nudged(self.model, nudge, last_half=True) if nudge else nullcontext():
                 out = self.model.base_model(input_ids=tokens, use_cache=False)
@@ -115,7 +125,10 @@ def fill(parts: list, stream: TensorStream, *_) -> None:
                 continue
             packed = f"{full}_packed"
             if key == "weight" and stream.find(full, packed) == packed:
-                int4 = (stream.take(f"{full}_{part}") for part in ("packed", "scale", "shape"))
+                int4 = (
+                    stream.take(f"{full}_{part}")
+                    for part in ("packed", "scale", "shape")
+                )
                 tensor = quant.unpacked(*int4)
             else:
                 tensor = stream.take(full)
@@ -123,7 +136,9 @@ def fill(parts: list, stream: TensorStream, *_) -> None:
                 module._buffers[key] = tensor.float()
             else:
                 weight = tensor.to(stream.dtype).float()
-                module._parameters[key] = torch.nn.Parameter(weight, requires_grad=False)
+                module._parameters[key] = torch.nn.Parameter(
+                    weight, requires_grad=False
+                )
 
 
 def release(parts: list, *_) -> None:
@@ -134,7 +149,9 @@ def release(parts: list, *_) -> None:
             module.loaded = {}
         for key, p in list(module._parameters.items()):
             if p is not None:
-                module._parameters[key] = torch.nn.Parameter(p.to("meta"), requires_grad=False)
+                module._parameters[key] = torch.nn.Parameter(
+                    p.to("meta"), requires_grad=False
+                )
 
 
 @contextmanager

@@ -28,8 +28,10 @@ from tasks import at_once, make_task
 
 GIB = 2**30
 MOST_RANKS = 64  # the largest number of ranks that is tried
-MOST_MICRO = 1 << 15  # tokens of a micro-batch; larger micro-batches do not use a GPU better
-UNKNOWN = 80 * GIB  # the GPU's memory without --gpu_gib: the head's chunks have their largest size
+# tokens of a micro-batch; larger micro-batches do not use a GPU better
+MOST_MICRO = 1 << 15
+# the GPU's memory without --gpu_gib: the head's chunks have their largest size
+UNKNOWN = 80 * GIB
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class States:
     optimizer: int
     tensor: int  # the largest tensor
     layer: int  # the largest layer, in float32
-    gathered: int  # with FSDP: embedding, head in float32; this and the next layer in their type
+    # with FSDP: embedding, head in float32; this and the next layer in their type
+    gathered: int
 
     @classmethod
     def of(cls, cfg: Config, name: str, config) -> States:
@@ -82,7 +85,9 @@ class Plan:
 
     def sum_of(self, *kinds: str) -> int:
         """Total bytes of the categories with names that begin with one of `kinds`."""
-        return sum(size for name, size in self.categories.items() if name.startswith(kinds))
+        return sum(
+            size for name, size in self.categories.items() if name.startswith(kinds)
+        )
 
     def of_stage(self, stage: str) -> int:
         return sum(self.categories[category] for category in self.stages[stage])
@@ -104,13 +109,19 @@ class Plan:
         lines = [f"GiB on one rank of {self.ranks}; {micro}"]
         lines += [f"  {name:<50}{size / GIB:9.2f}" for name, size in used.items()]
         lines += ["peak of each stage"]
-        lines += [f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages]
+        lines += [
+            f"  {stage:<50}{self.of_stage(stage) / GIB:9.2f}" for stage in self.stages
+        ]
         if self.checkpoint:
-            lines += [f"{'a checkpoint on disk, all ranks':<52}{self.checkpoint / GIB:9.2f}"]
+            lines += [
+                f"{'a checkpoint on disk, all ranks':<52}{self.checkpoint / GIB:9.2f}"
+            ]
         return "\n".join(lines)
 
 
-def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0) -> Plan:
+def plan_of(
+    cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float = 0.0
+) -> Plan:
     """The plan for one of `ranks` ranks. configs: name -> transformers config; prompt: tokens of
     the longest prompt."""
     width = prompt + cfg.max_tokens
@@ -123,8 +134,12 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     states = {f"weights, {name}": model.weights // n for name, model in models.items()}
     if cfg.kl_coef and not lora.learns(cfg, "policy"):
         states["weights, frozen start model"] = models["policy"].weights // n
-    states |= {f"optimizer, {name}": model.optimizer // n for name, model in models.items()}
-    gradients = {f"gradients, {name}": model.gradients // n for name, model in models.items()}
+    states |= {
+        f"optimizer, {name}": model.optimizer // n for name, model in models.items()
+    }
+    gradients = {
+        f"gradients, {name}": model.gradients // n for name, model in models.items()
+    }
     activations = {f"activations, {name}": size for name, size in measured.kept.items()}
     sampling = second = gathered = 0
     if cfg.samplers == "local":
@@ -133,7 +148,8 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
     # it evaluates the policy, and stays awake: only one engine of a process can sleep
     if cfg.eval_every >= 0 and evaluated_by(cfg, "policy") == "second":
         second = engine(cfg, configs["policy"], width, ranks, gpu_gib)
-    if sharded:  # also the gradient of the largest layer before it is reduced over ranks
+    # also the gradient of the largest layer before it is reduced over ranks
+    if sharded:
         largest = max(model.layer for model in models.values())
         gathered = sum(model.gathered for model in models.values()) + largest
     others = {
@@ -152,7 +168,11 @@ def plan_of(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float 
         "publish": [*stays, "engine", "a tensor to publish, and the weight check"],
         "roll out": [*stays, "engine"],
         "evaluate": [*always, "evaluation"],
-        "ref pass": [*always, "a forward without gradient", "gathered from other ranks"],
+        "ref pass": [
+            *always,
+            "a forward without gradient",
+            "gathered from other ranks",
+        ],
         "forward and backward": [*always, *busy, "gathered from other ranks"],
     }
     saved = sum(on_disk(cfg, name, model) for name, model in models.items())
@@ -181,15 +201,20 @@ def publishing(models: dict[str, States], configs: dict) -> int:
 def engine(cfg: Config, config, width: int, ranks: int, gpu_gib: float) -> int:
     """Bytes of the rollout engine on one rank: weights and KV cache; on a GPU vLLM's memory share,
     if both fit into it."""
-    number = 4 if cfg.rollout_dtype == "float32" else 2  # of low-bit weights an upper bound
+    # of low-bit weights an upper bound
+    number = 4 if cfg.rollout_dtype == "float32" else 2
     weights = weights_of(empty_model(config)) * number // 4 // cfg.rollout_tp
     of_a_token, rows = cache_of_a_token(config, number), cfg.rollout_batch // ranks
     if cfg.rollout != "vllm":
         return weights + torch_cache(config, number, rows, width)
     if gpu_gib:
         share = cfg.rollout_memory or 0.25
-        return max(int(share * gpu_gib * GIB), weights + of_a_token * width // cfg.rollout_tp)
-    return weights + (int(cfg.rollout_memory * GIB) or cache_size(of_a_token, width, rows))
+        return max(
+            int(share * gpu_gib * GIB), weights + of_a_token * width // cfg.rollout_tp
+        )
+    return weights + (
+        int(cfg.rollout_memory * GIB) or cache_size(of_a_token, width, rows)
+    )
 
 
 def torch_cache(config, number: int, rows: int, width: int) -> int:
@@ -237,12 +262,16 @@ def mends(cfg: Config, width: int, ranks: int):
         yield f"--parallel=fsdp on {n_ranks} ranks", {"parallel": "fsdp"}, n_ranks
 
 
-def largest_micro(cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float) -> int:
+def largest_micro(
+    cfg: Config, configs: dict, prompt: int, ranks: int, gpu_gib: float
+) -> int:
     """The largest --micro_tokens, a power of two up to MOST_MICRO, with which the run fits; at least
     the tokens of one row."""
     width, tokens = prompt + cfg.max_tokens, MOST_MICRO
     while tokens > width:
-        made = plan_of(replace(cfg, micro_tokens=tokens), configs, prompt, ranks, gpu_gib)
+        made = plan_of(
+            replace(cfg, micro_tokens=tokens), configs, prompt, ranks, gpu_gib
+        )
         if made.peak <= gpu_gib * GIB:
             break
         tokens //= 2
@@ -265,7 +294,9 @@ def verdict(
             cfg, made = replace(cfg, **changes), smaller
             flags[flag.partition("=")[0]] = flag
         if made.peak <= gpu_gib * GIB:
-            with_flags = f"with {', '.join(flags.values())} it needs {made.peak / GIB:.1f}"
+            with_flags = (
+                f"with {', '.join(flags.values())} it needs {made.peak / GIB:.1f}"
+            )
             return False, f"{needs}; {with_flags}"
     tried = ", ".join(flags.values()) or "flags"
     fix = "use a smaller model or shorter responses"

@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> None:
     print(made.text())
     if asked.gpu_gib:
         print(verdict(cfg, configs, prompt, made, asked.gpu_gib)[1])
-        print(f"the largest micro-batch that fits, at least one row: --micro_tokens={micro}")
+        print(
+            f"the largest micro-batch that fits, at least one row: --micro_tokens={micro}"
+        )
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ class Activations:
     """Bytes of the largest micro-batch on one rank, without weights, gradients and optimizer."""
 
     kept: dict[str, int]  # by model: memory that its layers keep for the backward pass
-    moment: int  # peak above `kept`, of the logits or of the backward of a layer or the embedding
+    # peak above `kept`, of the logits or of the backward of a layer or the embedding
+    moment: int
     forward: int  # peak of a pass without gradient
 
 
@@ -80,7 +81,9 @@ def measure(
         for name, config in configs.items():
             kept_by_two, layer, embedding = of_layers(cfg, name, config, 2, *batch)
             kept_by_four, *_ = of_layers(cfg, name, config, 4, *batch)
-            of_further_layers = (kept_by_four - kept_by_two) * (config.num_hidden_layers - 2) // 2
+            of_further_layers = (
+                (kept_by_four - kept_by_two) * (config.num_hidden_layers - 2) // 2
+            )
             kept[name] = kept_by_two + of_further_layers
             moment = max(moment, layer, embedding - sum(kept.values()))
     return Activations(kept, moment, forward)
@@ -92,13 +95,20 @@ def of_layers(
     """(bytes that n layers keep for the backward pass, without logits; peak of the last layer's
     backward above them; peak of the embedding's backward, when nothing else is kept)."""
     with FakeTensorMode(), Allocated() as allocated:
-        models = PolicyAndActor(shallow(cfg, name, config, n), None, memory.compute_type(cfg))
+        models = PolicyAndActor(
+            shallow(cfg, name, config, n), None, memory.compute_type(cfg)
+        )
         batch = shapes_of_batch(rows, prompt, response)
         base = allocated.peak = allocated.now
         peaks: list[int] = []
-        for layer in (models.policy.base_model.layers[-1], models.policy.base_model.layers[0]):
+        for layer in (
+            models.policy.base_model.layers[-1],
+            models.policy.base_model.layers[0],
+        ):
             note_peak_behind_backward(layer, allocated, peaks)
-        hidden = models._hidden(models.policy, batch, torch.arange(rows * response), share=False)
+        hidden = models._hidden(
+            models.policy, batch, torch.arange(rows * response), share=False
+        )
         kept = allocated.now - base
         hidden.backward(torch.empty_like(hidden))
         embedding = allocated.peak - base if len(peaks) == 2 else 0
@@ -173,7 +183,8 @@ def shallow(cfg: Config, name: str, config, n: int):
     config = copy.deepcopy(config)
     config.num_hidden_layers = n
     if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * n)[:n]  # a model may have fewer layers
+        # a model may have fewer layers
+        config.layer_types = (config.layer_types * n)[:n]
     with unset_fake_temporarily():
         model = on_meta(cfg, name, config)
         if layers_travel_in(cfg, model) == 2:
@@ -219,7 +230,9 @@ class EvenExperts(nn.Module):
         gate, up = (x @ self.gate_up_proj.mT).chunk(2, -1)
         y = ((self.act_fn(gate) * up) @ self.down_proj.mT).flatten(0, 1)
         weighted = y * top_k_weights.flatten()[token, None]
-        return torch.zeros_like(hidden_states).index_add(0, token, weighted.to(hidden_states.dtype))
+        return torch.zeros_like(hidden_states).index_add(
+            0, token, weighted.to(hidden_states.dtype)
+        )
 
 
 def shapes_of_batch(rows: int, prompt: int, response: int) -> Batch:
@@ -238,4 +251,8 @@ def sampler_of(cfg: RunFlags) -> str:
 def layers_travel_in(cfg: OptimizerFlags, model) -> int:
     """Bytes of one number of the layers' weights in computation: with FSDP they may be gathered in
     16 bits."""
-    return 2 if cfg.parallel == "fsdp" and memory.travels_in(model, memory.compute_type(cfg)) else 4
+    return (
+        2
+        if cfg.parallel == "fsdp" and memory.travels_in(model, memory.compute_type(cfg))
+        else 4
+    )

@@ -51,10 +51,14 @@ def bytes_of_an_entry(worth_flags: WorthFlags) -> int:
     return 4 + 4 * FOLDS + worth_flags.directions + 8 + index
 
 
-def passes_of(worth_flags: WorthFlags, rows: dict[str, Config], has_actor: bool) -> tuple[int, int]:
+def passes_of(
+    worth_flags: WorthFlags, rows: dict[str, Config], has_actor: bool
+) -> tuple[int, int]:
     """The forward passes over a batch of (policy, actor), over all kinds of batches. The policy has
     --reference backward passes."""
-    ref_passes = {needs_of_ref_pass(unregularised(cfg), has_actor) for cfg in rows.values()}
+    ref_passes = {
+        needs_of_ref_pass(unregularised(cfg), has_actor) for cfg in rows.values()
+    }
     slopes = worth_flags.batches * (1 + FOLDS)
     noise = worth_flags.noise_batches * (1 + worth_flags.directions)
     of_ref = worth_flags.batches * len(ref_passes)
@@ -67,7 +71,10 @@ def memory_of(asked: MeasurementFlags, cfg: Config, configs: dict, prompt: int) 
     sharded = cfg.parallel == "fsdp" and ranks > 1
     cfg = replace(cfg, eval_every=-1, dtype=cfg.dtype if sharded else "float32")
     run = plan_of(cfg, configs, prompt, ranks, asked.gpu_gib)
-    policy_bytes, width = weights_of(empty_model(configs["policy"])), prompt + cfg.max_tokens
+    policy_bytes, width = (
+        weights_of(empty_model(configs["policy"])),
+        prompt + cfg.max_tokens,
+    )
     entries = int(asked.share * policy_bytes) // 4 // (ranks if sharded else 1)
     copied = policy_bytes if sharded else 0
     cache = torch_cache(configs["policy"], 4, cfg.train_batch // ranks, width)
@@ -77,7 +84,11 @@ def memory_of(asked: MeasurementFlags, cfg: Config, configs: dict, prompt: int) 
     }
     weights = [name for name in run.categories if name.startswith("weights")]
     always = [*weights, "engine", "measured entries", "gathered from other ranks"]
-    backward = ["gradients, policy", "activations, policy", "logits, or a layer's backward"]
+    backward = [
+        "gradients, policy",
+        "activations, policy",
+        "logits, or a layer's backward",
+    ]
     stages = {
         "sample on-policy": [*always, "on-policy sampler: copy and KV cache"],
         "forward and backward": [*always, *backward],
@@ -107,7 +118,9 @@ def main(argv: list[str] | None = None) -> None:
     print(memory.text())
     if asked.gpu_gib:
         fits = "fits" if memory.peak <= asked.gpu_gib * GIB else "does not fit"
-        print(f"it {fits} --gpu_gib={asked.gpu_gib:g}: about {memory.peak / GIB:.1f} GiB")
+        print(
+            f"it {fits} --gpu_gib={asked.gpu_gib:g}: about {memory.peak / GIB:.1f} GiB"
+        )
     forward, of_actor = passes_of(asked, rows, "actor" in configs)
     print(
         f"passes over a batch of {cfg.train_batch} responses: {forward} forward and "
@@ -119,11 +132,17 @@ def main(argv: list[str] | None = None) -> None:
         length = prompt + cfg.max_tokens
         passes = {"policy": forward + 2 * asked.reference, "actor": of_actor}
         work = sum(
-            passes[name] * operations(empty_model(config), length) / 3 * length * cfg.train_batch
+            passes[name]
+            * operations(empty_model(config), length)
+            / 3
+            * length
+            * cfg.train_batch
             for name, config in configs.items()
         )  # a forward pass takes a third of forward and backward
         seconds = work / (asked.tflops * 1e12 * asked.ranks)
-        print(f"the passes take {seconds / 60:.1f} minutes at --tflops={asked.tflops:g}")
+        print(
+            f"the passes take {seconds / 60:.1f} minutes at --tflops={asked.tflops:g}"
+        )
 
 
 if __name__ == "__main__":

@@ -88,7 +88,9 @@ class ScoredTokens:
     batch: Batch  # the same responses, scored by the learner
 
 
-def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = None) -> dict:
+def probe(
+    cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = None
+) -> dict:
     """Sample, score, print and draw; return the report.
 
     setup: the learner's model and its problems. actor: folder of a different model that samples, or
@@ -99,13 +101,17 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
     allowed = max_allowed(train_cfg, setup.vocabulary)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     comm = Comm(device)  # before vLLM makes its own process group, for one rank
-    engine = start_engine(cfg, setup, actor or setup.folder, start, max(1, allowed), device)
+    engine = start_engine(
+        cfg, setup, actor or setup.folder, start, max(1, allowed), device
+    )
     learner = Learner(load_model(setup.folder), None, train_cfg, comm, setup.vocabulary)
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed)
     scored = score(learner, groups, train_cfg)
     floor = floors(learner, scored.batch, engine, sampling, setup)
     ladder = (
-        explain(cfg, setup, learner, engine, scored, actor, floor, start) if cfg.explain else None
+        explain(cfg, setup, learner, engine, scored, actor, floor, start)
+        if cfg.explain
+        else None
     )
     engine.close()
     report = summarize(cfg, setup, scored, floor) | {"ladder": ladder}
@@ -119,11 +125,18 @@ def probe(cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = 
 
 
 def start_engine(
-    cfg: ProbeFlags, setup: Setup, folder: str, start: str | None, topk: int, device: str
+    cfg: ProbeFlags,
+    setup: Setup,
+    folder: str,
+    start: str | None,
+    topk: int,
+    device: str,
 ):
     """The engine with the weights of a folder. start: folder of older weights that the engine loads
     before these weights."""
-    engine = make_engine(cfg, start or folder, setup.context, topk, device, setup.vocabulary)
+    engine = make_engine(
+        cfg, start or folder, setup.context, topk, device, setup.vocabulary
+    )
     if start:
         model = load_model(folder)
         tensors = model.state_dict().items()
@@ -152,15 +165,20 @@ def learner_config(cfg: ProbeFlags, setup) -> config.Config:
     return settings.resolve(config.Config(**{**shared, **values}), 1)  # on one rank
 
 
-def rollouts(engine, setup, samples: int, sampling: Sampling, allowed: int) -> list[Rollout]:
+def rollouts(
+    engine, setup, samples: int, sampling: Sampling, allowed: int
+) -> list[Rollout]:
     """Graded groups of `samples` responses to the held-out problems.
 
     allowed: maximum number of allowed tokens that are recorded under truncated sampling; 0: no
     tokens are recorded."""
-    problems = [setup.task.problem("test", i) for i in range(n_problems(setup.task, setup.most))]
+    problems = [
+        setup.task.problem("test", i) for i in range(n_problems(setup.task, setup.most))
+    ]
     prompts = [np.array(encode(setup.tokenizer, p), np.int32) for p in problems]
     seeds = [
-        [request_seed("probe", sampling.seed, p.id, s) for s in range(samples)] for p in problems
+        [request_seed("probe", sampling.seed, p.id, s) for s in range(samples)]
+        for p in problems
     ]
     tools = (engine, setup.task, setup.tokenizer)
     options = (sampling, 1, setup.stop_ids, allowed)
@@ -191,8 +209,12 @@ def without_replies(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def retokenized(tokenizer, groups: list[Rollout]) -> float:
     """Share of the responses that change when they are decoded and tokenized again. A program that
     does this trains on tokens that were not sampled."""
-    sampled = [response.tokens.tolist() for group in groups for response in group.responses]
-    texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in sampled]
+    sampled = [
+        response.tokens.tolist() for group in groups for response in group.responses
+    ]
+    texts = [
+        tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in sampled
+    ]
     again = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     return float(np.mean([a != b for a, b in zip(again, sampled, strict=True)]))
 
@@ -205,11 +227,20 @@ def summarize(cfg: ProbeFlags, setup, scored: ScoredTokens, floor: list[dict]) -
     capped, _ = weights("seq_tis", evidence[0], length, cfg.log_ratio_clamp)
     # by truncation (--keep_sampling_mask=recompute)
     cut = (scored.ref <= FLOOR)[exists(scored.ref, length)].mean()
-    shaping = ("temperature", "top_p", "top_k", "min_p", "keep_sampling_mask", "logprobs_mode")
+    shaping = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "keep_sampling_mask",
+        "logprobs_mode",
+    )
     return numbers | {
         "model": cfg.model,
         "sampler": cfg.actor or cfg.model,
-        "engine": f"{cfg.rollout} {cfg.rollout_dtype} {cfg.rollout_quant}".removesuffix(" none"),
+        "engine": f"{cfg.rollout} {cfg.rollout_dtype} {cfg.rollout_quant}".removesuffix(
+            " none"
+        ),
         "learner": f"{cfg.dtype} {cfg.learner_quant}".removesuffix(" none"),
         "lm_head_fp32": cfg.lm_head_fp32,
         "sampling": {name: getattr(cfg, name) for name in shaping},

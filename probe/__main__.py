@@ -16,7 +16,10 @@ from probe import PROBLEMS, ProbeFlags, doctor, ladder, probe
 
 def main(argv: list[str] | None = None) -> dict:
     """The report as a dictionary, which --out writes. UserError: a flag is wrong."""
-    if any(word.split("=")[0] == "--rollouts" for word in (sys.argv[1:] if argv is None else argv)):
+    if any(
+        word.split("=")[0] == "--rollouts"
+        for word in (sys.argv[1:] if argv is None else argv)
+    ):
         return doctor.main(argv)
     usage = "python -m probe --model=FOLDER --key=value ...  (--rollouts=FILE --help: of a dump)"
     cfg = parse_flags(ProbeFlags, argv, usage)

@@ -39,7 +39,13 @@ COLUMNS = {  # in order of preference
         *("rollout_logprobs", "logp_inf", "sampler_logps", "behavior_logprobs"),
     ),
     "trainer": (
-        *("old_log_probs", "old_per_token_logps", "trainer_logprobs", "log_probs", "logp_ref"),
+        *(
+            "old_log_probs",
+            "old_per_token_logps",
+            "trainer_logprobs",
+            "log_probs",
+            "logp_ref",
+        ),
         *("trainer_logps", "prox_logp", "per_token_logps"),
     ),
     "tokens": ("response_ids", "completion_ids", "responses", "tokens", "output_ids"),
@@ -94,10 +100,15 @@ def read(path: str, columns: str = "") -> Dump:
     need(rows, f"--rollouts={path}: no rows")
     named = named_columns(columns, COLUMNS)
     first = rows[0][1]
-    need(isinstance(first, dict), f"--rollouts={path}: its rows are not objects with columns")
+    need(
+        isinstance(first, dict),
+        f"--rollouts={path}: its rows are not objects with columns",
+    )
     at = {}
     for kind, names in COLUMNS.items():
-        at[kind] = named.get(kind) or next((name for name in names if name in first), "")
+        at[kind] = named.get(kind) or next(
+            (name for name in names if name in first), ""
+        )
     for kind in ("sampler", "trainer"):
         need(
             at[kind],
@@ -108,12 +119,20 @@ def read(path: str, columns: str = "") -> Dump:
     for place, row in rows:
         inf, ref = (numbers(row, at[kind], place) for kind in ("sampler", "trainer"))
         tokens = numbers(row, at["tokens"], place) if at["tokens"] else None
-        mask = numbers(row, at["mask"], place) != 0 if at["mask"] else np.ones(len(inf), bool)
+        mask = (
+            numbers(row, at["mask"], place) != 0
+            if at["mask"]
+            else np.ones(len(inf), bool)
+        )
         n = min(len(x) for x in (inf, ref, mask))
         extra |= {len(ref) - n, len(inf) - n}
         # longer arrays begin with the prompt
         inf, ref, mask = (x[len(x) - n :] for x in (inf, ref, mask))
-        tokens = tokens[len(tokens) - n :] if tokens is not None and len(tokens) >= n else None
+        tokens = (
+            tokens[len(tokens) - n :]
+            if tokens is not None and len(tokens) >= n
+            else None
+        )
         parts.append((inf[mask], ref[mask], None if tokens is None else tokens[mask]))
     cut = "sampler, trainer and mask differ in length: the last values of each list were used"
     notes = [cut] if extra != {0} else []
@@ -135,7 +154,8 @@ def numbers(row: dict, column: str, place: str) -> np.ndarray:
     except (TypeError, ValueError):
         x = np.zeros((0, 0))
     need(
-        x.ndim == 1, f"{place}: {column} is not a list of numbers, one for each token of a response"
+        x.ndim == 1,
+        f"{place}: {column} is not a list of numbers, one for each token of a response",
     )
     return x
 
@@ -159,7 +179,9 @@ def cause(name: str, check: str, broken: bool = False):
 fatal_cause = partial(cause, broken=True)
 
 
-@fatal_cause("numbers that are not finite", "16-bit overflow, or tokens that truncation forbids")
+@fatal_cause(
+    "numbers that are not finite", "16-bit overflow, or tokens that truncation forbids"
+)
 def not_finite(d: Dump) -> Iterator[str]:
     bad = {side: int((~np.isfinite(x)).sum()) for side, x in d.sides.items()}
     if any(bad.values()):
@@ -170,7 +192,10 @@ def not_finite(d: Dump) -> Iterator[str]:
         )
 
 
-@fatal_cause("not recorded", "whether the engine is asked for log-probabilities (vLLM: logprobs=0)")
+@fatal_cause(
+    "not recorded",
+    "whether the engine is asked for log-probabilities (vLLM: logprobs=0)",
+)
 def not_recorded(d: Dump) -> Iterator[str]:
     zero = [side for side, x in d.sides.items() if (x == 0).mean() > 0.9]
     if zero:
@@ -192,13 +217,18 @@ def base_of_the_logarithm(d: Dump) -> Iterator[str]:
     slope = (inf * ref).sum() / max((inf**2).sum(), 1e-30)
     residual = ((ref - slope * inf) ** 2).sum() / max(((ref - inf) ** 2).sum(), 1e-30)
     for base in (2, 10):
-        for side, factor in (("sampler", math.log(base)), ("trainer", 1 / math.log(base))):
+        for side, factor in (
+            ("sampler", math.log(base)),
+            ("trainer", 1 / math.log(base)),
+        ):
             if abs(slope / factor - 1) < 0.02 and residual < 0.05:
                 times = f"the trainer's numbers are {slope:.3f} times the sampler's"
                 yield f"{times}: the {side}'s are logarithms to base {base}"
 
 
-@fatal_cause("shifted by one token", "the slice of the logits: position t scores token t + 1")
+@fatal_cause(
+    "shifted by one token", "the slice of the logits: position t scores token t + 1"
+)
 def one_place_off(d: Dump) -> Iterator[str]:
     """The trainer's numbers fit the sampler's numbers of a neighbouring token."""
     straight = correlation(d.inf, d.ref, d.on)
@@ -212,7 +242,8 @@ def one_place_off(d: Dump) -> Iterator[str]:
 
 
 @fatal_cause(
-    "rows of a different response", "the order of rows after sorting, balancing or packing"
+    "rows of a different response",
+    "the order of rows after sorting, balancing or packing",
 )
 def other_rows(d: Dump) -> Iterator[str]:
     """The two sides are nearly uncorrelated."""
@@ -234,7 +265,10 @@ def some_rows(d: Dump) -> Iterator[str]:
         yield f"{share}, and the median of all responses is {np.median(rms):.2g}"
 
 
-@cause("another prompt", "the chat template, a second begin-of-sequence token, the system prompt")
+@cause(
+    "another prompt",
+    "the chat template, a second begin-of-sequence token, the system prompt",
+)
 def first_tokens(d: Dump) -> Iterator[str]:
     """The gap is at the beginning of responses."""
     near, far = gap_between(d, 0, 4), gap_between(d, 16, None)
@@ -242,7 +276,10 @@ def first_tokens(d: Dump) -> Iterator[str]:
         yield f"KL of the first 4 tokens {near:.2g}, after 16 tokens {far:.2g}"
 
 
-@cause("the end of responses", "the end token: appended by one side, or masked by the other")
+@cause(
+    "the end of responses",
+    "the end token: appended by one side, or masked by the other",
+)
 def last_token(d: Dump) -> Iterator[str]:
     """The gap is at the last token of responses."""
     last = np.arange(d.inf.shape[1])[None] == d.length[:, None] - 1
@@ -302,7 +339,10 @@ def temperature(d: Dump) -> Iterator[str]:
         yield f"log r changes by {slope:.2f} for each nat of log p ({share}): the {hotter} is hotter"
 
 
-@cause("growth along the response", "8-bit KV cache, position ids, sliding window, RoPE scaling")
+@cause(
+    "growth along the response",
+    "8-bit KV cache, position ids, sliding window, RoPE scaling",
+)
 def grows(d: Dump) -> Iterator[str]:
     """The gap grows with the position in the response."""
     T = int(np.median(d.length))
@@ -313,7 +353,10 @@ def grows(d: Dump) -> Iterator[str]:
         yield f"KL of the first quarter {near:.2g}, of the last quarter {far:.2g}"
 
 
-@cause("16-bit arithmetic", "nothing: no correction is needed except for very long responses")
+@cause(
+    "16-bit arithmetic",
+    "nothing: no correction is needed except for very long responses",
+)
 def arithmetic(d: Dump) -> Iterator[str]:
     """E r = 1, and the gap is as small as 16-bit arithmetic makes it."""
     rms, mean = of_r(d)
@@ -321,7 +364,10 @@ def arithmetic(d: Dump) -> Iterator[str]:
         yield f"the root mean square of log r is {rms:.2g}, and the mean of r is {mean:.4f}"
 
 
-@cause("another policy", "stale weights, a failed sync, low-bit rollouts, a different model")
+@cause(
+    "another policy",
+    "stale weights, a failed sync, low-bit rollouts, a different model",
+)
 def another_policy(d: Dump) -> Iterator[str]:
     """E r = 1, and the gap is too large for 16-bit arithmetic."""
     rms, mean = of_r(d)
@@ -363,13 +409,17 @@ def causes(d: Dump) -> tuple[list[dict], bool]:
             return rows, True
     if not rows:
         check = "python -m probe --model=..."
-        rows = [{"cause": "unknown", "evidence": "no known pattern fits", "check": check}]
+        rows = [
+            {"cause": "unknown", "evidence": "no known pattern fits", "check": check}
+        ]
     return rows, False
 
 
 def main(argv: list[str] | None = None) -> dict:
     """Print the report, and return it as a dictionary. UserError: a flag is wrong."""
-    cfg = parse_flags(DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ...")
+    cfg = parse_flags(
+        DoctorFlags, argv, "python -m probe --rollouts=FILE --key=value ..."
+    )
     check_ranges(cfg)
     if cfg.out:
         check_result("out", cfg.out)
@@ -413,6 +463,9 @@ def text(o: dict) -> str:
         "likely causes",
     ]
     for row in o["causes"]:
-        lines += [f"   {row['cause']}: {row['evidence']}", f"      check {row['check']}"]
+        lines += [
+            f"   {row['cause']}: {row['evidence']}",
+            f"      check {row['check']}",
+        ]
     sections = [lines] if "kl" not in o else [lines, *tables(o)]
     return "\n\n".join("\n".join(section) for section in sections)

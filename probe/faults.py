@@ -37,7 +37,8 @@ from probe.floor import prefill
 from rollout import Rollout
 from tasks.prompts import Chat, encode
 
-ALIKE = 0.02  # if two explanations differ by less, the likelihood of the sampled tokens decides
+# if two explanations differ by less, the likelihood of the sampled tokens decides
+ALIKE = 0.02
 BOUND = 20.0  # differences of log-probabilities are clamped to +- this
 LARGEST_FLOAT16 = 65504.0
 ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of common models
@@ -94,23 +95,35 @@ class Case:
         return np.where(self.batch.exists.numpy(), off.clip(-BOUND, BOUND) ** 2, 0.0)
 
     @torch.no_grad()
-    def logp(self, tensors=(), model=None, ids=None, vocabulary=None, **change) -> np.ndarray:
+    def logp(
+        self, tensors=(), model=None, ids=None, vocabulary=None, **change
+    ) -> np.ndarray:
         """log p (B, T) of whole sequences.
 
         tensors: parameters and buffers with other values, by name. model: another model. ids: other
         prompts with the responses, one for each response. vocabulary: number of head rows. change:
         of the recipe's temperature or truncation."""
         recipe, rule = replace(self.scorer.recipe, **change), self.scorer.sampling
-        cuts = [rule.top_p, rule.top_k, rule.min_p] if recipe.cut == "rule" else [1.0, 0.0, 0.0]
+        cuts = (
+            [rule.top_p, rule.top_k, rule.min_p]
+            if recipe.cut == "rule"
+            else [1.0, 0.0, 0.0]
+        )
         batch = replace(
             self.batch,
-            sampling=torch.tensor([[recipe.temperature, *cuts]]).expand(len(self.batch), 4),
+            sampling=torch.tensor([[recipe.temperature, *cuts]]).expand(
+                len(self.batch), 4
+            ),
             allowed=self.batch.allowed if recipe.cut == "sets" else None,
         )
         if ids is not None:
             prompt_len = torch.tensor([len(row) for row in ids]) - batch.length
-            batch = replace(batch, ids=batching.pad(ids, dtype=np.int64), prompt_len=prompt_len)
-        module = PolicyAndActor(model or self.model, vocabulary=vocabulary or self.setup.vocabulary)
+            batch = replace(
+                batch, ids=batching.pad(ids, dtype=np.int64), prompt_len=prompt_len
+            )
+        module = PolicyAndActor(
+            model or self.model, vocabulary=vocabulary or self.setup.vocabulary
+        )
         values = {f"policy.{name}": x for name, x in dict(tensors).items()}
         out = torch.zeros_like(batch.logp_inf)
         for rows in batching.micro_batches(batch, self.budget, share=False)[0]:
@@ -160,7 +173,9 @@ def truncated_head(case: Case) -> Iterator[tuple]:
     # the head has all tokens that were sampled or allowed
     first = int(case.batch.tokens.max()) + 1
     if case.scorer.recipe.cut == "sets":
-        first = max(first, *(int(ids.max()) + 1 for _, ids in case.batch.allowed if len(ids)))
+        first = max(
+            first, *(int(ids.max()) + 1 for _, ids in case.batch.allowed if len(ids))
+        )
     for n in np.linspace(first, rows, 9).astype(int).tolist():
         yield f"{n} rows", case.logp(vocabulary=n)
 
@@ -171,7 +186,9 @@ def wrong_rope(case: Case) -> Iterator[tuple]:
     base = rope.get("rope_theta")
     if base is None or rope.get("rope_type") != "default":
         return
-    speeds = {name: x for name, x in case.model.named_buffers() if name.endswith(".inv_freq")}
+    speeds = {
+        name: x for name, x in case.model.named_buffers() if name.endswith(".inv_freq")
+    }
     for other in ROPE_BASES:
         if other != base:
             power = math.log(other) / math.log(base)
@@ -191,7 +208,9 @@ def float16_overflow(case: Case) -> Iterator[tuple]:
     model = copy.deepcopy(case.model).half()
     for m in model.modules():  # also for the sums before a norm
         m.register_forward_pre_hook(lambda module, inputs: tree_map(clamped, inputs))
-        m.register_forward_hook(lambda module, inputs, output: tree_map(clamped, output))
+        m.register_forward_hook(
+            lambda module, inputs, output: tree_map(clamped, output)
+        )
     yield "", case.logp(model=model)
 
 
@@ -252,10 +271,16 @@ def other_prompt(case: Case) -> Iterator[tuple]:
     }
     for variant, rendered in variants.items():
         prompts = [list(rendered(group)) for group in case.groups]
-        differ = any(p != list(g.prompt_ids) for p, g in zip(prompts, case.groups, strict=True))
+        differ = any(
+            p != list(g.prompt_ids) for p, g in zip(prompts, case.groups, strict=True)
+        )
         if all(prompts) and differ:
             pairs = zip(prompts, case.groups, strict=True)
-            ids = [np.concatenate([p, r.tokens]) for p, group in pairs for r in group.responses]
+            ids = [
+                np.concatenate([p, r.tokens])
+                for p, group in pairs
+                for r in group.responses
+            ]
             yield variant, case.logp(ids=ids)
 
 
@@ -281,9 +306,13 @@ def noise(case: Case) -> np.ndarray:
     # an engine that scores needs room for one more token
     most = case.scorer.sampling.max_tokens - 1
     tokens = [r.tokens[:most] for g in case.groups for r in g.responses]
-    first, second = (prefill(case.engine, prompts, tokens, case.setup.vocabulary) for _ in range(2))
+    first, second = (
+        prefill(case.engine, prompts, tokens, case.setup.vocabulary) for _ in range(2)
+    )
     out = np.zeros_like(case.expected)
-    out[:, : first.shape[1]] = (first - second) ** 2 / 2 / case.scorer.recipe.temperature**2
+    out[:, : first.shape[1]] = (
+        (first - second) ** 2 / 2 / case.scorer.recipe.temperature**2
+    )
     return out
 
 
@@ -298,7 +327,8 @@ def suspects(case: Case) -> list[dict]:
     under the masks that sampled them than on average over masks. A different fault may imitate this
     bias, but no other fault makes an engine random."""
     for scorer in filter(None, (case.scorer, case.old)):
-        head = scorer.model.get_output_embeddings()  # separates a tied head from the embedding
+        # separates a tied head from the embedding
+        head = scorer.model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     before, on = case.left(case.expected), case.batch.exists.numpy()
     counts = resampled(case.batch.group.numpy())
@@ -306,14 +336,24 @@ def suspects(case: Case) -> list[dict]:
     def row(fault: str, where: str, left, sampled, enough: float = 0.5) -> dict:
         again = 1 - counts @ left.sum(1) / np.maximum(counts @ before.sum(1), 1e-300)
         explained = float(1 - left.sum() / before.sum())
-        told = {"fault": fault, "where": where, "explained": explained, "se": float(again.std())}
-        return told | {"sampled": float(sampled[on].mean()), "named": explained > enough}
+        told = {
+            "fault": fault,
+            "where": where,
+            "explained": explained,
+            "se": float(again.std()),
+        }
+        return told | {
+            "sampled": float(sampled[on].mean()),
+            "named": explained > enough,
+        }
 
     random = row("a dropout left on", "", before - noise(case), case.expected, RANDOM)
     rows = [random]
     for name, fault in FAULTS.items():
         if fault is not stale_weights or case.old is not None:
-            variants = [row(name, at, case.left(x), (x, *y)[-1]) for at, x, *y in fault(case)]
+            variants = [
+                row(name, at, case.left(x), (x, *y)[-1]) for at, x, *y in fault(case)
+            ]
             rows += sorted(variants, key=lambda row: -row["explained"])[:1]
     rows.sort(key=lambda row: -row["explained"])
     alike = [row for row in rows if row["explained"] > rows[0]["explained"] - ALIKE]

@@ -30,7 +30,11 @@ def floors(learner, batch, engine, sampling: Sampling, setup) -> list[dict]:
     """One row for each comparison (see `compare`); rows of the learner also have the error of the
     reward estimate. batch: scored by the learner (logp_ref). setup: eval.Setup."""
     clamp = learner.cfg.log_ratio_clamp
-    rows = [learner_row(f"learner, {ROWS} rows at once", batch, in_pieces(learner, batch), clamp)]
+    rows = [
+        learner_row(
+            f"learner, {ROWS} rows at once", batch, in_pieces(learner, batch), clamp
+        )
+    ]
     if torch.device(learner.device).type == "cpu":
         threads = torch.get_num_threads()
         other = 1 if threads > 1 else 2
@@ -56,7 +60,10 @@ def compare(name: str, logp, other, length, clamp: float) -> dict:
 def learner_row(name: str, batch, again, clamp: float) -> dict:
     """A row for the learner's log-probabilities (B, T) in a first and a second pass."""
     logp, other = (x.double().numpy() for x in (batch.logp_ref, again))
-    R, reward = np.exp(((other - logp) * batch.mask.numpy()).sum(1)), batch.reward.double().numpy()
+    R, reward = (
+        np.exp(((other - logp) * batch.mask.numpy()).sum(1)),
+        batch.reward.double().numpy(),
+    )
     moved = float(abs((R * reward).sum() / R.sum() - reward.mean()))
     return {"reward": moved} | compare(name, logp, other, batch.length.numpy(), clamp)
 
@@ -78,13 +85,20 @@ def engine_rows(engine, prompts, sampling: Sampling, setup, clamp: float) -> lis
     seeds = [[request_seed("floor", plain.seed, i)] for i in range(len(prompts))]
     half = len(prompts) // 2 + 1
     first, again = (
-        [group[0] for group in engine.generate(prompts[:n], seeds[:n], plain, 1, setup.stop_ids)]
+        [
+            group[0]
+            for group in engine.generate(
+                prompts[:n], seeds[:n], plain, 1, setup.stop_ids
+            )
+        ]
         for n in (len(prompts), half)
     )
     decoded = pad([r.logp_inf for r in first]).double().numpy()
     length = np.array([len(r.tokens) for r in first])
     at_once = prefill(engine, prompts, [r.tokens for r in first], setup.vocabulary)
-    alike = np.array([common(a.tokens, b.tokens) for a, b in zip(first, again, strict=False)])
+    alike = np.array(
+        [common(a.tokens, b.tokens) for a, b in zip(first, again, strict=False)]
+    )
     second = pad([r.logp_inf for r in again], decoded.shape[1]).double().numpy()
     return [
         compare("engine, decode / prefill", decoded, at_once, length, clamp),
@@ -104,9 +118,13 @@ def prefill(engine, prompts, responses, vocabulary: int) -> np.ndarray:
     pairs = list(zip(prompts, responses, strict=True))
     ids = pad([np.concatenate(pair) for pair in pairs], dtype=np.int64).numpy()
     rows = max(1, LOGITS // (ids.shape[1] * vocabulary))
-    parts = [engine.logprobs(ids[start : start + rows]) for start in range(0, len(ids), rows)]
+    parts = [
+        engine.logprobs(ids[start : start + rows]) for start in range(0, len(ids), rows)
+    ]
     logp = np.concatenate(parts)
-    logps = [row[len(p) - 1 :][: len(r)] for row, (p, r) in zip(logp, pairs, strict=True)]
+    logps = [
+        row[len(p) - 1 :][: len(r)] for row, (p, r) in zip(logp, pairs, strict=True)
+    ]
     return pad(logps).double().numpy()
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from model import FLOOR
 
-EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]  # tokens
+# tokens
+EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 
 
 def exists(x, length) -> np.ndarray:
@@ -45,7 +46,8 @@ def distances(inf, ref, on) -> dict[str, float]:
         "k1": abs(float(log_r.sum() / tokens)),
         "kl": float(k3(log_r).sum() / tokens),
         "ratio": abs(float(np.expm1(log_r).sum() / tokens)),  # mean of r, minus 1
-        "cut": float((((inf <= FLOOR) != (ref <= FLOOR)) & on).sum() / tokens),  # by one side only
+        # by one side only
+        "cut": float((((inf <= FLOOR) != (ref <= FLOOR)) & on).sum() / tokens),
         "chi2": float((np.expm1(log_r) ** 2).sum() / tokens),  # E r^2 - 1 if E r = 1
         "chi2_seq": float((np.expm1(log_r.sum(1)) ** 2).sum() / responses),
         "rms": float(np.sqrt((log_r**2).sum() / tokens)),
@@ -77,7 +79,8 @@ def overview(inf, ref, length, clamp: float) -> dict:
         "chi2_seq": float((R**2).mean() - 1),
         "token_ess": ess(r),
         "seq_ess": ess(R),
-        "seq_clamped": float((np.abs(total) >= clamp).mean()),  # share of responses at the clamp
+        # share of responses at the clamp
+        "seq_clamped": float((np.abs(total) >= clamp).mean()),
         # |p_inf - p_ref|: mean and largest of a response, mean over responses; largest of all tokens
         "mean_mismatch": float((gap.sum(1) / length).mean()),
         "max_mismatch": float(gap.max(1).mean()),
@@ -116,7 +119,9 @@ def by_prefix(log_r, length, clamp: float) -> list[dict]:
 def by_length(inf, ref, length) -> list[dict]:
     """`distances` in up to eight buckets of length with about equally many responses."""
     on, rows, below = exists(inf, length), [], int(length.min()) - 1
-    for edge in np.unique(np.quantile(length, np.linspace(0, 1, 9)[1:], method="lower")).tolist():
+    for edge in np.unique(
+        np.quantile(length, np.linspace(0, 1, 9)[1:], method="lower")
+    ).tolist():
         inside = (length > below) & (length <= edge)
         row = {"from": below + 1, "to": int(edge), "responses": int(inside.sum())}
         row["mean_length"] = float(length[inside].mean())

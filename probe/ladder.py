@@ -63,11 +63,14 @@ class Recipe:
     """How to compute the log-probabilities of given tokens. The fields are in the order of the
     ladder."""
 
-    head: str  # "float32", or a 16-bit type; "T factors": only the factors in T, as in the learner
-    body: str  # type of weights and activations; "autocast T": products in T, weights in float32
+    # "float32", or a 16-bit type; "T factors": only the factors in T, as in the learner
+    head: str
+    # type of weights and activations; "autocast T": products in T, weights in float32
+    body: str
     weights: quant.Format | None
     activations: bool  # whether activations are rounded too
-    cut: str  # "none"; "sets": the recorded allowed tokens; "rule": top_p, top_k and min_p
+    # "none"; "sets": the recorded allowed tokens; "rule": top_p, top_k and min_p
+    cut: str
     temperature: float
     folder: str
 
@@ -76,7 +79,9 @@ class Recipe:
         """The learner's recipe. cfg: the learner's config.Config."""
         low = cfg.dtype != "float32"
         fmt = quant.learner_format(cfg)
-        cut = {"off": "none", "recompute": "rule", "replay": "sets"}[cfg.keep_sampling_mask]
+        cut = {"off": "none", "recompute": "rule", "replay": "sets"}[
+            cfg.keep_sampling_mask
+        ]
         return cls(
             head=f"{cfg.dtype} factors" if low and not cfg.lm_head_fp32 else "float32",
             body=f"autocast {cfg.dtype}" if low else "float32",
@@ -124,7 +129,9 @@ def steps(learner: Recipe, engine: Recipe) -> Iterator[tuple[str, Recipe]]:
         if getattr(recipe, field.name) == value:
             continue
         recipe = replace(recipe, **{field.name: value})
-        if field.name == "activations" and not (recipe.weights and recipe.weights.activations):
+        if field.name == "activations" and not (
+            recipe.weights and recipe.weights.activations
+        ):
             continue  # the format of the weights rounds no activations
         name = SOURCES[field.name]
         if field.name == "folder" and same_shape(learner.folder, engine.folder):
@@ -156,7 +163,9 @@ class Scorer(HFEngine):
     """The plain torch engine for given tokens: it decodes like HFEngine, and computes by a
     recipe."""
 
-    def __init__(self, recipe: Recipe, sampling: Sampling, device: str, vocabulary: int):
+    def __init__(
+        self, recipe: Recipe, sampling: Sampling, device: str, vocabulary: int
+    ):
         scope, _, dtype = recipe.body.rpartition(" ")
         fmt = recipe.weights
         if fmt is not None:
@@ -202,7 +211,8 @@ class Scorer(HFEngine):
             n_going = int(going.sum())
             if n_going == 0:
                 break
-            if n_going < 0.75 * len(going):  # as in HFEngine: the shape affects rounding
+            # as in HFEngine: the shape affects rounding
+            if n_going < 0.75 * len(going):
                 rows.shrink(going)
                 token = token[going]
             logits = self._step(token, rows)
@@ -211,7 +221,8 @@ class Scorer(HFEngine):
     def _logp(self, logits, token, t: int, responses) -> torch.Tensor:
         """log p (n,) of the t-th tokens (n, 1) of these responses under the recipe's
         distribution."""
-        z = logits * (1.0 / torch.tensor(self.recipe.temperature))  # bitwise as in HFEngine
+        # bitwise as in HFEngine
+        z = logits * (1.0 / torch.tensor(self.recipe.temperature))
         if self.recipe.cut == "rule":
             z = truncate(z, self.sampling)
         elif self.recipe.cut == "sets":
@@ -224,10 +235,16 @@ class Scorer(HFEngine):
         head, _, factors = self.recipe.head.partition(" ")
         if self.autocast is None and head in ("float32", self.dtype):
             return super()._forward(ids, **more)
-        with torch.autocast(ids.device.type, self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(
+            ids.device.type, self.autocast, enabled=self.autocast is not None
+        ):
             out = self.model.base_model(input_ids=ids, use_cache=True, **more)
         layer, dtype = self.model.get_output_embeddings(), getattr(torch, head)
-        tensors = [out.last_hidden_state[:, -1], layer.weight, getattr(layer, "bias", None)]
+        tensors = [
+            out.last_hidden_state[:, -1],
+            layer.weight,
+            getattr(layer, "bias", None),
+        ]
         z = Head.of(self.model.config).logits(
             *(None if x is None else x.to(dtype) for x in tensors)
         )
@@ -282,7 +299,9 @@ def explain(
             old = Scorer(recipe, scorer.sampling, scorer.device, setup.vocabulary)
         groups, batch, rows = within(groups, batch, FAULT[device] / size, TRIED)
         expected = logp[-2][rows, : batch.tokens.shape[1]]
-        case = Case(scorer, old, engine, setup, groups, batch, expected, cfg.micro_tokens)
+        case = Case(
+            scorer, old, engine, setup, groups, batch, expected, cfg.micro_tokens
+        )
         shares_of["suspects"] = suspects(case)
     return shares_of
 
@@ -293,7 +312,10 @@ def rungs(
     """The names of the rungs (K), their log-probabilities (K, B, T), and the scorer of the last
     rung before the remainder, which computes the expected values of the engine."""
     folder, sampling = learner.cfg.model, Sampling.of(cfg)
-    start, end = Recipe.of_learner(learner.cfg, folder), Recipe.of_engine(cfg, actor or folder)
+    start, end = (
+        Recipe.of_learner(learner.cfg, folder),
+        Recipe.of_engine(cfg, actor or folder),
+    )
     place = (sampling, learner.device, learner.models.vocabulary)
     scorer = Scorer(start, *place)
     logps = {

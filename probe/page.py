@@ -92,7 +92,9 @@ TABLES = {
     ),
     "verdicts": (
         "is the variance of the weights small at these lengths? (worth.py measures gradients)",
-        lambda x: f"   {'yes' if x['viable'] else 'no '}  {x['correction']:14s} {x['why']}",
+        lambda x: (
+            f"   {'yes' if x['viable'] else 'no '}  {x['correction']:14s} {x['why']}"
+        ),
     ),
     "largest": (
         "largest gaps: response, place, token, p of sampler and trainer",
@@ -151,5 +153,7 @@ def suspects_text(o) -> list[str]:
             f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}"
         )
     if not any(row["fault"] == "stale weights" for row in suspects):
-        lines.append("   (stale weights were not tested: name older weights with --synced_from)")
+        lines.append(
+            "   (stale weights were not tested: name older weights with --synced_from)"
+        )
     return lines

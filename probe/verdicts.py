@@ -23,10 +23,19 @@ def weights(name: str, log_r, length, clamp: float) -> tuple[np.ndarray, np.ndar
     """(weight, keep) of a correction for each token (N,) or response (B,), from log r (B, T)."""
     correction, _, cap = name.partition(", C = ")
     on = exists(log_r, length)
-    known = {"log_r": torch.from_numpy(log_r), "mask": torch.from_numpy(on), "clamp": clamp}
+    known = {
+        "log_r": torch.from_numpy(log_r),
+        "mask": torch.from_numpy(on),
+        "clamp": clamp,
+    }
     known |= {"is_cap": float(cap)} if cap else {}
-    weight, keep = corrections.call(corrections.CORRECTIONS[correction].function, None, **known)
-    return tuple(x[on] if x.shape == on.shape else x[:, 0] for x in (weight.numpy(), keep.numpy()))
+    weight, keep = corrections.call(
+        corrections.CORRECTIONS[correction].function, None, **known
+    )
+    return tuple(
+        x[on] if x.shape == on.shape else x[:, 0]
+        for x in (weight.numpy(), keep.numpy())
+    )
 
 
 def judge(name: str, log_r, length, kl: float, clamp: float) -> tuple[bool, str]:
@@ -39,13 +48,19 @@ def judge(name: str, log_r, length, kl: float, clamp: float) -> tuple[bool, str]
         return T * kl < 0.1, why
     if name == "jackpot":  # lambda = 1
         accepted = np.exp(np.minimum(log_token, 0)).mean()
-        viable, why = accepted > 0.8, f"{100 * accepted:.1f} % of the tokens would be accepted"
+        viable, why = (
+            accepted > 0.8,
+            f"{100 * accepted:.1f} % of the tokens would be accepted",
+        )
     else:
         weight, keep = weights(name, log_r, length, clamp)
         share = ess(weight * keep)  # at most the kept share
         clamped = (np.abs(np.log(weight)) > clamp - 1e-6).mean()
         row = corrections.CORRECTIONS[name.partition(",")[0]]
-        viable, why = share > 0.5 and clamped < 0.01, f"the ESS of its weights is {share:.2f}"
+        viable, why = (
+            share > 0.5 and clamped < 0.01,
+            f"the ESS of its weights is {share:.2f}",
+        )
         if clamped >= 0.01:  # equal weights have ESS 1, even if all of them are clamped
             why += f" but misleading: {100 * clamped:.0f} % of them are at the clamp"
         if row.drops:

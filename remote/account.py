@@ -22,7 +22,8 @@ from pathlib import Path
 
 from remote.wire import need, verified, with_digest
 
-VERSIONS = 3  # sets of weights in a folder: a sampler may finish reading the previous sets
+# sets of weights in a folder: a sampler may finish reading the previous sets
+VERSIONS = 3
 MOST_GROUP = 1 << 30  # most bytes of a file in a spool
 
 SAMPLER = "[A-Za-z0-9_-]{1,64}"
@@ -59,7 +60,8 @@ class Arrived:
     name: str
     data: bytes = b""
     fate: str = ""  # listed in remote/source.py; empty: undecided, the data decides
-    when: float = field(default_factory=time.time)  # time of arrival, seconds since the epoch
+    # time of arrival, seconds since the epoch
+    when: float = field(default_factory=time.time)
 
 
 class Intake:

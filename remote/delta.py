@@ -27,7 +27,8 @@ from remote import wire
 
 BLOCK = 16 << 20  # bytes
 MOST_CHAIN = 16  # most deltas in a chain
-WORTH = 2  # deltas above 1 / WORTH of the weights are not sent: both ends hold them in memory
+# deltas above 1 / WORTH of the weights are not sent: both ends hold them in memory
+WORTH = 2
 
 
 def word_of(nbytes: int) -> np.dtype:
@@ -65,7 +66,9 @@ def add_block(words: np.ndarray, packed: bytes) -> None:
         data = inflate.decompress(packed, bits + words.nbytes + 1)
     except zlib.error as e:
         raise wire.WireError(f"a delta that cannot be unpacked ({e})") from None
-    changed = np.unpackbits(np.frombuffer(data[:bits], np.uint8), count=len(words)).view(bool)
+    changed = np.unpackbits(
+        np.frombuffer(data[:bits], np.uint8), count=len(words)
+    ).view(bool)
     values = data[bits:]
     fits = inflate.eof and len(values) == changed.sum() * words.itemsize
     wire.need(fits, "a delta that does not fit the weights")
@@ -81,10 +84,16 @@ def rebuild(base: Path, deltas: list[bytes], of: wire.Manifest, sink):
     try:
         chain = [msgspec.msgpack.decode(data, type=list[bytes]) for data in deltas]
     except Exception as e:  # as in wire.decode
-        raise wire.WireError(f"a delta that cannot be read: {wire.printable(e)}") from None
-    wire.need(all(len(blocks) == n_blocks for blocks in chain), "a delta of a different size")
+        raise wire.WireError(
+            f"a delta that cannot be read: {wire.printable(e)}"
+        ) from None
+    wire.need(
+        all(len(blocks) == n_blocks for blocks in chain), "a delta of a different size"
+    )
     wire.need(base.is_file(), "a delta for weights that are no longer stored")
-    wire.need(base.stat().st_size == of.nbytes, "a delta for weights of a different size")
+    wire.need(
+        base.stat().st_size == of.nbytes, "a delta for weights of a different size"
+    )
     word, digest = word_of(of.nbytes), hashlib.sha256()
     with open(base, "rb", buffering=0) as file:
         for i in range(n_blocks):
@@ -127,8 +136,13 @@ class Chain:
             self.steps = []
         else:
             name = f"{Path(of.name).stem}.delta"
-            self.steps.append((wire.Step(self.digest, wire.manifest(name, change)), change))
+            self.steps.append(
+                (wire.Step(self.digest, wire.manifest(name, change)), change)
+            )
         most = of.nbytes // WORTH
-        while len(self.steps) > MOST_CHAIN or sum(len(data) for _, data in self.steps) > most:
+        while (
+            len(self.steps) > MOST_CHAIN
+            or sum(len(data) for _, data in self.steps) > most
+        ):
             del self.steps[0]
         self.digest = of.digest

@@ -65,11 +65,13 @@ class FilesHub(Intake):
         self.welcome = welcome
         self.closed = threading.Event()
         self.beat = 0.0  # time of the learner's last sign of life
-        self.unwritten: dict[Path, bytes] = {}  # messages that wait for room on the disk
+        # messages that wait for room on the disk
+        self.unwritten: dict[Path, bytes] = {}
 
     def open(self) -> None:
         super().open()
-        for sampler in self._samplers("rollouts"):  # also replaces an earlier session's receipts
+        # also replaces an earlier session's receipts
+        for sampler in self._samplers("rollouts"):
             self._write_receipt(sampler)
         self._write(self.folder / "welcome", self.welcome)
         threading.Thread(target=self._stay_alive, daemon=True).start()
@@ -92,7 +94,11 @@ class FilesHub(Intake):
                     fault = f"a hello of {hello.sampler}, under the name of a different sampler"
                     wire.need(hello.sampler == sampler, fault)
                     self.report(sampler, hello.incarnation, hello.handed)
-        return [group for sampler in self._samplers("rollouts") for group in self._fetch(sampler)]
+        return [
+            group
+            for sampler in self._samplers("rollouts")
+            for group in self._fetch(sampler)
+        ]
 
     def close(self) -> None:
         self.closed.set()
@@ -199,14 +205,20 @@ class FilesLink(Connection):
     def __init__(self, folder: str, flags, spool: Spool):
         super().__init__(folder, flags, spool)
         self.folder = Path(folder).resolve()
-        self.touched = 0  # time when the learner last touched `welcome`, by the folder's clock
+        # time when the learner last touched `welcome`, by the folder's clock
+        self.touched = 0
         self.start()
 
     def run(self) -> None:
         while not self.stopping and not self.error:
             now = time.monotonic()
             # a bad file does not stop the reading of other files
-            for work in (self._read_welcome, self._read_receipt, self._say_hello, self._read_offer):
+            for work in (
+                self._read_welcome,
+                self._read_receipt,
+                self._say_hello,
+                self._read_offer,
+            ):
                 try:
                     work(now)
                 except (FileNotFoundError, wire.WireError):
@@ -230,7 +242,9 @@ class FilesLink(Connection):
 
     def _read_receipt(self, now: float) -> None:
         """Read which groups the learner holds, and which it has fetched."""
-        self.on_receipt(read_message(self.folder / "receipts" / self.spool.sampler, wire.Receipt))
+        self.on_receipt(
+            read_message(self.folder / "receipts" / self.spool.sampler, wire.Receipt)
+        )
 
     def _read_offer(self, now: float) -> None:
         offer = read_message(self.folder / "models" / "newest", wire.Offer)

@@ -58,7 +58,8 @@ class Limits:
     max_allowed: int  # tokens of a set of allowed tokens; 0: no sets are recorded
     # layers with experts, experts per token, number of experts; 0: not recorded
     routed: tuple[int, int, int] = (0, 0, 0)
-    room: int = 256 << 20  # most bytes of groups that the learner holds or has asked for
+    # most bytes of groups that the learner holds or has asked for
+    room: int = 256 << 20
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +86,9 @@ class GroupHead(msgspec.Struct, frozen=True):
     finish: list[Literal["stop", "length"]]  # of each response
 
 
-OF_GROUP = [name for name in GroupHead.__struct_fields__ if name not in ("sampling", "finish")]
+OF_GROUP = [
+    name for name in GroupHead.__struct_fields__ if name not in ("sampling", "finish")
+]
 
 
 def name_of(uid) -> str:
@@ -127,7 +130,9 @@ def decode_group(data: bytes, limits: Limits) -> Rollout:
         metadata = json.loads(data[8 : 8 + size])["__metadata__"]
         head = msgspec.json.decode(metadata["head"], type=GroupHead)
         sampling = msgspec.convert(head.sampling, Sampling)
-    except Exception as e:  # three decoders, each with its own errors, RecursionError among them
+    except (
+        Exception
+    ) as e:  # three decoders, each with its own errors, RecursionError among them
         raise WireError(f"not a group: {printable(e)}") from None
     check_head(head)
     try:
@@ -147,12 +152,20 @@ def decode_group(data: bytes, limits: Limits) -> Rollout:
 def check_head(head: GroupHead) -> None:
     """Raise WireError unless every name and setting outside the arrays is possible."""
     sampler = head.uid[0]
-    need(is_sampler(sampler), f"not a group: {printable(sampler, 100)!r} is not a sampler's name")
+    need(
+        is_sampler(sampler),
+        f"not a group: {printable(sampler, 100)!r} is not a sampler's name",
+    )
     for name in ("prompt_id", "model", "precision", "digest"):
         text = getattr(head, name)
-        need(text.isprintable(), f"{name_of(head.uid)}: its {name} is {printable(text, 100)!r}")
+        need(
+            text.isprintable(),
+            f"{name_of(head.uid)}: its {name} is {printable(text, 100)!r}",
+        )
     known = {f.name for f in fields(Sampling)}
-    has_known = set(head.sampling) <= known and abs(head.sampling.get("seed", 0)) < 10**18
+    has_known = (
+        set(head.sampling) <= known and abs(head.sampling.get("seed", 0)) < 10**18
+    )
     need(has_known, f"{name_of(head.uid)}: sampled with unknown settings")
 
 
@@ -194,19 +207,30 @@ def check_values(arrays: dict, limits: Limits) -> None:
     inside = routed.size == 0 or 0 <= routed.min() <= routed.max() < limits.routed[2]
     need(inside, "experts that the model does not have")
     loss_mask = arrays["loss_mask"]
-    need(loss_mask.view(np.uint8).max() <= 1, "a loss mask that is neither true nor false")
+    need(
+        loss_mask.view(np.uint8).max() <= 1,
+        "a loss mask that is neither true nor false",
+    )
     need(loss_mask.any(), "a loss mask without any token")
     logp_inf, rewards = arrays["logp_inf"], arrays["rewards"]
-    possible = logp_inf.min() >= LEAST_LOGP and logp_inf.max() < 1e-3  # both false for NaN
+    # both false for NaN
+    possible = logp_inf.min() >= LEAST_LOGP and logp_inf.max() < 1e-3
     need(possible, f"log-probabilities that are NaN, below {LEAST_LOGP:g} or above 0")
     need(np.isfinite(rewards).all(), "a reward that is NaN or infinite")
     need(np.abs(rewards).max() <= MOST_REWARD, f"a reward beyond {MOST_REWARD:g}")
-    ids, logp = arrays["topk_ids"], arrays["topk_logp"]  # [N, K], -inf for truncated tokens
+    # [N, K], -inf for truncated tokens
+    ids, logp = arrays["topk_ids"], arrays["topk_logp"]
     need((logp < 1e-3).all(), "top-K log-probabilities that are NaN or above 0")
-    need((logp[:, 1:] <= logp[:, :-1]).all(), "top-K log-probabilities that are not sorted")
+    need(
+        (logp[:, 1:] <= logp[:, :-1]).all(),
+        "top-K log-probabilities that are not sorted",
+    )
     sums = np.exp(logp.astype(np.float64)).sum(1)
     need((sums < 1.01).all(), "top-K probabilities that sum to more than 1")
-    need((np.diff(np.sort(ids, 1), axis=1) > 0).all(), "a token that occurs twice among the top K")
+    need(
+        (np.diff(np.sort(ids, 1), axis=1) > 0).all(),
+        "a token that occurs twice among the top K",
+    )
 
 
 def check_allowed(arrays: dict, limits: Limits) -> None:
@@ -232,7 +256,9 @@ def split_responses(head: GroupHead, arrays: dict) -> list[Response]:
     ends = np.cumsum(arrays["lengths"])
     if "allowed_ids" in arrays:
         # the start of each token's set; the last entry is the end of all sets
-        offsets = np.concatenate([[0], np.cumsum(arrays["allowed_sizes"], dtype=np.int64)])
+        offsets = np.concatenate(
+            [[0], np.cumsum(arrays["allowed_sizes"], dtype=np.int64)]
+        )
     for i, end in enumerate(ends):
         start = end - arrays["lengths"][i]
         response = Response(
@@ -243,8 +269,11 @@ def split_responses(head: GroupHead, arrays: dict) -> list[Response]:
         if "allowed_ids" in arrays:
             response.allowed_offsets = offsets[start : end + 1] - offsets[start]
             response.allowed_ids = arrays["allowed_ids"][offsets[start] : offsets[end]]
-        if "routed" in arrays:  # also has entries of the prompt, before those of each response
+        # also has entries of the prompt, before those of each response
+        if "routed" in arrays:
             prompt = len(arrays["prompt_ids"]) - 1
-            response.routed = arrays["routed"][start + i * prompt : end + (i + 1) * prompt]
+            response.routed = arrays["routed"][
+                start + i * prompt : end + (i + 1) * prompt
+            ]
         responses.append(response)
     return responses

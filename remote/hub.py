@@ -30,7 +30,8 @@ from remote.groups import Limits
 from remote.keys import refusal_of, secure
 from remote.weights import mapped
 
-UNANSWERED = 30.0  # seconds without a chunk after which a requested group's room is released
+# seconds without a chunk after which a requested group's room is released
+UNANSWERED = 30.0
 PULLS = 64  # most groups that are fetched from one sampler at the same time
 
 
@@ -48,7 +49,9 @@ class Peer:
 class Hub(threading.Thread, Intake):
     """The socket, the thread, and the account."""
 
-    def __init__(self, bind: str, keys: str, welcome: wire.Welcome, limits: Limits, log):
+    def __init__(
+        self, bind: str, keys: str, welcome: wire.Welcome, limits: Limits, log
+    ):
         threading.Thread.__init__(self, daemon=True, name="hub")
         Intake.__init__(self, limits, log)
         self.welcome = welcome
@@ -57,7 +60,8 @@ class Hub(threading.Thread, Intake):
         self.stopping = False
         self.peers: dict[bytes, Peer] = {}
         self.newest: wire.Offer | None = None
-        self.objects: dict[str, bytes] = {}  # the weights and deltas that samplers may fetch
+        # the weights and deltas that samplers may fetch
+        self.objects: dict[str, bytes] = {}
         self.chain = Chain()
         self.context = zmq.Context()
         self.authenticator = None
@@ -66,7 +70,8 @@ class Hub(threading.Thread, Intake):
         except Exception:
             self._close_sockets()  # otherwise the process could wait for them forever
             raise
-        self.start()  # libzmq aborts the process if peers leave a socket that nothing reads
+        # libzmq aborts the process if peers leave a socket that nothing reads
+        self.start()
 
     def _open_socket(self, bind: str, keys: str) -> None:
         self.socket = self.context.socket(zmq.ROUTER)
@@ -152,7 +157,9 @@ class Hub(threading.Thread, Intake):
             except wire.WireError as e:
                 self.counts["malformed"] += 1
                 self.log.warning("malformed message dropped: %s", e)
-            except Exception as e:  # a fault in this code: the run and all connections continue
+            except (
+                Exception
+            ) as e:  # a fault in this code: the run and all connections continue
                 self.counts["faults"] += 1
                 self.log.error("a fault in a message, which is dropped: %r", e)
 
@@ -165,7 +172,8 @@ class Hub(threading.Thread, Intake):
                     self._drop(peer, name)
 
     def _send(self, identity: bytes, message: wire.Message) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # a peer that is gone will say hello again
+        # a peer that is gone will say hello again
+        with contextlib.suppress(zmq.ZMQError):
             self.socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
 
     # -- one method for each message
@@ -197,7 +205,11 @@ class Hub(threading.Thread, Intake):
             self._send(identity, wire.Refuse(refusal))
             return
         peer = self.peers.get(identity)
-        same = peer and peer.sampler == hello.sampler and peer.incarnation == hello.incarnation
+        same = (
+            peer
+            and peer.sampler == hello.sampler
+            and peer.incarnation == hello.incarnation
+        )
         if not same or hello.session != self.welcome.session:
             peer = self._let_in(identity, key, hello)
         self.report(hello.sampler, hello.incarnation, hello.handed)
@@ -209,13 +221,16 @@ class Hub(threading.Thread, Intake):
         if self.newest is not None and hello.newest != self.newest.version:
             self._send(identity, self.newest)
         held = [name for name in hello.lost if name in self.held]
-        self._send(identity, wire.Receipt(held=held))  # also shows that the learner is alive
+        # also shows that the learner is alive
+        self._send(identity, wire.Receipt(held=held))
 
     def _refusal(self, hello: wire.Hello, key: str) -> str:
         """Why this sampler is rejected; empty if it is accepted."""
         if not is_sampler(hello.sampler):
             name = wire.printable(hello.sampler, 100)
-            return f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _"
+            return (
+                f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _"
+            )
         if key and (refusal := refusal_of(hello.sampler, self.known[key])):
             return refusal
         for peer in self.peers.values():
@@ -225,7 +240,9 @@ class Hub(threading.Thread, Intake):
 
     def _let_in(self, identity: bytes, key: str, hello: wire.Hello) -> Peer:
         """Replace the earlier peers of this connection and of this sampler."""
-        self.log.info("sampler %s, incarnation %d, connected", hello.sampler, hello.incarnation)
+        self.log.info(
+            "sampler %s, incarnation %d, connected", hello.sampler, hello.incarnation
+        )
         for old in list(self.peers.values()):
             if old.identity == identity or old.sampler == hello.sampler:
                 for name in list(old.pulls):
@@ -243,7 +260,10 @@ class Hub(threading.Thread, Intake):
     def _on_offer(self, peer: Peer, of: wire.Manifest) -> None:
         """Ask for an offered group if there is room; if not, the sampler repeats its offer."""
         name = of.name
-        wire.need(is_of(peer.sampler, name), f"{name} is not a group of sampler {peer.sampler}")
+        wire.need(
+            is_of(peer.sampler, name),
+            f"{name} is not a group of sampler {peer.sampler}",
+        )
         if name in self.got:
             self.counts["duplicate"] += 1
         elif of.nbytes > self.limits.nbytes:

@@ -85,7 +85,9 @@ def read_key_file(path: Path) -> tuple[bytes, bytes | None]:
     try:
         return zmq.auth.load_certificate(path)
     except (OSError, ValueError):
-        sentence = f"--keys: {path} is not a file of keys; copy it again, or make new keys"
+        sentence = (
+            f"--keys: {path} is not a file of keys; copy it again, or make new keys"
+        )
         raise UserError(sentence) from None
 
 
@@ -128,9 +130,14 @@ class KeysFlags:
 
 
 def main(argv: list[str]) -> None:
-    outs = [at_home(arg) for arg in takewhile(lambda arg: not arg.startswith("-"), argv)]
+    outs = [
+        at_home(arg) for arg in takewhile(lambda arg: not arg.startswith("-"), argv)
+    ]
     flags = parse_flags(KeysFlags, argv[len(outs) :], usage=USAGE)
-    need(len(outs) == 1 and outs[0], "name one new folder: python -m remote.keys keys --samplers=4")
+    need(
+        len(outs) == 1 and outs[0],
+        "name one new folder: python -m remote.keys keys --samplers=4",
+    )
     make_keys(outs[0], flags.samplers)
     print(
         f"{outs[0]}/learner stays with the learner; carry {outs[0]}/sampler0 to "

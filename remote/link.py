@@ -23,8 +23,10 @@ from remote.account import Spool, retain_weights
 from remote.keys import SamplerKeys
 
 BEAT = 2.0  # seconds between two hellos
-OFFERS = 16  # most groups that are offered and not yet fetched; their bytes are in memory
-PRINT_EVERY = 30.0  # seconds between two lines on the screen about a learner that does not answer
+# most groups that are offered and not yet fetched; their bytes are in memory
+OFFERS = 16
+# seconds between two lines on the screen about a learner that does not answer
+PRINT_EVERY = 30.0
 
 
 class Connection(threading.Thread):
@@ -44,7 +46,8 @@ class Connection(threading.Thread):
         self.got: set[str] = set()  # groups that the learner has received completely
         self.error = ""
         self.stopping = False
-        self.heard = self.printed = time.monotonic()  # time of the learner's last message
+        # time of the learner's last message
+        self.heard = self.printed = time.monotonic()
         self.beat = -math.inf  # time of the last hello
 
     @property
@@ -103,9 +106,12 @@ class Link(Connection):
     wanted: the last offer of weights, until they are complete. chunk: the last answer to an Ask.
     digest: of the weights in the store."""
 
-    def __init__(self, address: str, flags, spool: Spool, store: Path, keys: SamplerKeys | None):
+    def __init__(
+        self, address: str, flags, spool: Spool, store: Path, keys: SamplerKeys | None
+    ):
         super().__init__(address, flags, spool)
-        self.offered: dict[str, tuple[bytes, float]] = {}  # name -> (data, time of Offer or Ask)
+        # name -> (data, time of Offer or Ask)
+        self.offered: dict[str, tuple[bytes, float]] = {}
         self.store = store
         self.wanted: wire.Offer | None = None
         self.work = None  # the running generator `_fetch`
@@ -115,7 +121,8 @@ class Link(Connection):
         try:
             self.socket = self._connect(keys)
         except Exception:
-            self.context.destroy(linger=0)  # otherwise the process would wait for open sockets
+            # otherwise the process would wait for open sockets
+            self.context.destroy(linger=0)
             raise
         self.start()
 
@@ -145,8 +152,13 @@ class Link(Connection):
                 self.socket.poll(10)
                 try:
                     self._turn(time.monotonic())
-                except OSError as e:  # no room for the new weights: the fetch is repeated
-                    print(f"{self.store}: {e.strerror or e}; waiting for disk space", flush=True)
+                except (
+                    OSError
+                ) as e:  # no room for the new weights: the fetch is repeated
+                    print(
+                        f"{self.store}: {e.strerror or e}; waiting for disk space",
+                        flush=True,
+                    )
                     time.sleep(1.0)
         except Exception as e:
             self.error = f"the link failed: {e!r}"
@@ -172,7 +184,8 @@ class Link(Connection):
                 frame = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            with contextlib.suppress(wire.WireError):  # damaged on the way: it is asked for again
+            # damaged on the way: it is asked for again
+            with contextlib.suppress(wire.WireError):
                 self._handle(wire.decode(frame))
 
     def _offer(self, now: float) -> None:
@@ -209,7 +222,9 @@ class Link(Connection):
                 data, _ = self.offered[message.name]
                 self.offered[message.name] = data, self.heard
                 self.send(wire.chunk_of(data, message))
-            case wire.Offer() if message.version >= 0 and message.of.nbytes <= wire.MOST_WEIGHTS:
+            case wire.Offer() if (
+                message.version >= 0 and message.of.nbytes <= wire.MOST_WEIGHTS
+            ):
                 self.wanted = message
             case wire.Chunk():
                 self.chunk = message
@@ -237,7 +252,8 @@ class Link(Connection):
         else:
             part = self.store / "weights.part"
             with open(part, "wb") as sink:
-                os.posix_fallocate(sink.fileno(), 0, offer.of.nbytes)  # raises if the disk is full
+                # raises if the disk is full
+                os.posix_fallocate(sink.fileno(), 0, offer.of.nbytes)
                 if not (yield from self._rebuild(offer, sink)):
                     sink.seek(0)
                     yield from self._pull(offer.of, sink)

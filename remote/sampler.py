@@ -26,9 +26,21 @@ import torch
 
 import quant
 from config import Config, EngineFlags
-from machinery.checkpoint.models import read_config, read_tokenizer, vocabulary_size, write_zeros
+from machinery.checkpoint.models import (
+    read_config,
+    read_tokenizer,
+    vocabulary_size,
+    write_zeros,
+)
 from machinery.checkpoint.tensors import Published, read_tensors
-from machinery.flags import UserError, check_ranges, need, need_each, parse_flags, run_command
+from machinery.flags import (
+    UserError,
+    check_ranges,
+    need,
+    need_each,
+    parse_flags,
+    run_command,
+)
 from machinery.run import lock_folder
 from machinery.settings import check_engine
 from model.engines import make_engine
@@ -97,11 +109,15 @@ class RemoteSampler:
         """Run the loop until the link has an error; raise it as UserError."""
         while not self.link.error:
             self.read_welcome()
-            if self.loaded is not None and time.monotonic() - self.printed > PRINT_EVERY:
+            if (
+                self.loaded is not None
+                and time.monotonic() - self.printed > PRINT_EVERY
+            ):
                 self.printed = time.monotonic()
                 version, behind = self.loaded.version, self.link.behind
                 print(
-                    f"{self.sampled} groups, version {version}, {behind} to be fetched", flush=True
+                    f"{self.sampled} groups, version {version}, {behind} to be fetched",
+                    flush=True,
                 )
             is_ready = self.source is not None and self.link.newest is not None
             # The loop waits only for the first weights, and for a learner that does not keep up.
@@ -109,7 +125,9 @@ class RemoteSampler:
             if not is_ready or not keeps_up or not self.load_newest(self.link.newest):
                 time.sleep(0.02)
                 continue
-            groups = self.source.sample(range(self.sampled, self.sampled + self.flags.groups))
+            groups = self.source.sample(
+                range(self.sampled, self.sampled + self.flags.groups)
+            )
             self.sampled += self.flags.groups
             for group in groups:
                 self.hand_over(group)
@@ -125,7 +143,8 @@ class RemoteSampler:
             self.source.owner = (self.spool.sampler, self.spool.incarnation)
         elif welcome is not self.welcome:
             need(
-                msgspec.structs.replace(welcome, session=self.welcome.session) == self.welcome,
+                msgspec.structs.replace(welcome, session=self.welcome.session)
+                == self.welcome,
                 "the learner restarted as a different run: restart this sampler",
             )
             self.welcome = welcome
@@ -149,21 +168,29 @@ class RemoteSampler:
                 self.spool.hand_over(name_of(group.uid), data)
                 return
             except OSError as e:
-                print(f"{self.spool.folder}: {e.strerror}; waiting for disk space", flush=True)
+                print(
+                    f"{self.spool.folder}: {e.strerror}; waiting for disk space",
+                    flush=True,
+                )
                 time.sleep(1.0)
 
 
 def connect(flags: SamplerFlags) -> RemoteSampler:
     """Check the flags, lock the folder, start the link. UserError: a flag is wrong."""
     need(
-        flags.connect, "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder"
+        flags.connect,
+        "--connect: name the learner's address, tcp://HOST:PORT, or a shared folder",
     )
     name = sampler_name(flags)
     check_ranges(flags)
     need_each(
         flags,
         (flags.groups >= 1, "groups", "must be at least 1"),
-        (flags.spool_groups >= flags.groups, "spool_groups", "must be at least --groups"),
+        (
+            flags.spool_groups >= flags.groups,
+            "spool_groups",
+            "must be at least --groups",
+        ),
     )
     check_engine(flags)
     file = file_of(flags.task)
@@ -193,9 +220,15 @@ def connect(flags: SamplerFlags) -> RemoteSampler:
 def sampler_name(flags: SamplerFlags) -> str:
     """--name, or the name of the keys, or the host's name. Raise UserError if it is not a valid
     name."""
-    host = re.sub("[^A-Za-z0-9_-]", "-", os.uname().nodename.partition(".")[0])[:64] or "sampler"
+    host = (
+        re.sub("[^A-Za-z0-9_-]", "-", os.uname().nodename.partition(".")[0])[:64]
+        or "sampler"
+    )
     name = flags.name or (host if flags.keys == "none" else Path(flags.keys).name)
-    need(is_sampler(name), f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _")
+    need(
+        is_sampler(name),
+        f"--name={name}: a sampler's name is 1 to 64 letters, digits, - and _",
+    )
     return name
 
 
@@ -239,13 +272,17 @@ class SamplerSource(LocalSource):
         """Yield published tensors in the form that the engine needs, one after the other."""
         if self.low_bits:
             return iter(stored) if self.engine.packed else quant.without_int4(stored)
-        tensors = ((name, x.float() if x.is_floating_point() else x) for name, x in stored)
+        tensors = (
+            (name, x.float() if x.is_floating_point() else x) for name, x in stored
+        )
         if not self.fmt:
             return tensors
         return quant.for_engine(tensors, self.skeleton, self.fmt, self.engine.packed)
 
 
-def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> SamplerSource:
+def open_source(
+    welcome: wire.Welcome, flags: SamplerFlags, folder: Path
+) -> SamplerSource:
     """Engine, task and tokenizer as the learner describes them. UserError: they cannot be made."""
     run, model = welcome.run, folder / "model"
     wire.unpack_setup(welcome.setup, model)
@@ -263,8 +300,13 @@ def open_source(welcome: wire.Welcome, flags: SamplerFlags, folder: Path) -> Sam
     )
     fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
     task = make_task(cfg)
-    task.fit(tokenizer, cfg.max_prompt_tokens)  # drops the problems that the learner drops
-    check = WeightCheck(read_config(model), run.probe, fmt, vocabulary) if cfg.check_sync else None
+    # drops the problems that the learner drops
+    task.fit(tokenizer, cfg.max_prompt_tokens)
+    check = (
+        WeightCheck(read_config(model), run.probe, fmt, vocabulary)
+        if cfg.check_sync
+        else None
+    )
     return SamplerSource(
         engine,
         task,

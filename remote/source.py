@@ -46,17 +46,35 @@ from source import has_spread
 from tasks.data import digest_of
 from tasks.prompts import contents
 
-FATES = ("trained", "staleness", "window", "no_spread", "orphan", "refused", "corrupt", "lost")
+FATES = (
+    "trained",
+    "staleness",
+    "window",
+    "no_spread",
+    "orphan",
+    "refused",
+    "corrupt",
+    "lost",
+)
 TRAFFIC = ("received", "duplicate", "malformed", "faults")
 PRINT_EVERY = 60.0  # seconds between two lines on the screen while the learner waits
 
 # The flags of train.py that a sampler needs: task and prompt flags, and those below.
 SHARED = {f.name for kind in (TaskFlags, PromptFlags) for f in dataclasses.fields(kind)}
-SHARED |= {"group_size", "max_tokens", "seed", "rollout_dtype", "rollout_quant", "quant_group"}
+SHARED |= {
+    "group_size",
+    "max_tokens",
+    "seed",
+    "rollout_dtype",
+    "rollout_quant",
+    "quant_group",
+}
 SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
 
 
-def open_remote_source(cfg: Config, run, topk: int, max_allowed: int, comm) -> RemoteSource:
+def open_remote_source(
+    cfg: Config, run, topk: int, max_allowed: int, comm
+) -> RemoteSource:
     """The source of --samplers. It accepts samplers from the first `publish` on.
 
     run: run.Run. topk: alternatives to record for each token; max_allowed: tokens of a set of
@@ -87,7 +105,9 @@ def open_remote_source(cfg: Config, run, topk: int, max_allowed: int, comm) -> R
     packed = travels_packed(cfg)
     # In float32 an update changes nearly every number, and a shared folder is read in place.
     with_deltas = over_zmq and (packed or cfg.rollout_dtype != "float32")
-    return RemoteSource(hub, cfg, Store(folder, comm, with_deltas), comm, run.task, packed)
+    return RemoteSource(
+        hub, cfg, Store(folder, comm, with_deltas), comm, run.task, packed
+    )
 
 
 def travels_packed(cfg: PrecisionFlags) -> bool:
@@ -158,13 +178,16 @@ class RemoteSource:
     packed: bool = False  # `publish` needs the engine's low-bit tensors
     error: str = ""
     counts: Counter = field(default_factory=Counter)  # fate -> groups
-    since: list[str] = field(default_factory=list)  # groups decided since the last checkpoint
-    saving: list[str] = field(default_factory=list)  # those in the checkpoint being written
+    # groups decided since the last checkpoint
+    since: list[str] = field(default_factory=list)
+    # those in the checkpoint being written
+    saving: list[str] = field(default_factory=list)
     ready: deque[Ready] = field(default_factory=deque)
     batch: list[Ready] = field(default_factory=list)  # handed out last
     waited: float = 0.0  # seconds spent in `next` since the last metrics
     broadcast_at: int | None = None  # the version published last
-    published: dict[int, float] = field(default_factory=dict)  # version -> time, in this history
+    # version -> time, in this history
+    published: dict[int, float] = field(default_factory=dict)
 
     def now(self, learner_version: int) -> float:
         return time.time()
@@ -182,7 +205,9 @@ class RemoteSource:
         if self.comm.rank == 0:
             self.published[version] = path.stat().st_mtime
             of = wire.manifest(path.name, mapped(path))
-            self.hub.broadcast(wire.Offer(of, version, self.published[version]), path, change)
+            self.hub.broadcast(
+                wire.Offer(of, version, self.published[version]), path, change
+            )
 
     # -- groups
 
@@ -205,7 +230,9 @@ class RemoteSource:
         groups = [item.group for item in self.batch]
         if self.comm.size == 1:
             return groups
-        parts = [groups[i * n_groups : (i + 1) * n_groups] for i in range(self.comm.size)]
+        parts = [
+            groups[i * n_groups : (i + 1) * n_groups] for i in range(self.comm.size)
+        ]
         received: list = [None]
         dist.scatter_object_list(received, parts if self.comm.rank == 0 else None)
         return received[0]
@@ -244,7 +271,10 @@ class RemoteSource:
         return batch
 
     def _no_group_came(self) -> str:
-        account = ", ".join(f"{n} {fate}" for fate, n in self.counts.items() if n) or "none came"
+        account = (
+            ", ".join(f"{n} {fate}" for fate, n in self.counts.items() if n)
+            or "none came"
+        )
         return (
             f"no group to train on for {self.cfg.give_up:.0f} s at {self.hub.address} ({account}): start "
             f"samplers (python -m remote --connect=...), read {self.cfg.out}/remote.log, or raise --give_up; "
@@ -273,11 +303,17 @@ class RemoteSource:
             group = self.decode(arrived)
         except wire.WireError as e:
             self.hub.log.warning("group refused: %s", e)
-        except Exception as e:  # a fault in this code: this group is refused, and the run continues
+        except (
+            Exception
+        ) as e:  # a fault in this code: this group is refused, and the run continues
             self.hub.counts["faults"] += 1
-            self.hub.log.error("a fault in group %s, which is refused: %r", arrived.name, e)
+            self.hub.log.error(
+                "a fault in group %s, which is refused: %r", arrived.name, e
+            )
         else:
-            self.ready.append(Ready(arrived.name, group, arrived.when, len(arrived.data)))
+            self.ready.append(
+                Ready(arrived.name, group, arrived.when, len(arrived.data))
+            )
             return
         self.hub.free(len(arrived.data))
         self.record_fate(arrived.name, "refused")
@@ -286,15 +322,21 @@ class RemoteSource:
         """The group in these bytes. Raise WireError if it is not a group of this run."""
         name = arrived.name
         group = decode_group(arrived.data, self.hub.limits)
-        wire.need(name_of(group.uid) == name, f"{name} holds the group {name_of(group.uid)}")
-        same = dataclasses.replace(group.sampling, seed=self.cfg.seed) == Sampling.of(self.cfg)
+        wire.need(
+            name_of(group.uid) == name, f"{name} holds the group {name_of(group.uid)}"
+        )
+        same = dataclasses.replace(group.sampling, seed=self.cfg.seed) == Sampling.of(
+            self.cfg
+        )
         wire.need(same, f"{name}: sampled with other settings, {group.sampling}")
         if self.task is not None:
             try:
                 self.task.find(group.prompt_id)
             except Exception:  # a task may raise any exception for an unknown id
                 problem = wire.printable(group.prompt_id, 100)
-                raise wire.WireError(f"{name}: the task has no problem {problem}") from None
+                raise wire.WireError(
+                    f"{name}: the task has no problem {problem}"
+                ) from None
         return group
 
     def fate(self, item: Ready, learner_version: int) -> str:
@@ -316,7 +358,8 @@ class RemoteSource:
         """Record a group's fate; the next checkpoint stores it."""
         self.counts[fate] += 1
         self.since.append(name)
-        sampler, incarnation, n = split(name)  # a killed sampler may not have reported this group
+        # a killed sampler may not have reported this group
+        sampler, incarnation, n = split(name)
         self.hub.report(sampler, incarnation, n + 1)
 
     # -- the account

@@ -107,7 +107,10 @@ class Pull:
         if chunk.start != self.at:
             return False
         need(chunk.data, f"{self.of.name}: no longer there")
-        need(self.at + len(chunk.data) <= self.of.nbytes, f"{self.of.name}: too many bytes")
+        need(
+            self.at + len(chunk.data) <= self.of.nbytes,
+            f"{self.of.name}: too many bytes",
+        )
         self.sink.write(chunk.data)
         self.digest.update(chunk.data)
         self.at += len(chunk.data)
@@ -222,7 +225,9 @@ def decode(frame) -> Message:
     body = verified(frame)
     try:
         return msgspec.msgpack.decode(body, type=Message)
-    except Exception as e:  # MsgspecError, UnicodeDecodeError, RecursionError and others
+    except (
+        Exception
+    ) as e:  # MsgspecError, UnicodeDecodeError, RecursionError and others
         raise WireError(f"not a message of this revision: {printable(e)}") from None
 
 

@@ -90,7 +90,9 @@ def grpo_trainer(folder: str, out: str, steps: int, callback, **options):
     return GRPOTrainer(
         model=folder,
         args=args,
-        train_dataset=Dataset(InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="bench"),
+        train_dataset=Dataset(
+            InMemoryTable.from_pydict({"prompt": prompts}), fingerprint="bench"
+        ),
         reward_funcs=reward,
         processing_class=arithmetic_tokenizer(),
         callbacks=[callback],
@@ -122,7 +124,9 @@ def against_trl(root: str) -> dict:
     folder = f"{root}/trl"
     warm = 4  # steps that are not counted
     shaped(folder)
-    cfg = resolved(objective="grpo", train_batch=256, rollout_batch=256, max_tokens=16, lr=1e-6)
+    cfg = resolved(
+        objective="grpo", train_batch=256, rollout_batch=256, max_tokens=16, lr=1e-6
+    )
     times = []
     clock = trl_clock(times, our_step(folder, HFEngine(folder), cfg))
     try:

@@ -55,8 +55,24 @@ ROWS = {
 }
 # what a row keeps of probe's report
 KEPT = (
-    *("responses", "tokens", "length", "kl", "ratio_mean", "token_ess", "seq_ess", "max_mismatch"),
-    *("mean_mismatch", "largest_mismatch", "above_half", "cut_fraction", "t_max", "by_prefix"),
+    *(
+        "responses",
+        "tokens",
+        "length",
+        "kl",
+        "ratio_mean",
+        "token_ess",
+        "seq_ess",
+        "max_mismatch",
+    ),
+    *(
+        "mean_mismatch",
+        "largest_mismatch",
+        "above_half",
+        "cut_fraction",
+        "t_max",
+        "by_prefix",
+    ),
     "by_length",
 )
 
@@ -105,7 +121,9 @@ def table(data: dict) -> str:
     for group, rows in ROWS.items():
         lines.append([f"**{group}**"])
         measured = data["rows"].get(group, {})
-        lines += [[label, *numbers(measured[label])] for label in rows if label in measured]
+        lines += [
+            [label, *numbers(measured[label])] for label in rows if label in measured
+        ]
     return sweep.markdown(head, lines)
 
 
@@ -113,7 +131,9 @@ def draw(data: dict) -> None:
     """Plot the KL of each row, and the ESS of response weights by length."""
     fig, axes = sweep.pyplot().subplots(1, 2, figsize=(11, 5.4), layout="constrained")
     points = [
-        (group, label, row) for group, rows in data["rows"].items() for label, row in rows.items()
+        (group, label, row)
+        for group, rows in data["rows"].items()
+        for label, row in rows.items()
     ]
     colour = dict(zip(ROWS, sweep.COLOURS, strict=False))
     names = [f"{group}: {label}" for group, label, _ in points]
@@ -124,14 +144,21 @@ def draw(data: dict) -> None:
     axes[0].invert_yaxis()
     axes[0].set_xscale("log")
     axes[0].set_xlabel("KL(inf || ref), nats a token; mark: noise floor", fontsize=8)
-    drawn = [p for p in points if p[1] in ("bfloat16", "int8", "int8, aligned", "w4a16")]
+    drawn = [
+        p for p in points if p[1] in ("bfloat16", "int8", "int8, aligned", "w4a16")
+    ]
     marks = {"bfloat16": "-", "int8": "--", "int8, aligned": "-.", "w4a16": ":"}
     for group, label, row in drawn:
         name, line = f"{group}: {label}", dict(color=colour[group], ls=marks[label])
         prefix = [
             p for p in row["by_prefix"] if p["responses"] >= 8 and p["clamped"] <= 0.5
         ]  # a clamped ESS is misleading
-        axes[1].plot([p["tokens"] for p in prefix], [p["ess"] for p in prefix], label=name, **line)
+        axes[1].plot(
+            [p["tokens"] for p in prefix],
+            [p["ess"] for p in prefix],
+            label=name,
+            **line,
+        )
     axes[1].set_xscale("log")
     axes[1].set_xlabel("tokens of a response", fontsize=8)
     axes[1].set_title("ESS of response weights", fontsize=9)
@@ -149,13 +176,19 @@ def main() -> None:
         (group, label, text)
         for group, rows in ROWS.items()
         for label, text in rows.items()
-        if label not in data["rows"].get(group, {}) and flags.only in f"{group}: {label}"
+        if label not in data["rows"].get(group, {})
+        and flags.only in f"{group}: {label}"
     ]
     if not flags.draw and todo:
-        need(flags.task, "--task is missing: name a file with problems, such as GSM8K's")
+        need(
+            flags.task, "--task is missing: name a file with problems, such as GSM8K's"
+        )
         for group, label, text in tqdm(todo, desc="rows"):
             report = sweep.probed(f"{POLICY[group]} --task={flags.task} {text}")
-            floor = {key: max(row[key] for row in report["floor"]) for key in ("k1", "kl", "mean")}
+            floor = {
+                key: max(row[key] for row in report["floor"])
+                for key in ("k1", "kl", "mean")
+            }
             row = {key: report[key] for key in KEPT} | {"floor": floor}
             data["rows"].setdefault(group, {})[label] = row
             sweep.store("atlas", data)

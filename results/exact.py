@@ -47,7 +47,13 @@ HEAD += ["decoding", "forward", "forward and backward"]
 def open_training(folder: str, case: str, exact: bool, batch: int) -> Training:
     out = Path(folder) / str(exact)
     out.mkdir()
-    argv = [f"--out={out}", "--overwrite", "--actor=none", "--objective=tis", "--rollout=hf"]
+    argv = [
+        f"--out={out}",
+        "--overwrite",
+        "--actor=none",
+        "--objective=tis",
+        "--rollout=hf",
+    ]
     argv += [f"--rollout_batch={batch}", f"--train_batch={batch}", f"--exact={exact}"]
     argv += ["--eval_every=-1", "--lr=1e-4", *CASES[case]]
     return Training(settings.parse(argv), Comm.start(patience=600))
@@ -73,15 +79,24 @@ def times(t: Training) -> list[float]:
     """Processor seconds of sampling responses, of scoring them, and of an update on them."""
     t.source.publish(t.learner.version, t.learner.published("policy", t.source.packed))
     groups = []
-    sampling = [seconds(lambda: groups.extend(t.source.sample_next(TIMED // t.cfg.group_size)))]
+    sampling = [
+        seconds(lambda: groups.extend(t.source.sample_next(TIMED // t.cfg.group_size)))
+    ]
     t.pending = [groups]
     batch = batching.collate(t.pending[0], t.cfg)
-    return [*sampling, seconds(lambda: t.learner.score(batch, Needs())), seconds(t.update)]
+    return [
+        *sampling,
+        seconds(lambda: t.learner.score(batch, Needs())),
+        seconds(t.update),
+    ]
 
 
 def ratios(exact: Training, plain: Training) -> list[float]:
     """The ratio of each time with --exact to the time without it: the median over turns."""
-    turns = [[a / b for a, b in zip(times(exact), times(plain), strict=True)] for _ in range(TURNS)]
+    turns = [
+        [a / b for a, b in zip(times(exact), times(plain), strict=True)]
+        for _ in range(TURNS)
+    ]
     return [statistics.median(column) for column in zip(*turns, strict=True)]
 
 
@@ -89,7 +104,9 @@ def measure(case: str, updates: int, batch: int) -> dict:
     """The numbers of a case. largest: of `updates` updates with --exact; without: of one update without
     --exact. costs: time ratios of decoding, forward, forward and backward."""
     with tempfile.TemporaryDirectory() as folder:
-        exact, plain = (open_training(folder, case, flag, batch) for flag in (True, False))
+        exact, plain = (
+            open_training(folder, case, flag, batch) for flag in (True, False)
+        )
         tokens, largest = train(exact, updates)
         _, without = train(plain, 1)
         threads = torch.get_num_threads()
@@ -106,7 +123,12 @@ def table(data: dict) -> str:
     """The table of the page."""
     rows = []
     for x in data["cases"]:
-        gaps = [f"{x['updates']}", f"{x['tokens']:,}", f"{x['largest']:.3g}", f"{x['without']:.2g}"]
+        gaps = [
+            f"{x['updates']}",
+            f"{x['tokens']:,}",
+            f"{x['largest']:.3g}",
+            f"{x['without']:.2g}",
+        ]
         rows.append([x["case"], *gaps, *(f"{cost:.2f}" for cost in x["costs"])])
     return sweep.markdown(HEAD, rows)
 
@@ -123,7 +145,8 @@ class ExactFlags:
 
 def main() -> None:
     flags = parse_flags(ExactFlags, usage=__doc__.strip())
-    batch = max(64, flags.tokens // (20 * flags.updates) // 8 * 8)  # 20 tokens a response
+    # 20 tokens a response
+    batch = max(64, flags.tokens // (20 * flags.updates) // 8 * 8)
     about = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -39,10 +39,13 @@ def table(data: dict) -> str:
         ladder = data["ladders"][name]
         total = ladder["total"]["kl"]
         shares = sorted(
-            ((x["kl"]["share"] / total, x["source"]) for x in ladder["rows"]), reverse=True
+            ((x["kl"]["share"] / total, x["source"]) for x in ladder["rows"]),
+            reverse=True,
         )
         parts = ", ".join(
-            f"{source} {100 * share:.0f} %" for share, source in shares if share >= SHOWN
+            f"{source} {100 * share:.0f} %"
+            for share, source in shares
+            if share >= SHOWN
         )
         numbers = (total, ladder["total"]["dp"], ladder["floor"]["kl"])
         rows.append([name, *(f"{x:.2g}" for x in numbers), parts])
@@ -51,7 +54,13 @@ def table(data: dict) -> str:
         first = x["suspects"][0]
         fault = f"{first['fault']} {first['where']}".strip()
         faults.append([x["planted"], fault, f"{100 * first['explained']:.0f} %"])
-    head = ["configuration", "KL", "mean abs(dp)", "floor of the KL", "sources of the KL"]
+    head = [
+        "configuration",
+        "KL",
+        "mean abs(dp)",
+        "floor of the KL",
+        "sources of the KL",
+    ]
     return (
         sweep.markdown(head, rows)
         + "\n"

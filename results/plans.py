@@ -21,7 +21,16 @@ COMMON = {"vocab_size": 151_936, "max_position_embeddings": 40_960}
 # hub id -> (family, hidden, inner, layers, heads, key-value heads, tied, more)
 SHAPES = {
     "Qwen/Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, True, {}),
-    "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27_648, 64, 40, 8, False, {"vocab_size": 152_064}),
+    "Qwen/Qwen2.5-32B": (
+        "qwen2",
+        5120,
+        27_648,
+        64,
+        40,
+        8,
+        False,
+        {"vocab_size": 152_064},
+    ),
     "Qwen/Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, True, {"head_dim": 128}),
     "Qwen/Qwen3-1.7B": ("qwen3", 2048, 6144, 28, 16, 8, True, {"head_dim": 128}),
     "Qwen/Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, True, {"head_dim": 128}),
@@ -42,7 +51,9 @@ def config_of(name: str):
     """The config of a model on the hub, from SHAPES."""
     from transformers import AutoConfig
 
-    family, hidden, inner, layers, heads, kv_heads, tied, more = SHAPES[name.removesuffix("-Base")]
+    family, hidden, inner, layers, heads, kv_heads, tied, more = SHAPES[
+        name.removesuffix("-Base")
+    ]
     return AutoConfig.for_model(
         family,
         hidden_size=hidden,
@@ -59,7 +70,16 @@ def config_of(name: str):
 # -- The recipes
 
 RECIPES = sorted((sweep.ROOT / "configs" / "papers").glob("*.toml"))
-HEAD = ["recipe", "GPUs", "states", "activations", "engine", "peak", "checkpoint", "does it fit?"]
+HEAD = [
+    "recipe",
+    "GPUs",
+    "states",
+    "activations",
+    "engine",
+    "peak",
+    "checkpoint",
+    "does it fit?",
+]
 
 
 def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> list[str]:
@@ -78,9 +98,16 @@ def row_of(name: str, argv: list[str], ranks: int, gpu_gib: float = 80.0) -> lis
 def of_recipe(path) -> list[str]:
     """The cells of the table for a recipe's plan, on the GPUs that the recipe names; 80 GiB each by default."""
     text = path.read_text(encoding="utf-8")
-    nodes, gpu = re.search(r"--nnodes=(\d+)", text), re.search(r"GPUs? of (\d+) GB", text)
-    ranks = int(re.search(r"--nproc_per_node=(\d+)", text)[1]) * (int(nodes[1]) if nodes else 1)
-    return row_of(path.stem, [f"--config={path}"], ranks, float(gpu[1]) if gpu else 80.0)
+    nodes, gpu = (
+        re.search(r"--nnodes=(\d+)", text),
+        re.search(r"GPUs? of (\d+) GB", text),
+    )
+    ranks = int(re.search(r"--nproc_per_node=(\d+)", text)[1]) * (
+        int(nodes[1]) if nodes else 1
+    )
+    return row_of(
+        path.stem, [f"--config={path}"], ranks, float(gpu[1]) if gpu else 80.0
+    )
 
 
 EXAMPLE = "--objective=jackpot --model=Qwen/Qwen3-4B --actor=Qwen/Qwen3-1.7B --max_tokens=4096 --max_prompt_tokens=1024"
@@ -91,14 +118,16 @@ def recipes() -> list[list[str]]:
     """The cells of the table for all plans."""
     rows = [of_recipe(path) for path in RECIPES]
     return rows + [
-        row_of("Jackpot, 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n) for n in (1, 8)
+        row_of("Jackpot, 4B and 1.7B", [*EXAMPLE.split(), "--parallel=fsdp"], n)
+        for n in (1, 8)
     ]
 
 
 def table(data: dict) -> str:
     """The tables of the page: the plans in GiB on one GPU; predicted and measured peaks on CPUs."""
     rows = [
-        [*cells, "yes" if says.startswith("it fits") else "no"] for *cells, says in data["recipes"]
+        [*cells, "yes" if says.startswith("it fits") else "no"]
+        for *cells, says in data["recipes"]
     ]
     return (
         sweep.markdown(HEAD, rows)

@@ -58,9 +58,16 @@ class SweepFlags:
 
 def run(study: dict, folder: Path, only: str = "", jobs: int = 2) -> None:
     """Run the selected rows, `jobs` runs at a time, and add their summaries to the study."""
-    need(jobs >= 1, f"--jobs={jobs}: must be at least 1; name the number of runs at a time")
+    need(
+        jobs >= 1,
+        f"--jobs={jobs}: must be at least 1; name the number of runs at a time",
+    )
     chosen = [
-        (group, row, [(seed, folder_of(folder, group, label, seed)) for seed in row["seeds"]])
+        (
+            group,
+            row,
+            [(seed, folder_of(folder, group, label, seed)) for seed in row["seeds"]],
+        )
         for group, rows in study["rows"].items()
         for label, row in rows.items()
         if only in f"{group}: {label}"
@@ -86,7 +93,9 @@ def run(study: dict, folder: Path, only: str = "", jobs: int = 2) -> None:
 def folder_of(folder: Path, group: str, label: str, seed: int) -> Path:
     """The folder of a run: "not distilled", "TIS", 0 -> not-distilled/tis-0."""
     words = [
-        "-".join("".join(c if c.isalnum() or c == "." else " " for c in x.lower()).split())
+        "-".join(
+            "".join(c if c.isalnum() or c == "." else " " for c in x.lower()).split()
+        )
         for x in (group, label)
     ]
     return folder / words[0] / f"{words[1]}-{seed}"
@@ -94,8 +103,15 @@ def folder_of(folder: Path, group: str, label: str, seed: int) -> Path:
 
 def command(row: dict, seed: int, folder: Path) -> list[str]:
     """The arguments for python that start a run."""
-    flags = [f"--{key}={value}" for key, value in {**row["flags"], "seed": seed}.items()]
-    return ["train.py", f"--config=configs/{row['config']}.toml", *flags, f"--out={folder}"]
+    flags = [
+        f"--{key}={value}" for key, value in {**row["flags"], "seed": seed}.items()
+    ]
+    return [
+        "train.py",
+        f"--config=configs/{row['config']}.toml",
+        *flags,
+        f"--out={folder}",
+    ]
 
 
 def config_of(folder: Path) -> dict:
@@ -107,13 +123,17 @@ def config_of(folder: Path) -> dict:
 def is_finished(folder: Path) -> bool:
     """Whether a run has completed all updates."""
     made = config_of(folder)
-    return bool(made) and read_metrics(folder)[-1]["step"] + 1 >= made["config"]["steps"]
+    return (
+        bool(made) and read_metrics(folder)[-1]["step"] + 1 >= made["config"]["steps"]
+    )
 
 
 def run_one(row: dict, seed: int, folder: Path, threads: str) -> None:
     """Start or resume one run."""
     if not is_finished(folder):
-        call(command(row, seed, folder) + ["--resume"] * bool(config_of(folder)), threads)
+        call(
+            command(row, seed, folder) + ["--resume"] * bool(config_of(folder)), threads
+        )
         if not is_finished(folder):
             raise SystemExit(
                 f"error: {folder}: stopped by a signal; start the study again to go on"
@@ -122,7 +142,12 @@ def run_one(row: dict, seed: int, folder: Path, threads: str) -> None:
 
 def call(argv: list[str], threads: str) -> None:
     """Run one of the repository's commands. Raise SystemExit with the end of its error output if it fails."""
-    env = {**os.environ, "OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "2000", "TQDM_DISABLE": "1"}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "GOMP_SPINCOUNT": "2000",
+        "TQDM_DISABLE": "1",
+    }
     done = subprocess.run(
         [sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True
     )
@@ -148,7 +173,9 @@ def summary(study: dict, group: str, runs: list[list[dict]]) -> dict:
         "best": [pass_of(r) for r in best],
         # over problems, if there is one seed
         "se": [round(100 * rows[0]["eval/policy_se"], 4) for rows in (last, best)],
-        "columns": {key: [tail(rows, key, study["share"]) for rows in runs] for key in metrics},
+        "columns": {
+            key: [tail(rows, key, study["share"]) for rows in runs] for key in metrics
+        },
         "curves": {key: curve(runs, key) for key in dict.fromkeys(keys)},
     }
 
@@ -174,7 +201,10 @@ def curve(runs: list[list[dict]], key: str) -> dict[str, list[float]]:
     length = min(map(len, lines), default=0)
     width = max(1, math.ceil(length / POINTS))
     blocks = [range(i, min(i + width, length)) for i in range(0, length, width)]
-    means = [[sum(line[i][1] for i in block) / len(block) for line in lines] for block in blocks]
+    means = [
+        [sum(line[i][1] for i in block) / len(block) for line in lines]
+        for block in blocks
+    ]
     return {
         "updates": [lines[0][block[-1]][0] for block in blocks],
         "mean": [short(sum(m) / len(m)) for m in means],
@@ -187,7 +217,11 @@ def line_of(rows: list[dict], key: str) -> list[tuple[int, float]]:
     """(updates, value) pairs of a column, or of the evaluations in percent."""
     if key == "eval/policy":
         return [(r["step"] + 1, pass_of(r)) for r in rows if "eval/policy_pass@1" in r]
-    return [(r["step"] + 1, r[key]) for r in rows if r["step"] >= 0 and r.get(key) is not None]
+    return [
+        (r["step"] + 1, r[key])
+        for r in rows
+        if r["step"] >= 0 and r.get(key) is not None
+    ]
 
 
 # -- The JSON file and the table
@@ -211,7 +245,9 @@ def layout(data, depth: int) -> str:
     """JSON text with one entry per line for dictionaries up to this depth."""
     if not depth or not isinstance(data, dict):
         return json.dumps(data)
-    entries = [f"{json.dumps(key)}: {layout(value, depth - 1)}" for key, value in data.items()]
+    entries = [
+        f"{json.dumps(key)}: {layout(value, depth - 1)}" for key, value in data.items()
+    ]
     return "{\n" + ",\n".join(entries) + "\n}"
 
 
@@ -232,7 +268,9 @@ def mean_se(values: list[float], single: float) -> str:
     se = (
         single
         if len(values) == 1
-        else math.sqrt(sum((v - m) ** 2 for v in values) / (len(values) - 1) / len(values))
+        else math.sqrt(
+            sum((v - m) ** 2 for v in values) / (len(values) - 1) / len(values)
+        )
     )
     return f"{m:.1f}" if math.isnan(se) else f"{m:.1f}±{se:.1f}"
 
@@ -244,7 +282,9 @@ CELLS = {
     "best": lambda row: mean_se(row["best"], row["se"][1]),
     "own": lambda row: mean_se(row.get("own", []), math.nan),
     "own_reward": lambda row: mean_se(row.get("own_reward", []), math.nan),
-    "worth": lambda row: "{:.2f}±{:.2f}".format(*row["worth"]) if "worth" in row else "",
+    "worth": lambda row: (
+        "{:.2f}±{:.2f}".format(*row["worth"]) if "worth" in row else ""
+    ),
 }
 
 
@@ -270,13 +310,17 @@ def table(study: dict) -> str:
         lines.append([f"**{group}**"])  # the missing cells stay empty in Markdown
         for label, row in rows.items():
             if "pass" in row:
-                lines.append([label, *(cell(row, key) for key in study["columns"].values())])
+                lines.append(
+                    [label, *(cell(row, key) for key in study["columns"].values())]
+                )
     return markdown(["", *study["columns"]], lines)
 
 
 def markdown(head: list[str], rows: list) -> str:
     """A Markdown table with these head cells and rows."""
-    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    lines = [
+        "| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -302,7 +346,11 @@ def draw(name: str, study: dict) -> None:
     columns = min(3, n)
     size = (4.6 * columns, 3.9 * math.ceil(n / columns))
     fig, axes = plt.subplots(
-        math.ceil(n / columns), columns, figsize=size, layout="constrained", squeeze=False
+        math.ceil(n / columns),
+        columns,
+        figsize=size,
+        layout="constrained",
+        squeeze=False,
     )
     flat = list(axes.flat)
     for ax, (group, key) in zip(flat, panels, strict=False):
@@ -332,9 +380,16 @@ def draw_panel(ax, group: str, key: str, rows: dict[str, dict]) -> None:
         )
         if line["low"]:
             ax.fill_between(
-                line["updates"], line["low"], line["high"], color=colour, alpha=0.12, lw=0
+                line["updates"],
+                line["low"],
+                line["high"],
+                color=colour,
+                alpha=0.12,
+                lw=0,
             )
-    ax.set_title(f"{group}: {key}".replace("eval/policy", "held-out pass@1 (%)"), fontsize=9)
+    ax.set_title(
+        f"{group}: {key}".replace("eval/policy", "held-out pass@1 (%)"), fontsize=9
+    )
     ax.set_xlabel("updates", fontsize=8)
     ax.legend(fontsize=7)
     if key in LOGARITHMIC:
@@ -349,7 +404,11 @@ def save(fig, path: Path | str, dpi: int = 80) -> None:
     fig.savefig(buffer, dpi=dpi, format="png")
     pyplot().close(fig)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    picture = Image.open(buffer).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE, kmeans=1)
+    picture = (
+        Image.open(buffer)
+        .convert("RGB")
+        .quantize(64, Image.Quantize.MAXCOVERAGE, kmeans=1)
+    )
     picture.save(path, format="PNG", optimize=True)
 
 
@@ -361,7 +420,9 @@ def main() -> None:
     named, given = sys.argv[1:2], sys.argv[2:]
     known = ", ".join(STUDIES)
     if not named or named[0] not in STUDIES:
-        raise UserError(f"{' '.join(named) or 'no study'}: no such study; name one of {known}")
+        raise UserError(
+            f"{' '.join(named) or 'no study'}: no such study; name one of {known}"
+        )
     flags = parse_flags(SweepFlags, given, __doc__.strip())
     name = named[0]
     study = load(name)

@@ -34,7 +34,10 @@ from tasks.prompts import Answer, Style
 
 
 def make_task(
-    cfg: SampleFlags, flag: str = "task", name: str | None = None, evaluates: bool = False
+    cfg: SampleFlags,
+    flag: str = "task",
+    name: str | None = None,
+    evaluates: bool = False,
 ):
     """The task that a flag names. name: one of several names in the flag. Raises UserError.
 
@@ -43,17 +46,33 @@ def make_task(
     if name == "arith":
         return arith.of_settings(cfg.arith)
     is_custom = data.is_own(name)
-    graded_otherwise = cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
+    graded_otherwise = (
+        cfg.reward and not rewards.Reward(rewards.parts_of(cfg.reward)).needs_answer
+    )
     named = data.named_columns(cfg.columns, ("prompt", "answer"))
     columns = (named.get("prompt", ""), named.get("answer", ""))
-    rows = [] if is_custom else data.read_rows(name, flag, columns, needed=not graded_otherwise)
-    default = "letter" if rows and all(data.choices_of(row["row"]) for row in rows) else "math"
+    rows = (
+        []
+        if is_custom
+        else data.read_rows(name, flag, columns, needed=not graded_otherwise)
+    )
+    default = (
+        "letter"
+        if rows and all(data.choices_of(row["row"]) for row in rows)
+        else "math"
+    )
     parts = rewards.parts_of(cfg.reward or (f"{name}.reward" if is_custom else default))
     reward = rewards.Reward(parts, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
     if evaluates:
-        reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)
+        reward = replace(
+            reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0
+        )
     style = Style.of(cfg, builtin.TEMPLATE_OF.get(reward.parts[0].name, "plain"))
-    task = OwnTask(name, style, reward, columns) if is_custom else Table(name, rows, style, reward)
+    task = (
+        OwnTask(name, style, reward, columns)
+        if is_custom
+        else Table(name, rows, style, reward)
+    )
     first = task.problem("train", 0)
     rewards.try_out(reward, Answer(first, first.answer, True))
     return task
@@ -86,8 +105,13 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
     sets, asked = [], []
     for word in getattr(cfg, flag).split(","):
         name, settings = parts_of(word)
-        need(name, f"{given}: a set has no name; write FILE,FILE:samples=32:temperature=0.6")
-        asked.append((name, usual | dict(setting(flag, name, part) for part in settings)))
+        need(
+            name,
+            f"{given}: a set has no name; write FILE,FILE:samples=32:temperature=0.6",
+        )
+        asked.append(
+            (name, usual | dict(setting(flag, name, part) for part in settings))
+        )
     for name, options in asked:
         temperature = options["temperature"]
         need(
@@ -135,9 +159,15 @@ def digests(cfg: Config, task=None) -> dict[str, str]:
 def check_unchanged(cfg: Config, task) -> None:
     """Raise UserError if files or problems of the run that --resume continues have changed."""
     path = Path(cfg.out) / "config.json"
-    before = read_json(path, "name a different folder").get("data", {}) if path.is_file() else {}
+    before = (
+        read_json(path, "name a different folder").get("data", {})
+        if path.is_file()
+        else {}
+    )
     now = digests(cfg, task)
-    changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
+    changed = [
+        name for name, digest in now.items() if before.get(name, digest) != digest
+    ]
     need(
         not changed,
         f"--resume: {', '.join(changed)} changed since the run began; restore the old text, or start a new run in a "
@@ -149,7 +179,10 @@ def warn_if_shared(task, held_out: list[EvalSet]) -> None:
     """Print a warning if a held-out table has problems of the training table."""
     trained = {str(row["prompt"]).strip() for row in getattr(task, "rows", [])}
     for each in held_out if trained and is_first_rank() else []:
-        n = sum(str(row["prompt"]).strip() in trained for row in getattr(each.task, "rows", []))
+        n = sum(
+            str(row["prompt"]).strip() in trained
+            for row in getattr(each.task, "rows", [])
+        )
         if n:
             print(
                 f"warning: --eval_task={each.task.name}: {n} of its problems are in --task, so its score is not a "
@@ -162,7 +195,10 @@ def setting(flag: str, name: str, part: str) -> tuple[str, float]:
     """(name, value) of a set's setting NAME=VALUE. Raises UserError."""
     key, _, text = part.partition("=")
     known = ", ".join(f"{key}=" for key in SETTINGS)
-    need(key in SETTINGS, f"--{flag}={name}:{part}: no such setting; the settings are {known}")
+    need(
+        key in SETTINGS,
+        f"--{flag}={name}:{part}: no such setting; the settings are {known}",
+    )
     kind, smallest = SETTINGS[key]
     value = number(text, kind)
     need(
@@ -176,7 +212,11 @@ def check(cfg: Config) -> None:
     """Raise UserError if the flags of the task contradict each other or are out of range."""
     need_each(
         cfg,
-        (0 <= cfg.overlong < cfg.max_tokens, "overlong", "must be from 0 to below --max_tokens"),
+        (
+            0 <= cfg.overlong < cfg.max_tokens,
+            "overlong",
+            "must be from 0 to below --max_tokens",
+        ),
         (cfg.max_prompt_tokens >= 0, "max_prompt_tokens", "must be at least 0"),
     )
     need(
@@ -189,8 +229,16 @@ def check(cfg: Config) -> None:
     held_out = getattr(cfg, "eval_every", 0) <= 0 or cfg.eval_task
     need_each(
         cfg,
-        (held_out, "eval_every", "there is no held-out set; name files with --eval_task"),
-        (not cfg.arith, "arith", f"settings of --task=arith; leave it out for --task={cfg.task}"),
+        (
+            held_out,
+            "eval_every",
+            "there is no held-out set; name files with --eval_task",
+        ),
+        (
+            not cfg.arith,
+            "arith",
+            f"settings of --task=arith; leave it out for --task={cfg.task}",
+        ),
     )
 
 
@@ -214,7 +262,9 @@ def as_trained(cfg: Config, given: set[str]):
         )
         for name in ("reward", "prompt_template"):
             of_run.pop(name, None)
-    asked = {name: value for name, value in of_run.items() if value != getattr(cfg, name)}
+    asked = {
+        name: value for name, value in of_run.items() if value != getattr(cfg, name)
+    }
     told = [f"--{k}={v}" for k, v in asked.items() if k != "chat_date"]
     if told:
         print(f"as in {cfg.model}: {' '.join(told)}")
@@ -227,8 +277,11 @@ def config_of_run(model: Path) -> dict | None:
     inside = [path.parent for path in model.parents if path.name == "checkpoints"]
     for folder in (model, *inside[:1]):
         if (folder / "config.json").is_file():
-            made = read_json(folder / "config.json", "copy it again, or name a different folder")
-            if isinstance(made.get("config"), dict):  # the config.json of a model has no such key
+            made = read_json(
+                folder / "config.json", "copy it again, or name a different folder"
+            )
+            # the config.json of a model has no such key
+            if isinstance(made.get("config"), dict):
                 return made["config"]
     return None
 
@@ -240,7 +293,9 @@ def grade_all(task, tokenizer, problems, groups, known: dict | None = None) -> C
     The graded text has no special tokens and no replies of an environment; `finished` means that
     the response ended with a stop token. Returns the task's counts (rewards.Reward.of)."""
     pairs = [(p, r) for p, group in zip(problems, groups, strict=True) for r in group]
-    earned, counts = task.rewards([answer_of(tokenizer, *pair) for pair in pairs], known)
+    earned, counts = task.rewards(
+        [answer_of(tokenizer, *pair) for pair in pairs], known
+    )
     for (_, response), reward in zip(pairs, earned, strict=True):
         response.reward = reward
     return counts
@@ -249,7 +304,11 @@ def grade_all(task, tokenizer, problems, groups, known: dict | None = None) -> C
 def answer_of(tokenizer, problem, response) -> Answer:
     """A response for the grader. Its text is that of the model's turns, joined by newlines."""
     tokens = zip(response.loss_mask.tolist(), response.tokens.tolist(), strict=True)
-    runs = [[x for _, x in run] for sampled, run in groupby(tokens, itemgetter(0)) if sampled]
+    runs = [
+        [x for _, x in run]
+        for sampled, run in groupby(tokens, itemgetter(0))
+        if sampled
+    ]
     text = "\n".join(tokenizer.decode(run, skip_special_tokens=True) for run in runs)
     finished = response.finish_reason == "stop"
 
@@ -271,7 +330,9 @@ def grading_thread(task, tokenizer, problems):
     known, arrived, calls, thread = {}, deque(), [], ThreadPoolExecutor(1)
 
     def grade() -> None:
-        answers = [answer_of(tokenizer, *arrived.popleft()) for _ in range(len(arrived))]
+        answers = [
+            answer_of(tokenizer, *arrived.popleft()) for _ in range(len(arrived))
+        ]
         for part in task.reward.parts:
             task.reward.values(part, answers, known)
 
@@ -280,7 +341,8 @@ def grading_thread(task, tokenizer, problems):
         calls.append(thread.submit(grade))
 
     try:
-        yield add if isinstance(task, Table) else None, known  # `arith` needs no grading processes
+        # `arith` needs no grading processes
+        yield add if isinstance(task, Table) else None, known
         for call in calls:
             call.result()
     finally:
@@ -299,5 +361,7 @@ def grading_metrics(counts: Counter) -> dict[str, float]:
         values["grade/unboxed"] = counts["unboxed"] / n
     if counts["plain"]:
         values["grade/inexact"] = counts["inexact"] / counts["plain"]
-    parts = {name: total / n for name, total in counts.items() if name.startswith("reward/")}
+    parts = {
+        name: total / n for name, total in counts.items() if name.startswith("reward/")
+    }
     return values | (parts if len(parts) > 1 else {})

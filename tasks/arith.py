@@ -56,7 +56,9 @@ class Arithmetic:
             held_out = hashlib.sha256(text.encode()).digest()[0] < 32
             if held_out == (split == "test"):
                 return Problem(text, text + " :", str(total))
-        raise UserError(f"no {split} problem in 1000 draws: raise max_ops or operand in --arith")
+        raise UserError(
+            f"no {split} problem in 1000 draws: raise max_ops or operand in --arith"
+        )
 
     def find(self, id: str) -> Problem:
         """The problem of an id, which is the problem's text."""
@@ -96,7 +98,9 @@ class Arithmetic:
                 return 0.0
             return 1.0 + min(len(match.group(2).split()), self.explain) / self.explain
         match = re.search(r"# (\d+)\s*$", text)
-        return float(finished and match is not None and match.group(1) == problem.answer)
+        return float(
+            finished and match is not None and match.group(1) == problem.answer
+        )
 
     def rewards(self, answers: list[Answer], known=None) -> tuple[list[float], Counter]:
         """The reward of each answer, and no counts."""
@@ -115,7 +119,9 @@ class Arithmetic:
 def parts(text: str) -> tuple[int, list[tuple[str, int]]]:
     """A problem's start and operations: "38 + 7 - 12" gives 38 and [("+", 7), ("-", 12)]."""
     words = text.split()
-    operations = [(sign, int(b)) for sign, b in zip(words[1::2], words[2::2], strict=True)]
+    operations = [
+        (sign, int(b)) for sign, b in zip(words[1::2], words[2::2], strict=True)
+    ]
     return int(words[0]), operations
 
 
@@ -127,7 +133,9 @@ def arithmetic_tokenizer():
     words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"]
     words += [str(i) for i in range(NUMBERS)]
     words += [f"<spare{i}>" for i in range(VOCAB - len(words))]
-    tok = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tok = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    )
     tok.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tok, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
@@ -145,7 +153,10 @@ def of_settings(text: str) -> Arithmetic:
             f"--arith={text}: {name} is not a setting; the settings are {', '.join(known)}",
         )
         values[name] = number(value, int)
-        need(values[name] >= 0, f"--arith={text}: {part}: must be a whole number, 0 or more")
+        need(
+            values[name] >= 0,
+            f"--arith={text}: {part}: must be a whole number, 0 or more",
+        )
     task = Arithmetic(**values)
     need(
         1 <= task.min_ops <= task.max_ops,

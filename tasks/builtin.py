@@ -28,7 +28,10 @@ def math_answer(row, text, finish_reason) -> bool:
         parse(plain_numbers(x), extraction_config=configs, parsing_timeout=None)
         for x in (f"\\boxed{{{answer}}}", text)
     )
-    claims = [e for x in parsed if isinstance(x, sympy.Basic) for e in x.atoms(sympy.Eq)]  # 1 = 2
+    # 1 = 2
+    claims = [
+        e for x in parsed if isinstance(x, sympy.Basic) for e in x.atoms(sympy.Eq)
+    ]
     return (
         bool(grader().verify(gold, parsed, timeout_seconds=None))
         and repeated(gold) == repeated(parsed)
@@ -46,7 +49,9 @@ def plain_numbers(text: str) -> str:
         above = int(integer + digits + period) - int(integer + digits or 0)
         return f"\\frac{{{above}}}{{{'9' * len(period) + '0' * len(digits)}}}"
 
-    text = re.sub(r"(?<=\d)(?:\.(?=\s*\}$)|(?:\\[,!]|[ ~])(?=\d{3}(?![\d/])))", "", text)
+    text = re.sub(
+        r"(?<=\d)(?:\.(?=\s*\}$)|(?:\\[,!]|[ ~])(?=\d{3}(?![\d/])))", "", text
+    )
     text = re.sub(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\{([0-9]+)\}", fraction, text)
     return re.sub(MIXED, r"\1(\2 + \3/\4)", text)
 
@@ -58,7 +63,9 @@ def grader():
     from math_verify import grader
 
     equal = grader.sympy_numeric_eq
-    grader.sympy_numeric_eq = lambda a, b, *digits: equal(a, b, *digits) and not far_apart(a, b)
+    grader.sympy_numeric_eq = lambda a, b, *digits: (
+        equal(a, b, *digits) and not far_apart(a, b)
+    )
     return grader
 
 
@@ -69,14 +76,18 @@ def far_apart(*pair) -> bool:
     exact = [x for x in pair if isinstance(x, sympy.Expr)]  # no matrices
     terms = [x.as_independent(*x.free_symbols, as_Add=True)[0] for x in exact]
     real = [x for x in terms if x.is_extended_real and x.is_finite]
-    return len(real) == 2 and bool(abs(real[0] - real[1]) > sympy.Max(*map(abs, real)) / 100)
+    return len(real) == 2 and bool(
+        abs(real[0] - real[1]) > sympy.Max(*map(abs, real)) / 100
+    )
 
 
 def repeated(parsed: list) -> int:
     """Number of repeated elements of a list such as 5, 5, which math-verify reads as a set."""
     if len(parsed) < 2 or type(parsed[0]).__name__ != "FiniteSet":
         return 0
-    parts = re.split("[,;]", re.sub(r"[(\[][^()\[\]]*[)\]]|,(?=\d{3}(?!\d))", "x", parsed[1]))
+    parts = re.split(
+        "[,;]", re.sub(r"[(\[][^()\[\]]*[)\]]|,(?=\d{3}(?!\d))", "x", parsed[1])
+    )
     return max(0, sum(map(bool, map(str.strip, parts))) - len(parsed[0]))
 
 
@@ -149,7 +160,9 @@ HASHES = (
 ELLIPSIS = r"\\(?:l|c|d)?dots[cbmio]?\b|\.\.\.|…"
 MIXED = r"(?<![\w./^}])(-?)(\d+)(?:[ ~]|\\[ ,;])+(\d+)/(\d+)(?![\w./^])"
 # signs before a letter
-SIGNS = r"(?:\\(?:text|math|bold)[a-z]*|\\?[\s{($,;!*:])*(?:[Oo]ption\s+|[Cc]hoice\s+)?\(?"
+SIGNS = (
+    r"(?:\\(?:text|math|bold)[a-z]*|\\?[\s{($,;!*:])*(?:[Oo]ption\s+|[Cc]hoice\s+)?\(?"
+)
 # no second letter, and not the word A or I
 ALONE = (
     r"\b(?! +[B-HJ-Z]\b)(?![^\w\n]*(?:[,;/&]|or\b|and\b)[^\w\n]*[A-HJ-Z]\b)"
@@ -161,7 +174,12 @@ ANSWER_IS = rf"(?i:answer)[\s*]*(?:is\b|:){SIGNS}([A-Z]){ALONE}"
 
 def plain_number(text: str) -> Decimal | str:
     """The Decimal of a text such as 1,200. or $1200.00 or -3 or .5; the text if it is no number."""
-    digits = re.sub(r"[\s,$€£\\*+]", "", text).replace("−", "-").replace("–", "-").rstrip(".")
+    digits = (
+        re.sub(r"[\s,$€£\\*+]", "", text)
+        .replace("−", "-")
+        .replace("–", "-")
+        .rstrip(".")
+    )
     try:
         return Decimal(digits)
     except InvalidOperation:

@@ -97,7 +97,8 @@ class Table:
         the longest remaining prompt. Raises UserError if no row remains."""
         problems = [self.find(id) for i in range(self.total) for id in self.ids(i)]
         prompt, _ = render(tokenizer, problems[0])
-        opened = prompt.rstrip().endswith("<think>")  # by chat templates of reasoning models
+        # by chat templates of reasoning models
+        opened = prompt.rstrip().endswith("<think>")
         self.reward = dataclasses.replace(self.reward, opened=opened)
         each = [len(ids) for ids in encode_all(tokenizer, problems)]
         n = len(each) // self.total
@@ -119,9 +120,12 @@ class OwnTask(Table):
     The class has `problem(split, index)`, which returns a row; `size`, the number of problems or
     None (endless); and, unless --reward is set, `reward(row, text, finish_reason)`."""
 
-    def __init__(self, name: str, style: Style, reward, columns: tuple[str, str] = ("", "")):
+    def __init__(
+        self, name: str, style: Style, reward, columns: tuple[str, str] = ("", "")
+    ):
         super().__init__(name, [], style, reward)
-        self.columns, self.needed = columns, reward.needs_answer  # needed: every row has an answer
+        # needed: every row has an answer
+        self.columns, self.needed = columns, reward.needs_answer
         path, _, attribute = name.rpartition(":")
         try:
             self.made = attribute_of(path, attribute)()
@@ -129,18 +133,22 @@ class OwnTask(Table):
             why = f"cannot be loaded ({described(e)}); fix the file"
             raise UserError(f"--task={name}: {why}") from None
         need(
-            callable(getattr(self.made, "problem", None)) and hasattr(self.made, "size"),
+            callable(getattr(self.made, "problem", None))
+            and hasattr(self.made, "size"),
             f"--task={name}: needs a method problem(split, index) and an attribute size (None: endless)",
         )
         self.total = self.made.size or 0
-        self.used = list(range(self.total))  # for both splits; empty for an endless class
+        # for both splits; empty for an endless class
+        self.used = list(range(self.total))
         if callable(getattr(self.made, "reply", None)):
             self.environment = f"{name}.reply"
         self.tokenizer, self.limit = None, 0  # of an endless class's prompts
 
     def digest(self) -> str:
         """SHA-256 of the first 64 training problems."""
-        rows = [self.row(f"{self.stem}/train/{i}") for i in range(min(self.total or 64, 64))]
+        rows = [
+            self.row(f"{self.stem}/train/{i}") for i in range(min(self.total or 64, 64))
+        ]
         made = [(row["prompt"], row["answer"]) for row in rows]
         return hashlib.sha256(repr(made).encode(errors="replace")).hexdigest()
 
@@ -191,7 +199,9 @@ def digest_of(name: str) -> str:
     if len(parts) > 1:
         return hashlib.sha256("".join(map(digest_of, parts)).encode()).hexdigest()
     file = file_of(name)
-    return hashlib.sha256(Path(file).read_bytes() if file else name.encode()).hexdigest()
+    return hashlib.sha256(
+        Path(file).read_bytes() if file else name.encode()
+    ).hexdigest()
 
 
 def file_of(name: str) -> str:
@@ -209,7 +219,12 @@ def is_own(name: str) -> bool:
 def label_of(name: str) -> str:
     """A task's short name for problems and metrics: the name of its file, data set or class."""
     if name.startswith("hf:") and len(mixed(name)) == 1:
-        return name.removeprefix("hf:").rpartition("/")[0].rpartition("/")[2].partition("@")[0]
+        return (
+            name.removeprefix("hf:")
+            .rpartition("/")[0]
+            .rpartition("/")[2]
+            .partition("@")[0]
+        )
     if is_own(name):
         return name.rpartition(":")[2]
     if len(mixed(name)) > 1:
@@ -230,7 +245,10 @@ def named_columns(text: str, kinds) -> dict[str, str]:
 
 
 def read_rows(
-    name: str, flag: str = "task", columns: tuple[str, str] = ("", ""), needed: bool = True
+    name: str,
+    flag: str = "task",
+    columns: tuple[str, str] = ("", ""),
+    needed: bool = True,
 ) -> list[dict]:
     """Rows {prompt, answer, row} of a file or data set. Raises UserError, which names file and
     line.
@@ -267,7 +285,10 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
     packed = path.suffix.lower() == ".gz"
     kind = Path(path.stem if packed else path).suffix.lower()
     if kind == ".parquet":
-        need(not packed, f"--{flag}={name}: only .jsonl.gz and .json.gz are read; unpack the file")
+        need(
+            not packed,
+            f"--{flag}={name}: only .jsonl.gz and .json.gz are read; unpack the file",
+        )
         parquet = library("pyarrow.parquet", "pyarrow", f"--{flag}={name}")
         try:
             return placed(name, parquet.read_table(path).to_pylist())
@@ -283,7 +304,9 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         )
         return placed(name, rows)
     lines = text.split("\n")  # not splitlines(), which splits at more characters
-    places = {f"{name}, line {n}": line for n, line in enumerate(lines, 1) if line.strip()}
+    places = {
+        f"{name}, line {n}": line for n, line in enumerate(lines, 1) if line.strip()
+    }
     return [(place, parsed(line, place)) for place, line in places.items()]
 
 
@@ -329,13 +352,19 @@ def placed(name: str, rows: list) -> list[tuple[str, object]]:
     return [(f"{name}, row {n}", row) for n, row in enumerate(rows, 1)]
 
 
-def parsed(text: str, place: str, fix: str = "fix or remove that line, one object a line"):
+def parsed(
+    text: str, place: str, fix: str = "fix or remove that line, one object a line"
+):
     """Parsed JSON. Raises UserError, which names the place, the line number and the fix."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:  # also for huge numbers and deep nesting
         why = str(getattr(e, "msg", e))[:60]
-        line = f", line {e.lineno}" if hasattr(e, "lineno") and "\n" in text.strip() else ""
+        line = (
+            f", line {e.lineno}"
+            if hasattr(e, "lineno") and "\n" in text.strip()
+            else ""
+        )
         raise UserError(f"{place}{line}: not valid JSON ({why}); {fix}") from None
 
 
@@ -358,7 +387,10 @@ def read_row(row, place: str, prompt_key: str, answer_key: str, needed: bool) ->
     answer = answer.strip()
     if listed and (answer or needed):
         prompt, answer = multiple_choice(prompt, listed, answer, row, place, answer_key)
-    need(answer or not needed, f"{place}: the `answer` is empty; add one, or remove that line")
+    need(
+        answer or not needed,
+        f"{place}: the `answer` is empty; add one, or remove that line",
+    )
     need(
         not needed or is_balanced(answer),
         f"{place}: the `answer` {answer:.60} has an unclosed brace or bracket; fix or remove that line",
@@ -366,7 +398,11 @@ def read_row(row, place: str, prompt_key: str, answer_key: str, needed: bool) ->
     solution = row.get("answer")
     is_worked = isinstance(solution, str) and solution.strip() != answer
     worked = {"solution": solution} if is_worked else {}
-    return {"prompt": prompt, "answer": answer, "row": {**worked, **row, "answer": answer}}
+    return {
+        "prompt": prompt,
+        "answer": answer,
+        "row": {**worked, **row, "answer": answer},
+    }
 
 
 def is_balanced(text: str) -> bool:
@@ -393,7 +429,11 @@ def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
         value = nested(row, name)
         if isinstance(value, str) and value.strip():
             return value
-        if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
+        if (
+            isinstance(value, list)
+            and value
+            and all(isinstance(m, dict) for m in value)
+        ):
             messages = [{key: m.get(key) for key in ("role", "content")} for m in value]
             if all(isinstance(x, str) for m in messages for x in m.values()):
                 return messages
@@ -409,7 +449,11 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
     for name in [key] if key else ANSWERS:
         value = nested(row, name)
         missing = isinstance(value, float) and math.isnan(value)  # as pandas writes it
-        if missing or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        if (
+            missing
+            or isinstance(value, bool)
+            or not isinstance(value, (str, int, float))
+        ):
             continue
         # a worked solution without a marked answer
         if not key and name == "solution" and "\\boxed" not in str(value):
@@ -461,21 +505,27 @@ def choices_of(row: dict) -> list[str]:
     return [x.strip() for x in four] if all(isinstance(x, str) for x in four) else []
 
 
-def multiple_choice(prompt, listed: list[str], answer: str, row: dict, place: str, key: str):
+def multiple_choice(
+    prompt, listed: list[str], answer: str, row: dict, place: str, key: str
+):
     """(question followed by its choices, letter of the right choice). Raises UserError if the
     answer names no choice."""
     need(
         isinstance(prompt, str) and len(listed) <= len(LETTERS),
         f"{place}: choices need a question that is a text, and there can be at most {len(LETTERS)} choices",
     )
-    if "Correct Answer" in row:  # GPQA lists it first: shuffle with the question as seed
+    # GPQA lists it first: shuffle with the question as seed
+    if "Correct Answer" in row:
         listed = list(listed)
         random.Random(prompt).shuffle(listed)
-    labels = row["choices"].get("label") if isinstance(row.get("choices"), dict) else None
+    labels = (
+        row["choices"].get("label") if isinstance(row.get("choices"), dict) else None
+    )
     at = nested(row, key) if key else row.get("answer")
     if key in ("", "answer"):
         at = row.get("answer_index", at)
-    if type(at) is not int or not 0 <= at < len(listed):  # MMLU and MMLU-Pro count from 0
+    # MMLU and MMLU-Pro count from 0
+    if type(at) is not int or not 0 <= at < len(listed):
         pairs = [(listed, answer), (list(LETTERS[: len(listed)]), answer.upper())]
         if labels and answer in labels:  # ARC: A to E, or 1 to 5
             pairs = [(labels, answer)]

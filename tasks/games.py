@@ -36,13 +36,17 @@ class Calculator:
     shown = conversation("Compute 31 * 4.", "calc(31 * 4)", "Result: 124", "124")
 
     def problem(self, split: str, index: int) -> dict:
-        a, b = generator("calculator", split, index).integers((12, 3), (99, 10)).tolist()
+        a, b = (
+            generator("calculator", split, index).integers((12, 3), (99, 10)).tolist()
+        )
         problem = [*self.shown, {"role": "user", "content": f"Compute {a} * {b}."}]
         return {"problem": problem, "answer": str(a * b)}
 
     def reply(self, row: dict, messages: list[dict], text: str) -> str | None:
         call = re.search(rf"calc\({NUMBER} ?([*+/-]) ?{NUMBER}\)", text)
-        results = [message["content"].startswith("Result") for message in messages[-1::-2]]
+        results = [
+            message["content"].startswith("Result") for message in messages[-1::-2]
+        ]
         if call is None or all(results[: self.calls]):  # an answer, or a call too many
             return None
         a, b = float(call[1]), float(call[3])

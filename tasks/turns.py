@@ -38,21 +38,29 @@ class Talk:
     turn_start: int = 0  # index in the response at which the model's last turn begins
 
 
-def sample(engine, task, tokenizer, problems, prompts, seeds, sampling, *options, finished=None):
+def sample(
+    engine, task, tokenizer, problems, prompts, seeds, sampling, *options, finished=None
+):
     """A list of responses to each prompt, as from engine.generate; with an environment each
     response is a whole conversation, and `finished` is not called. Collective if several ranks form
     one engine.
 
     options: the engine's topk, stop_ids and max_allowed."""
     environment = getattr(task, "environment", "")
-    callback = {"finished": finished} if finished is not None and not environment else {}
+    callback = (
+        {"finished": finished} if finished is not None and not environment else {}
+    )
     groups = engine.generate(prompts, seeds, sampling, *options, **callback)
     if not environment:
         return groups
     talks = []
-    for problem, prompt, group_seeds, group in zip(problems, prompts, seeds, groups, strict=True):
+    for problem, prompt, group_seeds, group in zip(
+        problems, prompts, seeds, groups, strict=True
+    ):
         for seed, response in zip(group_seeds, group, strict=True):
-            talks.append(Talk(problem, prompt, seed, response, as_messages(problem.prompt)))
+            talks.append(
+                Talk(problem, prompt, seed, response, as_messages(problem.prompt))
+            )
     turn = 0
     while engine.any_rank(bool(talks)):
         turn += 1
@@ -69,13 +77,17 @@ def sample(engine, task, tokenizer, problems, prompts, seeds, sampling, *options
     return groups
 
 
-def with_replies(environment: str, talks: list[Talk], tokenizer, max_tokens: int) -> list[Talk]:
+def with_replies(
+    environment: str, talks: list[Talk], tokenizer, max_tokens: int
+) -> list[Talk]:
     """The conversations that continue, with the environment's replies appended. A conversation that
     would leave no token for the model is cut."""
     talks = [talk for talk in talks if talk.response.finish_reason == "stop"]
     turns = [talk.response.tokens[talk.turn_start :] for talk in talks]
     texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
-    calls = [(t.problem.row, t.messages, text) for t, text in zip(talks, texts, strict=True)]
+    calls = [
+        (t.problem.row, t.messages, text) for t, text in zip(talks, texts, strict=True)
+    ]
     replies = graders().grade(environment, calls, GRADE_SECONDS)
     going_on = []
     for talk, text, reply in zip(talks, texts, replies, strict=True):
@@ -100,7 +112,10 @@ def with_replies(environment: str, talks: list[Talk], tokenizer, max_tokens: int
 def framed(tokenizer, problem: Problem, reply: str, last: int) -> np.ndarray:
     """The tokens (int32) from the end of a model turn, after its token `last`, to the next turn:
     the reply in the chat template's frame, or without a template only the reply."""
-    user, model = {"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}
+    user, model = (
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": MARK},
+    )
     messages = [user, model, {"role": "user", "content": reply}]
     text, templated = render(tokenizer, replace(problem, prompt=messages))
     frame = text.rpartition(MARK)[2] if templated else reply
@@ -130,7 +145,11 @@ def written(ids: np.ndarray, beside: Response) -> Response:
 def extend(response: Response, more: Response) -> None:
     """Append the tokens of the response `more`, in place."""
     for name in PER_TOKEN:
-        setattr(response, name, np.concatenate([getattr(response, name), getattr(more, name)]))
+        setattr(
+            response,
+            name,
+            np.concatenate([getattr(response, name), getattr(more, name)]),
+        )
     if response.allowed_ids is not None:
         begin = response.allowed_offsets[-1]
         offsets = [response.allowed_offsets, begin + more.allowed_offsets[1:]]
@@ -150,7 +169,10 @@ def shortened(response: Response, room: int) -> Response:
     first = {name: getattr(response, name)[:room] for name in PER_TOKEN}
     if response.allowed_ids is not None:
         offsets = response.allowed_offsets[: room + 1]
-        first |= {"allowed_offsets": offsets, "allowed_ids": response.allowed_ids[: offsets[-1]]}
+        first |= {
+            "allowed_offsets": offsets,
+            "allowed_ids": response.allowed_ids[: offsets[-1]],
+        }
     if response.routed is not None:
         first["routed"] = response.routed[:-cut]
     return replace(response, finish_reason="length", **first)

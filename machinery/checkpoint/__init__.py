@@ -29,7 +29,9 @@ from sampling import Sampling
 FORMAT = 5  # a checkpoint of a different format is rejected
 
 
-def save(run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict) -> Path:
+def save(
+    run, step: int, learner, source, pending: list[list[Rollout]], controllers: dict
+) -> Path:
     """Write the checkpoint after `step` updates, delete all but the newest `--keep` checkpoints,
     and return its folder.
 
@@ -60,11 +62,15 @@ def save(run, step: int, learner, source, pending: list[list[Rollout]], controll
         os.replace(scratch, final)
         flush(final.parent)
         # old checkpoints, and those of killed saves, are deleted last, so that a kill leaves one
-        for old in (*folders(cfg.out)[: -cfg.keep], *final.parent.glob("step_*.writing")):
+        for old in (
+            *folders(cfg.out)[: -cfg.keep],
+            *final.parent.glob("step_*.writing"),
+        ):
             if old.is_symlink():
                 old.unlink()
             else:
-                shutil.rmtree(old, ignore_errors=True)  # leftovers are deleted next time
+                # leftovers are deleted next time
+                shutil.rmtree(old, ignore_errors=True)
     learner.comm.barrier()
     return final
 
@@ -79,7 +85,8 @@ def write(folder: Path, run, learner, shared: dict, rank_state: dict) -> None:
     write_shards(own_share(learner), folder / "shards")
     for name in learner.names:
         if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
-            gathered = learner.named_tensors(name, lambda x: whole(x).cpu())  # collective
+            # collective
+            gathered = learner.named_tensors(name, lambda x: whole(x).cpu())
             tensors = {key: x for key, x in gathered if rank == 0}
         origin = getattr(run, name)
         if rank == 0:
@@ -142,7 +149,10 @@ def dealt(pending: list[list[list]], rank: int, n_ranks: int) -> list[list[Rollo
 
 # What rank*.pt may contain. A checkpoint of someone else can hold any pickle, but runs no code
 CLASSES = [Rollout, Response, Sampling, np.ndarray, np.dtype, bytes, codecs.encode]
-CLASSES += [np._core.multiarray._reconstruct, *{type(np.dtype(x)) for x in np.sctypeDict.values()}]
+CLASSES += [
+    np._core.multiarray._reconstruct,
+    *{type(np.dtype(x)) for x in np.sctypeDict.values()},
+]
 
 
 def read(folder: Path, name: str) -> dict:

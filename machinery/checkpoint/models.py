@@ -33,7 +33,9 @@ def model_in(name: str, which: str) -> str | None:
     root = Path(name)
     for folder in (root, root / which, (newest(root) or root) / which):
         path = folder / "config.json"  # a run's config.json has no model_type
-        if path.is_file() and '"model_type"' in path.read_text(encoding="utf-8", errors="replace"):
+        if path.is_file() and '"model_type"' in path.read_text(
+            encoding="utf-8", errors="replace"
+        ):
             return str(folder)
     return None
 
@@ -102,7 +104,9 @@ def one_sentence(folder: Path | str, part: str, fix: str):
     except UserError:
         raise
     except Exception as e:  # transformers raises many types
-        raise UserError(f"{folder}: its {part} cannot be read ({shortened(e)}); {fix}") from None
+        raise UserError(
+            f"{folder}: its {part} cannot be read ({shortened(e)}); {fix}"
+        ) from None
     finally:
         logging.set_verbosity(before)
 
@@ -137,7 +141,8 @@ def read_config(folder: Path | str):
             config.get_text_config() is config,
             f"{folder}: a multimodal model of the family {config.model_type}; give a text-only model",
         )
-        if getattr(config, "attn_logit_softcapping", None):  # torch's SDPA would ignore the cap
+        # torch's SDPA would ignore the cap
+        if getattr(config, "attn_logit_softcapping", None):
             config._attn_implementation = "eager"
         sizes = config.vocab_size, config.max_position_embeddings
     need(
@@ -170,7 +175,10 @@ def check_angles(folder: str, context: int) -> None:
     context: longest prompt and response, in tokens."""
     config = read_config(folder)
     ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
+    for rope in (
+        ropes,
+        *(value for value in ropes.values() if isinstance(value, dict)),
+    ):
         kind = rope.get("rope_type", "default")
         trained_length = rope.get(
             "original_max_position_embeddings", config.max_position_embeddings
@@ -186,7 +194,9 @@ def check_angles(folder: str, context: int) -> None:
 def own_dtype(model: str) -> str:
     """The dtype of the weights of a folder or hub model according to its config.json, the default
     of --dtype and --rollout_dtype; float32 if it names none."""
-    folder = from_hub("model", model, files=["config.json"]) if is_hub_id(model) else model
+    folder = (
+        from_hub("model", model, files=["config.json"]) if is_hub_id(model) else model
+    )
     named = str(getattr(read_config(folder), "dtype", "")).removeprefix("torch.")
     return named if named in ("float32", "bfloat16", "float16") else "float32"
 
@@ -219,14 +229,20 @@ def check_weights(folder: Path | str) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         parts = read_json(index, fix).get("weight_map")
-        need(isinstance(parts, dict) and parts, f"{index}: lists no files of weights; {fix}")
+        need(
+            isinstance(parts, dict) and parts,
+            f"{index}: lists no files of weights; {fix}",
+        )
         files = [folder / name for name in sorted({*parts.values()})]
     if not any(file.is_file() for file in files) and any(folder.glob("*.bin")):
         return  # torch's older format is checked on loading
     tied = on_meta(read_config(folder)).all_tied_weights_keys
     stored = {}
     for file in files:
-        need(file.is_file(), f"{folder}: no weights there ({file.name} is missing); {fix}")
+        need(
+            file.is_file(),
+            f"{folder}: no weights there ({file.name} is missing); {fix}",
+        )
         with one_sentence(file, "weights", fix), safe_open(file, "pt") as opened:
             names = {*opened.keys()} & {*tied, *tied.values()}
             stored |= {name: opened.get_tensor(name) for name in names}

@@ -33,7 +33,9 @@ def write_shards(tensors: dict, folder: Path) -> None:
 
     try:
         dcp.save(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    except dcp.api.CheckpointException as e:  # a BaseException with a page of tracebacks
+    except (
+        dcp.api.CheckpointException
+    ) as e:  # a BaseException with a page of tracebacks
         raise next(iter(e.failures.values()))[0] from None
 
 
@@ -46,7 +48,9 @@ def read_shards(learner, folder: Path) -> None:
     reader = dcp.FileSystemReader(folder)
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: x for name, x in saved.items() if hasattr(x, "properties")}
-    learner.make_states({name: (x.size, x.properties.dtype) for name, x in tensors.items()})
+    learner.make_states(
+        {name: (x.size, x.properties.dtype) for name, x in tensors.items()}
+    )
     tensors = {}
     for name in learner.names:
         tensors |= learner.trained(name)

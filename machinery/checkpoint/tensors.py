@@ -30,7 +30,11 @@ def write_tensors(path: Path, named_tensors) -> None:
 
     tensors = {name: x.detach().cpu().contiguous() for name, x in named_tensors}
     order, embedding = json.dumps(list(tensors)), tensors.get(embedding_of(tensors))
-    if embedding is not None and HEAD in tensors and torch.equal(embedding, tensors[HEAD]):
+    if (
+        embedding is not None
+        and HEAD in tensors
+        and torch.equal(embedding, tensors[HEAD])
+    ):
         del tensors[HEAD]
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".writing")
@@ -47,7 +51,10 @@ def read_tensors(path: Path) -> Published:
     order, stored = json.loads(file.metadata()["order"]), {*file.keys()}
     embedding = embedding_of(order)
     return Published(
-        lambda: ((name, file.get_tensor(name if name in stored else embedding)) for name in order)
+        lambda: (
+            (name, file.get_tensor(name if name in stored else embedding))
+            for name in order
+        )
     )
 
 

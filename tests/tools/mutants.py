@@ -171,7 +171,7 @@ MUTANTS = {
         ("n = i * self.n_ranks + self.rank", "n = i + self.rank"),
         ("uid, g) for", "uid, 0) for"),
         ("return groups + aside[:missing]", "return groups + aside"),
-        (", finished=grade)", ")"),
+        ("options, finished=grade", "options"),
     ],
     "model/decoding.py": [
         ("self.mask = self.mask[rows]", "pass"),
@@ -184,7 +184,7 @@ MUTANTS = {
         ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
         ("cut = s.clamp(1 - low, 1 + high) * adv", "cut = s.clamp(1 - high, 1 + low) * adv"),
         ("g, value = geo_ratio(log_ratio, mask, clamp), geo", "g, value = geo_ratio(bounded, mask, clamp), geo"),
-        ("outside = torch.where(adv >= 0, (p_new > p) & (gap > high)", "outside = torch.where(adv >= 0, (gap > high)"),
+        ("(p_new > p) & (gap > high)", "(gap > high)"),
         ("value = torch.where(in_band, g, band.detach()) * adv", "value = torch.minimum(g, band) * adv"),
         ("    return batch.logp_ref\n    if cfg.ratio_base", "    return batch.logp_inf\n    if cfg.ratio_base"),
         ("        return new.logp.detach()\n    mean_logp", "        return new.logp\n    mean_logp"),
@@ -222,7 +222,7 @@ MUTANTS = {
         ("        elif hasattr(cfg, name):", "        elif False:"),
         ("kept = max(int((mean <= bound).sum()), 1)", "kept = max(int((mean <= bound).sum()) - 1, 1)"),
         ("high = stats.largest_kept if row.of_batch else high", "high = high"),
-        (' and cfg.ratio_base == "ref" and cfg.surrogate != "reinforce"', ' and cfg.surrogate != "reinforce"'),
+        ('            and cfg.ratio_base == "ref"\n', ""),
         ('late = cfg.samplers != "local" or', "late ="),
         ("    on = support_logp.isfinite()", "    on = torch.ones_like(support_logp, dtype=torch.bool)"),
         ('late = of_new or (uses_z and cfg.obrs_target == "new")', "late = of_new"),
@@ -256,7 +256,7 @@ MUTANTS = {
             "self.casts[weight] = weight.detach().to(dtype)\n        return self.casts[weight]",
             "return weight.detach().to(dtype)",
         ),
-        ("index_select(0, group * P + batch.prompt_len - 1)", "index_select(0, group * P + P - 1)"),
+        ("0, group * P + batch.prompt_len - 1", "0, group * P + P - 1"),
         ("row] + t - 1", "row] + t"),
         ("p.mul_(-g).scatter_add_(1, target, g)", "p.mul_(g).scatter_add_(1, target, -g)"),
         ("return x if self.inv_temperature is None else x.mul_(self.inv_temperature[at])", "return x"),
@@ -363,7 +363,7 @@ MUTANTS = {
     "model/in_vllm.py": [
         ("        g.set_offset(offset + 4)", "        pass"),
         ("        if len(generators) < n:", "        if not generators:"),
-        ("right=True)\n        return token", "right=False)\n        return token"),
+        ("cdf[:, -1:], right=True", "cdf[:, -1:], right=False"),
     ],
     "bench/gpu.py": [
         ("os.killpg(process.pid, signal.SIGKILL)", "process.kill()"),
@@ -385,7 +385,7 @@ MUTANTS = {
         ("mask=mask[prompt_of] if padded else None,", "mask=None,"),
         ("requested[first:]", "requested"),
         ("grouped([responses[name] for name in prompt_of], seeds)", "grouped(responses.values(), seeds)"),
-        (" and o.request_id in prompt_of]", "]"),
+        ("o.finished and o.request_id in prompt_of", "o.finished"),
         ("core.abort_request(requested, internal=True)", "pass"),
     ],
     "rollout.py": [
@@ -408,7 +408,7 @@ MUTANTS = {
         ("            call.result()", "            pass"),
         ("graders().stopped.set()", "pass"),
         ("(problems[i], response) for", "(problems[0], response) for"),
-        ("reward = replace(reward, parts=(replace(reward.parts[0], weight=1.0),), overlong=0)", "pass"),
+        ("    if evaluates:\n        reward = replace(", "    if False:\n        reward = replace("),
     ],
     "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
     "tasks/data.py": [
@@ -429,7 +429,7 @@ MUTANTS = {
         ('part.name == "think" and self.opened', 'part.name == "think"'),
         ("total[i] += part.weight * x", "total[i] += x"),
         ("            row = answer.problem.row", "            pass"),
-        ("if call and k not in known}", "if call}"),
+        ("if call and k not in known\n", "if call\n"),
     ],
     "tasks/grading.py": [
         ("if code in (-signal.SIGPROF, -signal.SIGALRM):", "if False:"),
@@ -549,7 +549,7 @@ MUTANTS = {
         ("need(hashlib.sha256(body).digest() == data[:32],", "need(True,"),
         ("not self.done or self.digest.hexdigest() == self.of.digest", "True"),
         ("        if chunk.start != self.at:", "        if False:"),
-        ("        need(self.at + len(chunk.data) <= self.of.nbytes", "        need(True"),
+        ("self.at + len(chunk.data) <= self.of.nbytes", "True"),
     ],
     "tasks/turns.py": [
         ("loss_mask=np.zeros(n, bool)", "loss_mask=np.ones(n, bool)"),
@@ -564,7 +564,7 @@ MUTANTS = {
         ("self.free(peer.pulls.pop(name).of.nbytes)", "peer.pulls.pop(name)"),
     ],
     "remote/source.py": [
-        ("wire.need(name_of(group.uid) == name,", "wire.need(True,"),
+        ("name_of(group.uid) == name, f", "True, f"),
         ("        if self.published.get(group.version) != group.t_published:", "        if False:"),
         ("learner_version - group.version > bound:", "learner_version - group.version > bound + 1:"),
         ("min(max(group.t_end, group.t_published), item.when)", "item.when"),
@@ -594,7 +594,7 @@ MUTANTS = {
         ("        self.got = set(self.held)", "        self.got = set()"),
     ],
     "remote/groups.py": [
-        ("need((logp[:, 1:] <= logp[:, :-1]).all(),", "need(True,"),
+        ("(logp[:, 1:] <= logp[:, :-1]).all(),", "True,"),
         ("0 <= x.min() <= ", ""),
         (" - offsets[start]", ""),
     ],
