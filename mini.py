@@ -1,17 +1,16 @@
 """Jackpot in one file: a small actor samples all responses, a larger policy learns from them.
 
     python mini.py                                             # three minutes on two CPU cores
-    python mini.py --model=Qwen/Qwen3-1.7B --actor=Qwen/Qwen3-0.6B --data=gsm8k.jsonl --lr=1e-6 \\
-        --actor_lr=3e-6 --max_tokens=512 --rollout_batch=64 --train_batch=64 --micro_batch=4
+    python mini.py --model=Qwen/Qwen3-1.7B --actor=Qwen/Qwen3-0.6B --data=gsm8k.jsonl \\
+        --lr=1e-6 --actor_lr=3e-6 --max_tokens=512 --micro_batch=4
 
 Read `jackpot` first: it is the whole algorithm (arXiv 2602.06107, Alg. 1). Optimal budgeted
 rejection sampling (OBRS) keeps a token with probability min(1, p_policy / (lambda p_actor)), and
 reweights the kept ones. PPO updates both models. Distillation keeps the actor close to the policy.
 
 Without --model, two small models learn to add, after a warm start. --data: JSONL with `problem`
-(or `question`) and `answer`; a response is correct if it has an end token and its last number is the
-answer's last number. train.py adds vLLM, torchrun and more. With the same models, task and settings
-both log the same metrics up to rounding (tests/test_mini.py).
+(or `question`) and `answer`. A response is correct if it ends, and its last number is the answer's.
+train.py adds vLLM and torchrun, and logs the same metrics (tests/test_mini.py).
 
 Distributions: inf sampled the responses, ref is the policy before the updates on a batch, new is
 the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocabulary, G group size.
@@ -20,7 +19,6 @@ the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocab
 import hashlib
 import json
 import math
-import os
 import random
 import re
 import sys
@@ -30,20 +28,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
-# Settings. A name that is also a flag of train.py has the same meaning there. The command line
-# changes a setting: --steps=100.
-# policy: a folder or hub id, and then ACTOR and DATA are needed; "": the toy models
-MODEL = ""
+# Settings, named as the flags of train.py. The command line changes them: --steps=100.
+MODEL = ""  # policy: a folder or hub id; needs ACTOR and DATA; "": the toy models
 ACTOR = ""  # the model that samples, with the same tokenizer
 DATA = ""  # JSONL file of problems and answers
 STEPS = 45  # optimizer updates
@@ -77,8 +68,7 @@ class Samples(NamedTuple):
 
     ids: torch.Tensor  # (B, P + T)
     attend: torch.Tensor  # (B, P + T) 0 on the padding of prompts, else 1
-    # (B, T) True on the tokens of the response, including the end token
-    mask: torch.Tensor
+    mask: torch.Tensor  # (B, T) True on the response, including the end token
     logp_inf: torch.Tensor  # (B, T) log-probability of each token under inf
     reward: torch.Tensor  # (B,)
     adv: torch.Tensor = None  # (B, 1) advantage of each response
@@ -100,10 +90,8 @@ def jackpot(new, ref, batch):
     r = (logp_ref - batch.logp_inf).clamp(-20, 20).exp()  # p_ref / p_inf
     accept = (r / OBRS_LAMBDA).clamp_max(1)  # Eq. 3: a = min(1, p_ref / (lambda p_inf))
     keep = (batch.mask_uniforms < accept).to(accept.dtype)  # Eq. 5: mask ~ Bernoulli(a)
-    # Eq. 4: Z = sum over the vocabulary of min(p_inf, p_ref / lambda)
-    z = torch.minimum(actor_ref.exp(), policy_ref.exp() / OBRS_LAMBDA).sum(-1)
-    # Alg. 1, line 23: w = Z max(lambda, p_ref / p_inf)
-    weight = z * r.clamp_min(OBRS_LAMBDA)
+    z = torch.minimum(actor_ref.exp(), policy_ref.exp() / OBRS_LAMBDA).sum(-1)  # Eq. 4
+    weight = z * r.clamp_min(OBRS_LAMBDA)  # Alg. 1, line 23: w = Z max(lambda, r)
     rho = weight.clamp_max(OBRS_C1)  # line 24: rho = min(w, c1)
     surrogate, clipped = ppo(logp, logp_ref, batch.adv)
     policy_loss = -keep * rho * surrogate  # Eq. 5
@@ -112,12 +100,10 @@ def jackpot(new, ref, batch):
     actor_logp = actor_new.gather(2, tokens)[..., 0]
     actor_logp_ref = actor_ref.gather(2, tokens)[..., 0]
     actor_r = (actor_logp_ref - batch.logp_inf).clamp(-20, 20).exp()
-    actor_loss = (
-        -actor_r.clamp_max(ACTOR_IS_CAP) * ppo(actor_logp, actor_logp_ref, batch.adv)[0]
-    )
+    actor_surrogate, _ = ppo(actor_logp, actor_logp_ref, batch.adv)
+    actor_loss = -actor_r.clamp_max(ACTOR_IS_CAP) * actor_surrogate
     target = policy_new.detach()
     distill = (target.exp() * (target - actor_new)).sum(-1)  # KL(policy || actor)
-
     loss = policy_loss + actor_loss + DISTILL_LAMBDA * distill  # Eq. 8
     metrics = {
         "loss": loss,
@@ -142,10 +128,8 @@ def ppo(logp, logp_ref, adv):
 def train(policy, actor, task):
     """Train both models in place; return the metrics of each update."""
     models = (policy.eval(), actor.eval())  # eval: no dropout
-    groups = [
-        {"params": m.parameters(), "lr": lr}
-        for m, lr in ((policy, LR), (actor, ACTOR_LR))
-    ]
+    groups = [{"params": policy.parameters(), "lr": LR}]
+    groups += [{"params": actor.parameters(), "lr": ACTOR_LR}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     ramp = [lambda step: min(1, (step + 1) / WARMUP_STEPS)] * 2
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, ramp)
@@ -156,43 +140,34 @@ def train(policy, actor, task):
         # 1. The actor samples.
         if step % updates_per_rollout == 0:
             rollout_batch = rollout(actor, task, step // updates_per_rollout)
-            # With several updates per rollout, compute ref before the first update.
-            with torch.no_grad():
-                early = updates_per_rollout > 1
-                ref = (
-                    [log_probs(model, rollout_batch) for model in models]
-                    if early
-                    else None
-                )
+            ref = None
+            if updates_per_rollout > 1:  # ref is computed before the first update
+                with torch.no_grad():
+                    ref = [log_probs(model, rollout_batch) for model in models]
         # 2. Forward and backward, in micro-batches. The loss is the mean over tokens.
         start = step % updates_per_rollout * TRAIN_BATCH
-        n_tokens = rollout_batch.mask[start : start + TRAIN_BATCH].sum()
+        stop = start + TRAIN_BATCH
+        n_tokens = rollout_batch.mask[start:stop].sum()
         metrics = {}
-        for first in range(start, start + TRAIN_BATCH, MICRO_BATCH):
-            rows = slice(first, min(first + MICRO_BATCH, start + TRAIN_BATCH))
+        for first in range(start, stop, MICRO_BATCH):
+            rows = slice(first, min(first + MICRO_BATCH, stop))
             batch = Samples(*(column[rows] for column in rollout_batch))
             new = [log_probs(model, batch) for model in models]
-            batch_ref = (
-                [logp[rows] for logp in ref] if ref else [logp.detach() for logp in new]
-            )
+            batch_ref = [x[rows] for x in ref] if ref else [x.detach() for x in new]
             loss, token_metrics = jackpot(new, batch_ref, batch)
             (loss[batch.mask].sum() / n_tokens).backward()
             for name, values in token_metrics.items():
                 mean = float(values.detach()[batch.mask].double().sum() / n_tokens)
                 metrics[name] = metrics.get(name, 0.0) + mean
         # 3. Update both models.
-        metrics["reward"] = float(
-            rollout_batch.reward[start : start + TRAIN_BATCH].double().mean()
-        )
+        metrics["reward"] = float(rollout_batch.reward[start:stop].double().mean())
         for name, model in (("grad_norm", policy), ("actor/grad_norm", actor)):
             metrics[name] = float(clip_grad_norm_(model.parameters(), GRAD_CLIP))
         optimizer.step()
         warmup.step()
         optimizer.zero_grad()
         history.append(metrics)
-        bar.set_postfix(
-            reward=f"{metrics['reward']:.3f}", kl=f"{metrics['distill_kl']:.4f}"
-        )
+        bar.set_postfix(reward=metrics["reward"], kl=metrics["distill_kl"])
     return history
 
 
@@ -203,28 +178,23 @@ def log_probs(model, batch):
     prompt, cache = forward(model, batch.ids[::G, :-T], batch.attend[::G, :-T])
     cache.batch_repeat_interleave(G)
     response, _ = forward(model, batch.ids[:, -T:-1], batch.attend[:, :-1], cache)
-    return torch.cat([prompt[:, -1:].repeat_interleave(G, 0), response], 1).log_softmax(
-        -1
-    )
+    logits = torch.cat([prompt[:, -1:].repeat_interleave(G, 0), response], 1)
+    return logits.log_softmax(-1)
 
 
 def forward(model, tokens, attend, cache=None):
     """Return logits (B, N, V) and the KV cache. tokens (B, N) are the newest of attend (B, M)."""
-    # positions without padding
-    at = (attend.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
-    out = model(
-        input_ids=tokens, attention_mask=attend, position_ids=at, past_key_values=cache
-    )
+    place = (attend.cumsum(1) - 1).clamp_min(0)  # without padding
+    options = {"position_ids": place[:, -tokens.shape[1] :], "past_key_values": cache}
+    out = model(input_ids=tokens, attention_mask=attend, **options)
     return out.logits, out.past_key_values
 
 
 # Sampling: a draw depends only on its key, not on the batch or the order of calls.
 def uniforms(n, *key):
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-    generator = np.random.Generator(
-        np.random.Philox(key=int.from_bytes(digest, "little"))
-    )
-    return torch.from_numpy(generator.random(n))
+    bits = np.random.Philox(key=int.from_bytes(digest, "little"))
+    return torch.from_numpy(np.random.Generator(bits).random(n))
 
 
 def response_seed(*key):
@@ -238,17 +208,13 @@ def rollout(actor, task, number):
     indices = range(number * n_groups, (number + 1) * n_groups)
     # Keys as in train.py: uid of the group (sampler, incarnation, number), and index in the group.
     keys = [(("rank0", 0, index), i) for index in indices for i in range(GROUP_SIZE)]
-    seeds = [response_seed(SEED, *key) for key in keys]
-    batch = sample(
-        actor, task, [task.problem("train", index) for index in indices], seeds
-    )
+    problems = [task.problem("train", index) for index in indices]
+    batch = sample(actor, task, problems, [response_seed(SEED, *key) for key in keys])
     reward = batch.reward.view(-1, GROUP_SIZE)
-    # GRPO
-    adv = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)
-    draws = torch.stack(
-        [uniforms(batch.mask.shape[1], "mask", SEED, *key) for key in keys]
-    )
-    return batch._replace(adv=adv.view(-1, 1), mask_uniforms=draws.to(DEVICE))
+    std = reward.std(1, keepdim=True)
+    adv = (reward - reward.mean(1, keepdim=True)) / (std + 1e-6)  # GRPO
+    u = [uniforms(batch.mask.shape[1], "mask", SEED, *key) for key in keys]
+    return batch._replace(adv=adv.view(-1, 1), mask_uniforms=torch.stack(u).to(DEVICE))
 
 
 @torch.no_grad()
@@ -262,36 +228,27 @@ def sample(model, task, problems, seeds):
     logits, cache = forward(model, ids, attend)
     cache.batch_repeat_interleave(G)
     logits = logits[:, -1:].repeat_interleave(G, 0)
-    ids = ids.repeat_interleave(G, 0)
-    attend = attend.repeat_interleave(G, 0)
+    ids, attend = (x.repeat_interleave(G, 0) for x in (ids, attend))
     ends = torch.tensor(task.ends, device=DEVICE)
-    draws = torch.stack([uniforms(MAX_TOKENS, "sample", seed) for seed in seeds]).to(
-        DEVICE
-    )
+    draws = torch.stack([uniforms(MAX_TOKENS, "sample", x).to(DEVICE) for x in seeds])
     unfinished = torch.ones(len(ids), dtype=torch.bool, device=DEVICE)
-    mask = []
-    logp_inf = []
+    columns = []
     for t in range(MAX_TOKENS):
         logp = logits[:, -1].float().log_softmax(-1)  # (B, V)
         cdf = logp.double().exp().cumsum(-1)
         token = torch.searchsorted(cdf, draws[:, t, None] * cdf[:, -1:], right=True)
-        mask.append(unfinished)
-        logp_inf.append(logp.gather(1, token)[:, 0])
+        columns.append((unfinished, logp.gather(1, token)[:, 0]))
         ids = torch.cat([ids, token], 1)
         attend = torch.cat([attend, torch.ones_like(token)], 1)
         unfinished = unfinished & ~torch.isin(token[:, 0], ends)
         if not unfinished.any():
             break
         logits, cache = forward(model, token, attend, cache)
-    mask = torch.stack(mask, 1)
-    responses = [
-        tokens[row] for tokens, row in zip(ids[:, -mask.shape[1] :], mask, strict=True)
-    ]
-    rewards = [
-        task.grade(x.tolist(), problems[i // G][1]) for i, x in enumerate(responses)
-    ]
-    rewards = torch.tensor(rewards, device=DEVICE)
-    return Samples(ids, attend, mask, torch.stack(logp_inf, 1), rewards)
+    mask, logp_inf = (torch.stack(column, 1) for column in zip(*columns, strict=True))
+    new = ids[:, -mask.shape[1] :]
+    responses = [row[on].tolist() for row, on in zip(new, mask, strict=True)]
+    rewards = [task.grade(x, problems[i // G][1]) for i, x in enumerate(responses)]
+    return Samples(ids, attend, mask, logp_inf, torch.tensor(rewards, device=DEVICE))
 
 
 def evaluate(model, task):
@@ -307,17 +264,11 @@ class File:
     """Problems of a JSONL file; every eighth row is held out. The answer is a number."""
 
     def __init__(self, path, tokenizer, ends):
-        rows = [
-            json.loads(line)
-            for line in Path(path).read_text("utf-8").splitlines()
-            if line
-        ]
-        self.rows = {
-            "test": rows[::8],
-            "train": [row for i, row in enumerate(rows) if i % 8],
-        }
-        self.tokenizer = tokenizer
-        self.ends = ends
+        lines = Path(path).read_text("utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line]
+        train = [row for i, row in enumerate(rows) if i % 8]
+        self.rows = {"train": train, "test": rows[::8]}
+        self.tokenizer, self.ends = tokenizer, ends
 
     def problem(self, split, index):
         row = self.rows[split][index % len(self.rows[split])]
@@ -342,9 +293,8 @@ def last_number(text):
 class Addition:
     """The toy: "12 + 7 - 3 :" -> "12 + 7 = 19 ; 19 - 3 = 16 # 16"; only the last "# 16" counts."""
 
-    words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"] + [
-        str(n) for n in range(200)
-    ]
+    words = ["<pad>", "<eos>", "<unk>", "+", "-", "=", ";", ":", "#"]
+    words += [str(n) for n in range(200)]
     ends = [1]
 
     def problem(self, split, index, attempt=0):
@@ -358,8 +308,7 @@ class Addition:
                 plus = total < operand  # the operation that keeps the total in range
             total += operand if plus else -operand
             text += f" + {operand}" if plus else f" - {operand}"
-        # one problem in eight
-        held_out = hashlib.sha256(text.encode()).digest()[0] < 32
+        held_out = hashlib.sha256(text.encode()).digest()[0] < 32  # one in eight
         if held_out == (split == "test"):
             return text, str(total)
         return self.problem(split, index, attempt + 1)
@@ -368,8 +317,7 @@ class Addition:
         return [self.words.index(word) for word in f"{text} :".split()]
 
     def grade(self, tokens, answer):
-        # without <pad>, <eos> and <unk>
-        numbers = [token for token in tokens if token > 2]
+        numbers = [token for token in tokens if token > 2]  # no <pad>, <eos>, <unk>
         right = [self.words.index("#"), self.words.index(answer)]
         return float(tokens[-1] == 1 and numbers[-2:] == right)
 
@@ -385,32 +333,26 @@ class Addition:
             result = max(total + int(sign + operand) + slip, 0)
             steps.append(f"{total} {sign} {operand} = {result}")
             total = result
-        solution = " ; ".join(steps) + f" # {total} <eos>"
-        return self.encode(text), [self.words.index(word) for word in solution.split()]
+        solution = (" ; ".join(steps) + f" # {total} <eos>").split()
+        return self.encode(text), [self.words.index(word) for word in solution]
 
 
 def warm_start(task, seed, hidden, layers):
     """Train a small model on demonstrations until it reaches BASE_ACCURACY."""
-    heads = hidden // 32
-    sizes = dict(
-        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers
-    )
-    sizes |= dict(
-        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=32
-    )
-    config = Qwen3Config(vocab_size=256, tie_word_embeddings=True, **sizes)
+    sizes = dict(vocab_size=256, hidden_size=hidden, intermediate_size=3 * hidden)
+    sizes |= dict(num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64)
+    sizes |= dict(num_hidden_layers=layers, head_dim=32, tie_word_embeddings=True)
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config).to(DEVICE)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
-    size = f"{model.num_parameters() / 1e6:.2f}M parameters"
-    for step in tqdm(range(2000), desc=f"warm start, {size}"):
+    for step in tqdm(
+        range(2000), desc=f"warm start, {model.num_parameters():,} weights"
+    ):
         first = 10**9 * (seed + 1) + 64 * step
-        rows = [task.demonstration(first + i) for i in range(64)]
-        ids = [torch.tensor(prompt + solution) for prompt, solution in rows]
-        labels = [
-            torch.tensor([-100] * len(prompt) + solution) for prompt, solution in rows
-        ]
+        rows = [task.demonstration(i) for i in range(first, first + 64)]
+        ids = [torch.tensor(p + solution) for p, solution in rows]
+        labels = [torch.tensor([-100] * len(p) + solution) for p, solution in rows]
         ids = pad_sequence(ids, batch_first=True).to(DEVICE)
         labels = pad_sequence(labels, batch_first=True, padding_value=-100).to(DEVICE)
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
@@ -429,12 +371,11 @@ def load():
     if not MODEL:
         task = Addition()
         return warm_start(task, 0, 192, 3), warm_start(task, 1, 128, 2), task
-    load_model = AutoModelForCausalLM.from_pretrained
-    policy = load_model(MODEL, dtype=torch.float32).to(DEVICE)
-    actor = load_model(ACTOR, dtype=torch.float32).to(DEVICE)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    ends = [model.generation_config.eos_token_id for model in (policy, actor)]
-    return policy, actor, File(DATA, tokenizer, np.unique(np.hstack(ends)).tolist())
+    load_model = transformers.AutoModelForCausalLM.from_pretrained
+    models = [load_model(x, dtype=torch.float32).to(DEVICE) for x in (MODEL, ACTOR)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    ends = [model.generation_config.eos_token_id for model in models]
+    return *models, File(DATA, tokenizer, np.unique(np.hstack(ends)).tolist())
 
 
 def main():
@@ -443,10 +384,8 @@ def main():
     train(policy, actor, task)
     after = [evaluate(model, task) for model in (policy, actor)]
     for name, *scores in zip(("policy", "actor"), before, after, strict=True):
-        text = " -> ".join(
-            f"{100 * mean:.1f} +- {100 * se:.1f} %" for mean, se in scores
-        )
-        print(f"{name + ':':8s}held-out pass@1 {text} after {STEPS} updates")
+        scores = [f"{100 * mean:.1f} +- {100 * se:.1f} %" for mean, se in scores]
+        print(f"{name:6s} held-out pass@1 {' -> '.join(scores)} after {STEPS} updates")
 
 
 if __name__ == "__main__":
@@ -454,7 +393,8 @@ if __name__ == "__main__":
         flag, _, value = argument.partition("=")
         name = flag.removeprefix("--").upper()
         if name not in globals() or not value or re.search(r"[^\D0-9]", value):
-            fix = "write --name=value, with a name from the settings in mini.py"
-            sys.exit(f"error: {argument}: {fix}")
-        globals()[name] = type(globals()[name])(os.path.expanduser(value))
+            sys.exit(
+                f"error: {argument}: write --name=value, with a name from the settings in mini.py"
+            )
+        globals()[name] = type(globals()[name])(str(Path(value).expanduser()))
     main()

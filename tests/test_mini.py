@@ -138,8 +138,8 @@ def test_the_demonstrations_are_right_half_of_the_time():
 
 def test_mini_runs_alone(monkeypatch, capsys):
     """A small warm start, training and evaluation of the toy task."""
-    small, config_class = {"num_hidden_layers": 1, "intermediate_size": 64}, mini.Qwen3Config
-    monkeypatch.setattr(mini, "Qwen3Config", lambda **sizes: config_class(**{**sizes, **small}))
+    small, config_class = {"num_hidden_layers": 1, "intermediate_size": 64}, mini.transformers.Qwen3Config
+    monkeypatch.setattr(mini.transformers, "Qwen3Config", lambda **sizes: config_class(**{**sizes, **small}))
     set_up(monkeypatch, steps=1, train_batch=64, base_accuracy=0.0)
     mini.main()
     assert capsys.readouterr().out.count("held-out pass@1") == 2
