@@ -32,19 +32,15 @@ class Facts:
     @classmethod
     def of(cls, batch: Batch, device) -> Facts:
         size = batch.group.unique_consecutive(return_counts=True)[1]
+        groups = torch.arange(len(size), device=size.device)
+        rule = batch.sampling[:, 1:]
         return cls(
             batch.exists.flatten().nonzero()[:, 0].to(device),
-            torch.arange(len(size), device=size.device)
-            .repeat_interleave(size)
-            .to(device),
+            groups.repeat_interleave(size).to(device),
             (size.cumsum(0) - size).to(device),
             int(batch.prompt_len.max()),
             bool((batch.sampling[:, 0] != 1).any()),
-            bool(
-                (
-                    batch.sampling[:, 1:] != batch.sampling.new_tensor([1.0, 0.0, 0.0])
-                ).any()
-            ),
+            bool((rule != rule.new_tensor([1.0, 0.0, 0.0])).any()),
         )
 
 

@@ -170,9 +170,8 @@ class Learner:
         same = new.top_ids[..., None] == batch.support_ids[:, :, None, :]
         top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)
         support_logp = batch.support_logp
-        if (
-            self.cfg.obrs_z == "approx"
-        ):  # the paper's set: the sampled token (column 0) only if a top-K contains it
+        # the paper's set: the sampled token (column 0) only if a top-K contains it
+        if self.cfg.obrs_z == "approx":
             support_logp = support_logp.clone()
             support_logp[..., 0].masked_fill_(~same[..., 0].any(-1), -torch.inf)
         return {

@@ -39,11 +39,8 @@ CLAMP = 20.0  # log-ratios are clamped to +-CLAMP before exp
 
 def acceptance(logp_tgt, logp_inf, lam, clamp=CLAMP):
     """a = min(1, p_tgt / (lambda p_inf)), elementwise, in (0, 1]. Jackpot Eq. 3."""
-    return (
-        ((logp_tgt - logp_inf).clamp(-clamp, clamp) - math.log(lam))
-        .clamp_max(0.0)
-        .exp()
-    )
+    log_r = (logp_tgt - logp_inf).clamp(-clamp, clamp)
+    return (log_r - math.log(lam)).clamp_max(0.0).exp()
 
 
 def weight(z, logp_tgt, logp_inf, lam, clamp=CLAMP):

@@ -97,11 +97,8 @@ def probe_ids(context: int, vocabulary: int) -> np.ndarray:
     """Fixed pseudo-random sequences (R, L), about 512 tokens in total, to compare two forward passes."""
     length = min(128, context - 1)
     rows = max(4, 512 // length)
-    return (
-        (uniforms(rows * length, "probe") * vocabulary)
-        .astype(np.int64)
-        .reshape(rows, length)
-    )
+    ids = uniforms(rows * length, "probe") * vocabulary
+    return ids.astype(np.int64).reshape(rows, length)
 
 
 def request_seed(*key) -> int:

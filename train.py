@@ -76,21 +76,18 @@ class Training(Session):
         # 2. sample and grade whole groups
         n = self.groups_per_update
         with self.rolling_out():
-            groups = source.next(
-                n * self.updates_per_rollout, learner.version, self.signals
-            )
-        if self.comm.any(
-            not groups
-        ):  # remote samplers only: no group for --give_up seconds, or a signal
+            wanted = n * self.updates_per_rollout
+            groups = source.next(wanted, learner.version, self.signals)
+        # remote samplers only: no group for --give_up seconds, or a signal
+        if self.comm.any(not groups):
             source.give_back()
             return False
         self.speed.count_sampled(groups)
         self.values |= source.metrics(self.comm.sum_counts)
         check_poisoned(self.values.get("poisoned", 0.0), cfg.rollout_batch)
         # 3. the ref pass, if the objective needs p_ref before the first update
-        if objectives.needs_ref_pass(
-            learner.cfg, self.controllers, self.updates_per_rollout
-        ):
+        updates = self.updates_per_rollout
+        if objectives.needs_ref_pass(learner.cfg, self.controllers, updates):
             with timer(self.clock, "ref_s"):
                 columns = learner.ref_columns(batching.collate(groups, cfg))
                 batching.write_ref_columns(groups, columns)
@@ -109,10 +106,10 @@ class Training(Session):
             stats = objectives.prepare(batch, self.comm, learner.cfg, self.controllers)
             if due(SAMPLES_EVERY, self.step):
                 self.write_samples(groups[:4])
-            if self.agreement_unchecked and not self.comm.any(
-                batch.staleness.max() > 0
-            ):
-                self.check_agreement(batch)
+            if self.agreement_unchecked:
+                is_stale = self.comm.any(batch.staleness.max() > 0)
+                if not is_stale:
+                    self.check_agreement(batch)
             # 6. forward, objectives.joint_loss, backward for each micro-batch; clip; optimizer step
             logged = learner.backward(batch, stats)
             self.check_weights(logged)

@@ -262,11 +262,8 @@ class Weights:
         if self.share == 1:
             return slice(None)
         generator = torch.Generator().manual_seed(1_000_003 * self.seed + i)
-        return (
-            (torch.rand(x.shape, generator=generator) < self.share)
-            .nonzero()[:, 0]
-            .to(x.device)
-        )
+        used = torch.rand(x.shape, generator=generator) < self.share
+        return used.nonzero()[:, 0].to(x.device)
 
     def chosen(self, flat) -> list[torch.Tensor]:
         return [

@@ -270,11 +270,8 @@ def read_shared(model, batch, at):
         use_cache=True,
         position_ids=batch.prompt_len[:, None] + place[:n],
     ).last_hidden_state
-    return (
-        torch.cat([last[:, None], suffix_out], 1)[:, :T]
-        .flatten(0, 1)
-        .index_select(0, at)
-    )
+    hidden = torch.cat([last[:, None], suffix_out], 1)[:, :T]
+    return hidden.flatten(0, 1).index_select(0, at)
 
 
 # -- Mixtures of experts: the choices of the routers

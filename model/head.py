@@ -210,9 +210,8 @@ def accumulate(d_model, dz, hidden, weight, at) -> None:
         d_hidden[at] = dz @ weight[read]
     if d_weight is not None and d_weight.dtype == dz.dtype:
         d_weight[read].addmm_(dz.t(), hidden[at])  # in place: no second (V, H) tensor
-    elif (
-        d_weight is not None and dz.is_cuda
-    ):  # float32 += a product of 16-bit matrices, in place
+    elif d_weight is not None and dz.is_cuda:
+        # float32 += a product of 16-bit matrices, in place
         into = d_weight[read]
         torch.addmm(into, dz.t(), hidden[at], out_dtype=d_weight.dtype, out=into)
     elif d_weight is not None:

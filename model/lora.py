@@ -124,12 +124,10 @@ def write(model, whole, folder: Path, base: str, first: bool) -> None:
     from safetensors.torch import save_file
 
     adapters = {name: x for name, x in model.state_dict().items() if is_adapters(name)}
-    tensors = {
-        "base_model.model." + name.replace(f".{NAME}.", "."): whole(x)
-        .cpu()
-        .contiguous()
-        for name, x in adapters.items()
-    }
+    tensors = {}
+    for name, x in adapters.items():
+        place = "base_model.model." + name.replace(f".{NAME}.", ".")
+        tensors[place] = whole(x).cpu().contiguous()
     if first:
         config = copy.copy(model.peft_config[NAME])
         config.base_model_name_or_path = str(base)

@@ -131,14 +131,11 @@ def main(argv: list[str] | None = None) -> None:
     if asked.tflops:
         length = prompt + cfg.max_tokens
         passes = {"policy": forward + 2 * asked.reference, "actor": of_actor}
-        work = sum(
-            passes[name]
-            * operations(empty_model(config), length)
-            / 3
-            * length
-            * cfg.train_batch
-            for name, config in configs.items()
-        )  # a forward pass takes a third of forward and backward
+        work = 0.0
+        for name, config in configs.items():
+            # a forward pass takes a third of forward and backward
+            of_a_token = operations(empty_model(config), length) / 3
+            work += passes[name] * of_a_token * length * cfg.train_batch
         seconds = work / (asked.tflops * 1e12 * asked.ranks)
         print(
             f"the passes take {seconds / 60:.1f} minutes at --tflops={asked.tflops:g}"

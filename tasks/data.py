@@ -219,12 +219,8 @@ def is_own(name: str) -> bool:
 def label_of(name: str) -> str:
     """A task's short name for problems and metrics: the name of its file, data set or class."""
     if name.startswith("hf:") and len(mixed(name)) == 1:
-        return (
-            name.removeprefix("hf:")
-            .rpartition("/")[0]
-            .rpartition("/")[2]
-            .partition("@")[0]
-        )
+        data_set = name.removeprefix("hf:").rpartition("/")[0]
+        return data_set.rpartition("/")[2].partition("@")[0]
     if is_own(name):
         return name.rpartition(":")[2]
     if len(mixed(name)) > 1:
