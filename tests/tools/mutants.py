@@ -228,7 +228,7 @@ MUTANTS = {
         ('late = of_new or (uses_z and cfg.obrs_target == "new")', "late = of_new"),
     ],
     "obrs.py": [
-        ("clamp) - math", "clamp) + math"),
+        ("(log_r - math", "(log_r + math"),
         ("else (u < a)", "else (u[:, :1] < a)"),
         ("rho = rho * (logp_ref - logp_tgt).clamp", "rho = rho * (logp_tgt - logp_ref).clamp"),
         (" / lam).sum(-1)", ").sum(-1) / lam"),
