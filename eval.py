@@ -74,7 +74,8 @@ def solve(
     """Sample and grade responses to problems of a held-out set. Returns correctness (0 or 1),
     (len(indices), one.samples), and the mean length in tokens.
 
-    indices: problem numbers. sampling: see `drawn_as`. ends: tokens that end a response
+    indices: problem numbers. sampling: top_p, top_k and min_p; temperature and maximum length are
+    the set's. ends: tokens that end a response
     (prompts.stop_ids). write(problem, group): callback for each problem's graded responses."""
     task, samples, sampling = one.task, one.samples, drawn_as(one, sampling)
     right, lengths, chunk = [], [], tasks.at_once(samples)
@@ -155,8 +156,8 @@ def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
     for eval_set in run.eval_sets:
         n = n_problems(eval_set.task, cfg.eval_problems)
         indices = list(range(learner.comm.rank, n, learner.comm.size))
-        model = (run.tokenizer, indices, Sampling(), cfg.seed, run.stop_ids)
-        right, _ = solve(engine, eval_set, *model)
+        request = (run.tokenizer, indices, Sampling(), cfg.seed, run.stop_ids)
+        right, _ = solve(engine, eval_set, *request)
         score = right.mean(1) if indices else np.zeros(0)
         total, squares = learner.comm.sum([score.sum(), (score**2).sum()])
         mean = total / n

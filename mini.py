@@ -2,7 +2,7 @@
 
     python mini.py                                             # three minutes on two CPU cores
     python mini.py --model=Qwen/Qwen3-1.7B --actor=Qwen/Qwen3-0.6B --data=gsm8k.jsonl \\
-        --lr=1e-6 --actor_lr=3e-6 --max_tokens=512 --micro_batch=4
+        --lr=1e-6 --actor_lr=3e-6 --max_tokens=512 --rollout_batch=64 --train_batch=64
 
 Read `jackpot` first: it is the whole algorithm (arXiv 2602.06107, Alg. 1). Optimal budgeted
 rejection sampling (OBRS) keeps a token with probability min(1, p_policy / (lambda p_actor)), and
@@ -10,7 +10,7 @@ reweights the kept ones. PPO updates both models. Distillation keeps the actor c
 
 Without --model, two small models learn to add, after a warm start. --data: JSONL with `problem`
 (or `question`) and `answer`. A response is correct if it ends, and its last number is the answer's.
-train.py adds vLLM and torchrun, and logs the same metrics (tests/test_mini.py).
+With the same models, task and settings train.py logs these metrics up to rounding (test_mini.py).
 
 Distributions: inf sampled the responses, ref is the policy before the updates on a batch, new is
 the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocabulary, G group size.
@@ -19,6 +19,7 @@ the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocab
 import hashlib
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -33,7 +34,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-# Settings, named as the flags of train.py. The command line changes them: --steps=100.
+# Settings. A name that is also a flag of train.py has the same meaning there. The command line
+# changes a setting: --steps=100.
 MODEL = ""  # policy: a folder or hub id; needs ACTOR and DATA; "": the toy models
 ACTOR = ""  # the model that samples, with the same tokenizer
 DATA = ""  # JSONL file of problems and answers
@@ -83,7 +85,6 @@ def jackpot(new, ref, batch):
     policy_new, actor_new = new
     policy_ref, actor_ref = ref
     tokens = batch.ids[:, -batch.mask.shape[1] :, None]
-
     # Policy: OBRS, then PPO.
     logp = policy_new.gather(2, tokens)[..., 0]
     logp_ref = policy_ref.gather(2, tokens)[..., 0]
@@ -95,7 +96,6 @@ def jackpot(new, ref, batch):
     rho = weight.clamp_max(OBRS_C1)  # line 24: rho = min(w, c1)
     surrogate, clipped = ppo(logp, logp_ref, batch.adv)
     policy_loss = -keep * rho * surrogate  # Eq. 5
-
     # Actor: PPO with a capped importance weight (Eq. 6), and distillation (Eq. 7).
     actor_logp = actor_new.gather(2, tokens)[..., 0]
     actor_logp_ref = actor_ref.gather(2, tokens)[..., 0]
@@ -385,7 +385,7 @@ def main():
     after = [evaluate(model, task) for model in (policy, actor)]
     for name, *scores in zip(("policy", "actor"), before, after, strict=True):
         scores = [f"{100 * mean:.1f} +- {100 * se:.1f} %" for mean, se in scores]
-        print(f"{name:6s} held-out pass@1 {' -> '.join(scores)} after {STEPS} updates")
+        print(f"{name}: held-out pass@1 {' -> '.join(scores)} after {STEPS} updates")
 
 
 if __name__ == "__main__":
@@ -396,5 +396,5 @@ if __name__ == "__main__":
             sys.exit(
                 f"error: {argument}: write --name=value, with a name from the settings in mini.py"
             )
-        globals()[name] = type(globals()[name])(str(Path(value).expanduser()))
+        globals()[name] = type(globals()[name])(os.path.expanduser(value))
     main()

@@ -18,7 +18,8 @@ For every x, a(x) w(x) = Z p_tgt(x)/p_inf(x), so for c1 >= lambda Z
 
 in expectation OBRS is truncated importance sampling with cap c1/Z, scaled by Z, and Z = 1 -
 TV(p_inf, p_tgt) at lambda = 1: contexts in which the two distributions differ more get lower
-weight. `--obrs_mask=expected` (weight a w instead of a random mask) has lower variance.
+weight. `--obrs_mask=expected` (weight a w instead of a random mask) has the same mean and lower
+variance.
 
 Z is a sum over the vocabulary, but an engine returns only its top-K. Let the support S be
 top-K(p_inf) and the sampled token, and p_K the engine's K-th probability. If an actor is the

@@ -21,7 +21,8 @@ matrix of each expert is quantized separately.
 
 A row of a weight matrix is one output channel; a group is `--quant_group` consecutive entries of a
 row. Quantization is symmetric: zero stays zero. A row of zeros has scale 1. w2a16 is a stress test
-for models that w4a16 hardly affects. int8_qmax: 63 where int8 products saturate."""
+for models that w4a16 hardly affects. On x86 processors without VNNI int8 products saturate, so int8
+weights stay within +-63 there (`int8_qmax`)."""
 
 from __future__ import annotations
 

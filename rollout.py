@@ -51,10 +51,10 @@ class Rollout:
     prompt_id: str
     prompt_ids: np.ndarray  # int32 [P]
     sampling: Sampling
+    version: int  # of the sampling weights: number of learner updates
+    digest: str  # of the sampling weights, as the engine received them
     model: str = "policy"  # the model that sampled: "policy" or "actor"
     precision: str = "float32"  # of the sampling engine
-    version: int = 0  # of the sampling weights: number of learner updates
-    digest: str = ""  # of the sampling weights, as the engine received them
     # start and end of sampling, seconds since the epoch, sampler's clock
     t_start: float = 0.0
     t_end: float = 0.0
@@ -74,7 +74,14 @@ def as_groups(
     key: part of the uids that distinguishes these groups from all other groups."""
     return [
         Rollout(
-            (key, 0, i), str(i), prompt, sampling, precision=precision, responses=rows
+            uid=(key, 0, i),
+            prompt_id=str(i),
+            prompt_ids=prompt,
+            sampling=sampling,
+            version=0,
+            digest="",
+            precision=precision,
+            responses=rows,
         )
         for i, (prompt, rows) in enumerate(zip(prompts, responses, strict=True))
     ]

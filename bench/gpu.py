@@ -1,10 +1,11 @@
 """The GPU list: measurements that need a GPU. Each part runs in a process for at most 60 seconds.
 
-    python -m bench                              # all parts in 23 minutes: results/gpu.json and gpu.md
+    python -m bench                              # all parts in 25 minutes: results/gpu.json and gpu.md
     python -m bench                              # again: the parts that have not succeeded yet
     python -m bench --parts=learner,linears-8B   # some parts (all of learner-*), measured again
     python -m bench --device=cpu --scale=tiny    # the script itself, on a CPU: out/gpu.json
 
+engine       the first start of vLLM, which fills its cache
 vllm         vLLM: tokens per second
 sync         publication and its check, sleep and wake of the engine
 learner-*    tokens per second, share of the device's peak, the plan's memory, by length
@@ -16,16 +17,16 @@ obrs         time of a Jackpot update over a plain PPO update
 pair         four updates of configs/real_pair.toml: seconds of each stage
 trl, ours    TRL's step (PYTHONPATH=.trl, see results/against_trl.py) and our step
 micro        updates with 4,096 tokens in a micro-batch and with the most that the plan allows
-memory*      checkpointing, two models, FSDP2 on one rank, aligned learners: time, memory and plan
+memory-*     checkpointing, two models, FSDP2 on one rank, aligned learners: time, memory and plan
 head-*       the chunked head against whole logits, torch's and Liger's, a vocabulary of 151,936
 
 The most important parts come first. Models have Qwen3's shapes and random weights, except in pair.
 Each row is a line of JSON. After a failed part the next part starts. A part that reaches its limit
-keeps the rows that it has measured. The table of all rows is written below the marker of the page
-after each part. Shares of the peak refer to dense bfloat16 without sparsity (PEAK). The work is 6 P
-+ 6 L A S operations per token, for P parameters in matrix products, L layers, A numbers of all
-query heads together and S tokens per row. It counts forward and backward passes with causal
-attention, and no recomputation."""
+keeps the rows that it has measured (tests, obrs, trl and ours have none before their end). The
+table of all rows is written below the marker of the page after each part. Shares of the peak refer
+to dense bfloat16 without sparsity (PEAK). The work is 6 P + 6 L A S operations per token, for P
+parameters in matrix products, L layers, A numbers of all query heads together and S tokens per row.
+It counts forward and backward passes with causal attention, and no recomputation."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ class GpuFlags:
     out: str = ""
     """File to which the rows are appended, with the page next to it; by default results/gpu.json,
     and out/gpu.json for a trial."""
-    minutes: float = 25.0
+    minutes: float = 26.0
     """Time limit for all parts together; parts that have not begun by then are skipped."""
     part: str = ""
     """Run one part in this process, and print its lines as JSON."""
@@ -141,7 +142,7 @@ def parts_of(words: str) -> list[str]:
         chosen = [name for name in PARTS if name == word or name.startswith(f"{word}-")]
         need(chosen, f"--parts={word}: no such part; there are {', '.join(PARTS)}")
         names += chosen
-    return names
+    return list(dict.fromkeys(names))
 
 
 def run_list(flags: GpuFlags) -> None:
@@ -172,7 +173,9 @@ def run_list(flags: GpuFlags) -> None:
         rows, why = said_by(command, min(LIMIT, end - start))
         for row in rows:
             write({"part": name, **row})
-        for row in ours_over_trl(read_lines(path)) if name == "ours" else ():
+        for row in (
+            ours_over_trl(read_lines(path)) if rows and name in ("ours", "trl") else ()
+        ):
             write({"part": name, **row})
         write({"part": name, "seconds": time.perf_counter() - start, "failed": why})
         rewrite(path.with_suffix(".md"), table(read_lines(path)))

@@ -32,6 +32,7 @@ import quant
 from config import Config
 from learner import Learner
 from machinery import optim
+from machinery.flags import UserError
 from machinery.log import read_metrics
 from machinery.ranks import Comm
 from machinery.speed import operations, peak_of
@@ -194,7 +195,8 @@ def tests(chosen: str, s: Setting) -> Iterator[dict]:
         "--tb=short",
         "tests/test_gpu.py",
     ]
-    command += ["-k", s.pick(chosen, "int8_product")]
+    # the summary comes at the end, so the session ends before the part's limit
+    command += ["-k", s.pick(chosen, "int8_product"), "--session-timeout=40"]
     env = {**os.environ, "GPU_LIST_DEVICE": s.device}
     passed, started = 0, time.perf_counter()
     with subprocess.Popen(
@@ -399,7 +401,7 @@ def obrs(s: Setting) -> Iterator[dict]:
         bench.update(learner, groups[len(groups) // 2 :])
 
     runs = [s.waited(partial(step, name)) for name in learners]
-    pairs = bench.alternate(*runs, s.pick(10, 2), "obrs")
+    pairs = bench.alternate(*runs, s.pick(6, 2), "obrs")
     goal = {"goal": "<= 1.01", "met": pairs["ratio"] <= 1.01}
     yield ratio_row("time, Jackpot over PPO", pairs, **goal)
     yield row("tokens of a step", 2 * rows * length)
@@ -455,7 +457,7 @@ def learner(name: str, s: Setting) -> Iterator[dict]:
     """Updates (forward, chunked head, backward, AdamW) in bfloat16 with float32 master weights, by
     row length."""
     for length in s.pick((2048, 4096, 8192, 16_384), (40,)):
-        if (name, length) == ("4B", 16_384):  # takes a minute by itself
+        if length == 16_384 and name != "0.6B":  # takes a minute by itself
             continue
         rows = max(8, s.pick(32_768, 8) // length // 8 * 8)
         cfg = configured(s, rows, length)
@@ -583,7 +585,7 @@ def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
 
 def vllm(measured: Callable, s: Setting) -> Iterator[dict]:
     """VLLMEngine in bfloat16 with the shape of Qwen3-0.6B, on the same device as a learner.
-    measured: `sampled` or `published`."""
+    measured: `sampled`, `published`, or nothing but the start, which fills vLLM's cache."""
     if not importlib.util.find_spec("vllm"):
         yield row("vLLM", why="not installed")
         return
@@ -650,8 +652,14 @@ def trl(s: Setting) -> Iterator[dict]:
 
 
 def ours_over_trl(lines: list[dict]) -> list[dict]:
-    """A row with the ratio of the newest measurements of `ours` and `trl`; [] without both."""
-    seconds = {line["part"]: line["value"] for line in lines if line.get("unit") == "s"}
+    """A row with the ratio of the newest steps of `ours` and `trl` on the newest device, perhaps of
+    two starts; [] without both."""
+    device, seconds = "", {}
+    for line in lines:
+        if "about" in line and line["about"]["device"] != device:
+            device, seconds = line["about"]["device"], {}
+        elif line.get("unit") == "s":
+            seconds[line["part"]] = line["value"]
     if not {"ours", "trl"} <= seconds.keys():
         return []
     ratio = seconds["ours"] / seconds["trl"]
@@ -660,54 +668,57 @@ def ours_over_trl(lines: list[dict]) -> list[dict]:
 
 def pair(s: Setting) -> Iterator[dict]:
     """Four updates of configs/real_pair.toml (tiny: of two random models): seconds of the stages
-    after the first update, and memory. out/gsm8k_train.jsonl, if it exists, replaces the hub's
-    GSM8K."""
-    with tempfile.TemporaryDirectory() as folder:
+    after the first update, and memory. After 40 seconds the run saves, and the next start of the
+    part resumes it. out/gsm8k_train.jsonl, if it exists, replaces the hub's GSM8K."""
+    with tempfile.TemporaryDirectory() as scratch:
         flags = {"config": "configs/real_pair.toml"}
         if (ROOT / "out/gsm8k_train.jsonl").is_file():
             flags |= {"task": "out/gsm8k_train.jsonl", "eval_task": ""}
+        folder = ROOT / "out/bench_pair"
         if s.tiny:
-            bench.shaped(f"{folder}/model", layers=2)
-            bench.shaped(f"{folder}/actor", layers=1)
-            flags = {
-                "model": f"{folder}/model",
-                "actor": f"{folder}/actor",
-                "rollout": "hf",
-            }
-            flags |= {"task": "arith", "max_tokens": 8, "train_batch": 16}
-            flags |= {
-                "rollout_batch": 16,
-                "lr": 1e-3,
-                "actor_lr": 1e-3,
-                "objective": "jackpot",
-            }
-        flags |= {"steps": 4, "eval_every": -1, "save_every": 0, "out": f"{folder}/run"}
-        command = [
+            bench.shaped(f"{scratch}/model", layers=2)
+            bench.shaped(f"{scratch}/actor", layers=1)
+            flags = {"model": f"{scratch}/model", "actor": f"{scratch}/actor"}
+            flags |= {"rollout": "hf", "task": "arith", "max_tokens": 8}
+            flags |= {"train_batch": 16, "rollout_batch": 16, "objective": "jackpot"}
+            flags |= {"lr": 1e-3, "actor_lr": 1e-3}
+            folder = Path(scratch, "run")
+        flags |= {"steps": 4, "eval_every": -1, "save_every": 0, "out": folder}
+        argv = [
             sys.executable,
             "train.py",
             *(f"--{key}={x}" for key, x in flags.items()),
         ]
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, timeout=50
+        argv += ["--resume"] * (folder / "config.json").is_file()
+        with tempfile.TemporaryFile("w+") as errors:
+            run = subprocess.Popen(
+                argv, cwd=ROOT, stdout=errors, stderr=errors, text=True
             )
-            if done.returncode:
-                yield row("the pair", why=done.stderr.strip().splitlines()[-1][:300])
-                return
-        except subprocess.TimeoutExpired:
-            yield row("the pair", why="fewer than four updates in 50 s")
-        rows = [r for r in read_metrics(Path(folder, "run")) if r["step"] > 0]
+            try:
+                run.wait(40)
+            except subprocess.TimeoutExpired:
+                run.terminate()  # the run finishes its update and saves
+                run.wait()
+            errors.seek(0)
+            last = [line.strip() for line in errors if line.strip()][-1:]
+        if not (folder / "metrics.jsonl").is_file():
+            raise UserError(f"the pair: no update ({''.join(last)[:300]})")
+        rows = [r for r in read_metrics(folder) if r["step"] > 0]
     for key in ("rollout_s", "update_s", "sync_s", "speed/memory_GiB"):
         values = [r[key] for r in rows if key in r]
         if values:
-            yield repeats_row(
-                key.removesuffix("_s"), values, "s" if key.endswith("_s") else "GiB"
-            )
+            unit = "s" if key.endswith("_s") else "GiB"
+            yield repeats_row(key.removesuffix("_s"), values, unit)
+    if len(rows) < 3:
+        raise UserError(
+            f"the pair: {len(rows) + 1} of 4 updates; start this part again"
+        )
 
 
 LIMIT = 60  # seconds of a part
 # name -> part; the most important first
 PARTS = {
+    "engine": partial(vllm, lambda *_: ()),
     "vllm": partial(vllm, sampled),
     "sync": partial(vllm, published),
     "learner-0.6B": partial(learner, "0.6B"),
@@ -717,7 +728,8 @@ PARTS = {
     "kernels-liger": partial(kernels, "liger"),
     "linears-8B": partial(linears, "8B"),
     "tests-numbers": partial(tests, "gradient or quantized or product"),
-    "tests-vllm": partial(tests, "vllm or sleeping"),
+    "tests-vllm": partial(tests, "(vllm or sleeping) and not aligned"),
+    "tests-aligned": partial(tests, "vllm and aligned"),
     "tests-runs": partial(
         tests, "not (gradient or quantized or product or vllm or sleeping)"
     ),
@@ -726,7 +738,7 @@ PARTS = {
     "trl": trl,
     "ours": ours,
     "micro": micro,
-    "memory": partial(memory, False),
+    "memory-plain": partial(memory, False),
     "memory-aligned": partial(memory, True),
     "head-1024": partial(head, 1024),
     "head-2560": partial(head, 2560),

@@ -48,7 +48,8 @@ WARNINGS = {
 
 
 class Log:
-    """Writer of the two files. Names of times, and no other names, end in `_s` or `_seconds`."""
+    """Writer of metrics.jsonl and samples.jsonl. Names of times, and no other names, end in `_s`
+    or `_seconds`."""
 
     def __init__(self, run: Path, step: int):
         self.path = run / "metrics.jsonl"

@@ -116,7 +116,7 @@ class Sums:
 
     def reduce(self, comm) -> dict[str, float]:
         """name -> mean or maximum over the whole update and all ranks. A mean over no entries is 0;
-        error/* are omitted."""
+        if its name starts with error/, it is left out."""
         flat = comm.sum([v for pair in self.pairs.values() for v in pair])
         out = {}
         for name, total, n in zip(self.pairs, flat[::2], flat[1::2], strict=True):

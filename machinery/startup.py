@@ -1,10 +1,11 @@
-"""Process settings that must precede the import of torch. Each command imports this file first.
+"""Process settings that must precede the import of torch. Commands import this file first.
 
 - Idle threads of OpenMP sleep after 0.1 ms instead of keeping a core busy (LOG.md).
 - Ctrl-C while modules are imported ends the process without a traceback; `run_command` restores
   Python's KeyboardInterrupt.
 - Closed standard streams are opened on the null device, so that no file gets their numbers.
-- Warnings and logs below errors of torch, vLLM and transformers are off without --verbose."""
+- Without --verbose, warnings of torch, vLLM, transformers and peft, and their log records below the
+  level of errors, are off."""
 
 from __future__ import annotations
 

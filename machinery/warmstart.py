@@ -217,6 +217,7 @@ def accuracy(model, tokenizer, task, first: int, n: int) -> float:
     groups = HFEngine(model).generate(
         prompts, seeds, sampling, 0, [tokenizer.eos_token_id]
     )
+    model.train()  # HFEngine evaluates
     grade_all(task, tokenizer, problems, groups)
     return sum(group[0].reward > 0.5 for group in groups) / n
 

@@ -1,4 +1,4 @@
-"""Buffers of HFEngine for the responses of a batch during decoding."""
+"""Responses from tables of decoded tokens, for both engines; buffers of HFEngine during decoding."""
 
 from __future__ import annotations
 

@@ -400,6 +400,7 @@ class HFEngine:
 
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
     exact            compute each sum in the learner's order (model/exact.py), with float32 weights
+    routing          record the experts of each token (Response.routed), on any device
     the rest         as for VLLMEngine"""
 
     def __init__(

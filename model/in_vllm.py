@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import tempfile
 import traceback
@@ -50,10 +51,12 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
             change(method, "process_weights_after_loading", pack_experts_anew)
         if low_bits_on_cpu:
             from vllm import _custom_ops
-            from vllm.model_executor.kernels.linear.scaled_mm import cpu
+            from vllm.model_executor.kernels.linear.scaled_mm import cpu, pytorch
 
             change(_custom_ops, "create_onednn_scaled_mm", keep_scales_alive)
             change(cpu, "check_cpu_sgl_kernel", without_amx)
+            fp8 = pytorch.ChannelWiseTorchFP8ScaledMMLinearKernel
+            change(fp8, "apply_scaled_mm", converted_once)
     except ImportError as e:
         raise UserError(
             f"this vLLM has no {e.name} ({e}); install {VLLM_VERSION}, for which this was written, or use --rollout=hf"
@@ -171,6 +174,32 @@ def without_amx(check_cpu_sgl_kernel):
     The default is the model's dtype when the engine starts, and float32 when weights are replaced,
     so a reload would find tensors in the format of the wrong kernel."""
     return lambda *shape_and_type: False
+
+
+def converted_once(apply_scaled_mm):
+    """Replacement for apply_scaled_mm of vLLM's fp8 layers: a float32 product with a weight that is
+    converted once for each content.
+
+    Reason: on a CPU torch._scaled_mm converts the weight in every call, which takes most of the
+    time of sampling. The product is the same: exact products, summed in float32."""
+    held: dict[
+        int, tuple
+    ] = {}  # address of a weight -> (its content's mark, weight in float32)
+
+    def converted(weight):  # (K, N), a transposed view
+        mark = (weight.shape, int(weight.t().view(torch.int64).sum()))
+        if held.get(weight.data_ptr(), (None,))[0] != mark:
+            held[weight.data_ptr()] = (mark, weight.float())
+        return held[weight.data_ptr()][1]
+
+    def apply(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
+        rows = math.prod(output_shape[:-1])  # the others are padding
+        y = (A[:rows].float() @ converted(B)).mul_(As[:rows]).mul_(Bs.t())
+        if bias is not None:
+            y += bias
+        return y.to(out_dtype).view(*output_shape)
+
+    return apply
 
 
 def change(owner, name: str, replacement) -> None:

@@ -43,7 +43,7 @@ class States:
     optimizer: int
     tensor: int  # the largest tensor
     layer: int  # the largest layer, in float32
-    # with FSDP: embedding, head in float32; this and the next layer in their type
+    # with FSDP: embedding and head in float32, and two layers in the type of their products
     gathered: int
 
     @classmethod

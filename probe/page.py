@@ -1,5 +1,5 @@
-"""Text of the report: one function for each table. o: the report of probe.summarize, or of the
-doctor, which has fewer numbers and no floor."""
+"""Text of the report: sections of lines; TABLES has the head and the row of each simple table. o:
+the report of probe.summarize, or of the doctor, which has fewer numbers and no floor."""
 
 from __future__ import annotations
 

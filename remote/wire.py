@@ -213,6 +213,7 @@ class Receipt(msgspec.Struct, tag="receipt", frozen=True):
 
 
 Message = Hello | Welcome | Refuse | Offer | Ask | Chunk | Receipt
+DECODER = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
@@ -224,10 +225,8 @@ def decode(frame) -> Message:
     """The inverse of encode. Raise WireError if the frame is damaged or is not a message."""
     body = verified(frame)
     try:
-        return msgspec.msgpack.decode(body, type=Message)
-    except (
-        Exception
-    ) as e:  # MsgspecError, UnicodeDecodeError, RecursionError and others
+        return DECODER.decode(body)
+    except Exception as e:  # RecursionError too, and others
         raise WireError(f"not a message of this revision: {printable(e)}") from None
 
 

@@ -34,7 +34,7 @@ def test_pairs_alternate():
 
 
 @pytest.mark.parametrize(
-    "name", ["linears-8B", "head-1024", "obrs", "micro", "memory", "memory-aligned", "trl", "pair"]
+    "name", ["linears-8B", "head-1024", "obrs", "micro", "memory-plain", "memory-aligned", "trl", "pair"]
 )
 def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
     rows = list(gpu.PARTS[name](gpu_parts.Setting("cpu", tiny=True)))
@@ -94,7 +94,7 @@ def test_only_parts_without_a_success_run_again(tmp_path, monkeypatch):
 
 def test_a_word_names_all_parts_that_begin_with_it():
     assert gpu.parts_of("head,obrs") == ["head-1024", "head-2560", "obrs"]
-    assert gpu.parts_of("memory") == ["memory", "memory-aligned"]
+    assert gpu.parts_of("memory,memory-plain") == ["memory-plain", "memory-aligned"]
     with pytest.raises(UserError, match="--parts=hea: no such part"):
         gpu.parts_of("hea")
 
@@ -115,6 +115,8 @@ def test_the_ratio_of_steps_uses_the_newest_rows():
     assert gpu_parts.ours_over_trl(lines[:2]) == []
     (ratio,) = gpu_parts.ours_over_trl(lines)
     assert (ratio["value"], ratio["met"]) == (0.75, True)
+    another_card = [*lines[:2], {"about": {"device": "another card"}}, lines[2]]
+    assert gpu_parts.ours_over_trl(another_card) == []
 
 
 WAYS = {

@@ -389,7 +389,7 @@ MUTANTS = {
         ("core.abort_request(requested, internal=True)", "pass"),
     ],
     "rollout.py": [
-        ("str(i), prompt, sampling", "str(i), prompts[0], sampling"),
+        ("prompt_ids=prompt,", "prompt_ids=prompts[0],"),
         ("repr(key).encode(), digest_size=16", "repr(key[:1]).encode(), digest_size=16"),
     ],
     "delay.py": [
