@@ -20,7 +20,7 @@ from machinery.ranks import Comm
 from machinery.run import check_models
 from model import Needs
 from model.engines import HFEngine
-from model.in_vllm import engine_config, import_vllm
+from model.in_vllm import converted_once, engine_config, import_vllm
 from quant import LowBitLinear, dequantize, format_of, quantize
 from rollout import Sampling, as_groups
 from sync import SyncError, WeightCheck
@@ -162,6 +162,28 @@ def test_layers_that_are_quantized(folders):
 
 
 NOT_WHOLE = ".*q_proj has rows of 32, not a multiple of the group"
+
+
+@pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
+@pytest.mark.parametrize(("M", "K", "N"), [(3, 64, 48), (20, 576, 96), (1, 1536, 16)])
+def test_the_fp8_product_on_a_cpu_equals_vllms(M, K, N):
+    """Its own function for comparison, with padded rows; a weight changed in place is converted again."""
+    import_vllm()
+    from vllm.model_executor.kernels.linear.scaled_mm import pytorch
+
+    kernel = pytorch.ChannelWiseTorchFP8ScaledMMLinearKernel.apply_scaled_mm
+    vllms = getattr(kernel, "__wrapped__", kernel)  # an engine in this process may have replaced it
+    ours = converted_once(vllms)
+    torch.manual_seed(0)
+    weight = torch.randn(N, K).to(torch.float8_e4m3fn)
+    numbers = dict(A=torch.randn(M + 2, K).to(torch.float8_e4m3fn), As=torch.rand(M + 2, 1), Bs=torch.rand(N, 1))
+    for out_dtype, bias in [(torch.float32, None), (torch.bfloat16, torch.randn(N).to(torch.bfloat16))]:
+        call = dict(numbers, B=weight.t(), out_dtype=out_dtype, bias=bias, output_shape=[1, M, N])
+        for _ in range(2):
+            torch.testing.assert_close(ours(None, **call), vllms(None, **call), rtol=1e-5, atol=1e-4)
+            weight.view(torch.uint8)[N // 2] += 1
+
+
 ON_VLLM = dict(rollout="vllm", rollout_dtype="bfloat16")
 # capability of a GPU (None: a CPU), flags, error ("": none)
 RUNNABLE = [

@@ -52,7 +52,7 @@ TESTS = {
         "'not two_ranks and not vllm'"
     ),
     "model/attention.py": "test_models.py -k 'groups or masks_ask'",
-    "model/in_vllm.py": "test_rollout.py -k 'uniforms or drawn_at_once'",
+    "model/in_vllm.py": "test_quant.py test_rollout.py -k 'uniforms or drawn_at_once or equals_vllms'",
     "model/kernels.py": "test_learner.py -k '(compiled_layers and aot_eager) or second_learner'",
     "machinery/speed.py": "test_speed.py",
     "bench/gpu.py": "test_bench.py -k 'started or appends or newest or without_a_success'",
@@ -364,6 +364,8 @@ MUTANTS = {
         ("        g.set_offset(offset + 4)", "        pass"),
         ("        if len(generators) < n:", "        if not generators:"),
         ("cdf[:, -1:], right=True", "cdf[:, -1:], right=False"),
+        ("weight.t().view(torch.int64).sum()", "0"),
+        (".mul_(As[:rows]).mul_(Bs.t())", ".mul_(As[:rows])"),
     ],
     "bench/gpu.py": [
         ("os.killpg(process.pid, signal.SIGKILL)", "process.kill()"),
