@@ -500,9 +500,9 @@ def apply_correction(new, batch, stats, cfg: LossFlags):
             support_logp_ref=batch.support_logp_ref,
         )
         kept = inside(statistic, low, high)
-        keep = keep * (
-            kept if cfg.reject_of == "all" else torch.where(batch.adv < 0, kept, 1.0)
-        )
+        if cfg.reject_of != "all":
+            kept = torch.where(batch.adv < 0, kept, 1.0)
+        keep = keep * kept
     return weight, keep, logs
 
 

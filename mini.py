@@ -9,7 +9,7 @@ rejection sampling (OBRS) keeps a token with probability min(1, p_policy / (lamb
 reweights the kept ones. PPO updates both models. Distillation keeps the actor close to the policy.
 
 Without --model, two small models learn to add, after a warm start. --data: JSONL with `problem`
-(or `question`) and `answer`. A response is correct if it ends, and its last number is the answer's.
+(or `question`) and `answer`. A response is correct if it ends and its last number is the answer's.
 With the same models, task and settings train.py logs these metrics up to rounding (test_mini.py).
 
 Distributions: inf sampled the responses, ref is the policy before the updates on a batch, new is
@@ -346,9 +346,8 @@ def warm_start(task, seed, hidden, layers):
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
-    for step in tqdm(
-        range(2000), desc=f"warm start, {model.num_parameters():,} weights"
-    ):
+    title = f"warm start, {model.num_parameters():,} weights"
+    for step in tqdm(range(2000), desc=title):
         first = 10**9 * (seed + 1) + 64 * step
         rows = [task.demonstration(i) for i in range(first, first + 64)]
         ids = [torch.tensor(p + solution) for p, solution in rows]
@@ -392,6 +391,7 @@ if __name__ == "__main__":
     for argument in sys.argv[1:]:
         flag, _, value = argument.partition("=")
         name = flag.removeprefix("--").upper()
+        # the expression finds digits outside ASCII
         if name not in globals() or not value or re.search(r"[^\D0-9]", value):
             sys.exit(
                 f"error: {argument}: write --name=value, with a name from the settings in mini.py"

@@ -121,7 +121,6 @@ def gmpo(log_ratio, mask, adv, low=0.4, high=0.4, clamp=CLAMP):
 
 def dppo(logp, base, adv, low=0.2, high=0.2, divergence="tv", clamp=CLAMP):
     """s A, but 0 if the gap |p_new - p_base| (or the KL) exceeds the bound and A increases the gap.
-    DPPO, arXiv 2602.04879.
 
     Nonzero terms: p_new <= p_base or gap <= high if A >= 0; p_new >= p_base or gap <= low if A < 0.
     gap: tv, |p_new - p_base|; kl, p log(p / p_new) + (1 - p) log((1 - p) / (1 - p_new)), p =
@@ -212,7 +211,7 @@ DISTILL_GAIN = 0.1  # closed loop: largest change of log(distill_lambda) in one 
 DISTILL_LAMBDA_MAX = 100.0  # closed loop: upper bound of distill_lambda
 CLIP = (0.2, 0.28)  # default eps_low, eps_high
 CLIPS = {"gspo": (3e-4, 4e-4), "tbpo": (3e-4, 4e-4)}  # of a length-normalised ratio
-# bounds of log s (gmpo) and of a divergence (dppo, drpo)
+# bounds of log s (gmpo), a divergence (dppo) and p_new - p_base (drpo)
 CLIPS |= {
     "gmpo": (0.4, 0.4),
     "dppo_tv": (0.2, 0.2),
@@ -378,11 +377,9 @@ def prepare_kept(stats: StepStats, batch, comm, cfg: LossFlags) -> None:
 def with_ref(new, batch):
     """The batch with ref columns. A batch without a ref pass uses this forward pass, detached, as
     ref."""
-    return (
-        batch
-        if batch.logp_ref is not None
-        else replace(batch, **columns_of(new.detach()))
-    )
+    if batch.logp_ref is not None:
+        return batch
+    return replace(batch, **columns_of(new.detach()))
 
 
 def columns_of(new) -> dict:
@@ -412,9 +409,9 @@ def loss(new, batch, stats: StepStats, cfg: Config):
 
     The KL term has the surrogate's mask, weight and ratio (the ratio without its clip). So the KL
     term and the surrogate weight contexts equally, and the KL is an expectation over tokens of
-    p_new. The entropy is a property of the whole distribution, not of the sampled token, and has no
-    weight. CPPO's KL has no weight either; with --cppo_kl=official it is averaged as in
-    seq-mean-token-mean under every --reduction.
+    p_new, if there is a ratio and nothing is capped or masked. The entropy is a property of the
+    whole distribution, not of the sampled token, and has no weight. CPPO's KL has no weight either;
+    with --cppo_kl=official it is averaged as in seq-mean-token-mean under every --reduction.
 
     new: TokenStats of this forward pass, with gradient; batch: the micro-batch, ref columns
     optional (`with_ref`); stats: from `prepare`."""
@@ -441,10 +438,9 @@ def loss(new, batch, stats: StepStats, cfg: Config):
         sampler_kl = corrections.cppo_kl(
             new.logp, batch.logp_inf, cfg.cppo_kl, cfg.log_ratio_clamp
         )
-        k2 = cfg.cppo_kl == "k2"
-        scale = (
-            1.0 if k2 else per_response_scale(batch.mask, stats, cfg, sampler_kl.dtype)
-        )
+        scale = 1.0
+        if cfg.cppo_kl != "k2":
+            scale = per_response_scale(batch.mask, stats, cfg, sampler_kl.dtype)
         unreduced = unreduced + cfg.cppo_beta * sampler_kl * scale
     # the surrogate's ratio is the importance weight here, so log it as `weight`
     if cfg.ratio_base in ("inf", "group"):
@@ -497,11 +493,8 @@ def actor_config(cfg: Config):
     are the batch's."""
     low, high = CLIP if cfg.surrogate in CLIPS else (cfg.clip_low, cfg.clip_high)
     # all other flags of the objective have their defaults
-    flags = (
-        {flag.name: flag.default for flag in fields(ObjectiveFlags)}
-        | DEFAULTS
-        | PAPERS["tis"]
-    )
+    flags = {flag.name: flag.default for flag in fields(ObjectiveFlags)}
+    flags |= DEFAULTS | PAPERS["tis"]
     flags |= {
         "is_cap": CORRECTIONS["tis"].bounds["is_cap"],
         "clip_low": low,
@@ -538,9 +531,9 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
     """Update the state for the next step: kappa, used with --obrs_target=new, and lambda_distill of
     the closed loop.
 
-    Closed loop (proposed in Jackpot's Limitations): lambda_distill <- lambda_distill exp(gain e),
-    e = clip((KL - target) / target, -1, 1), so that one step changes lambda_distill by a factor of
-    at most exp(gain)."""
+    Closed loop (proposed in Jackpot's Limitations): lambda_distill <- lambda_distill
+    exp(DISTILL_GAIN e), e = clip((KL - target) / target, -1, 1), so that one step changes
+    lambda_distill by a factor of at most exp(DISTILL_GAIN)."""
     # do not update the controllers from a skipped step
     if not logged.get("stepped", True):
         return
@@ -550,8 +543,8 @@ def update_controllers(controllers: dict, logged: dict, cfg: LossFlags) -> None:
             controllers["kappa"] = obrs.kappa_from(logged["obrs/accept_rate"], z)
     kl, target = logged.get("distill_kl", math.nan), cfg.distill_kl_target
     if target > 0 and math.isfinite(kl):
-        gain = math.exp(DISTILL_GAIN * max(-1.0, min(1.0, (kl - target) / target)))
-        now = controllers.get("distill", cfg.distill_lambda) * gain
+        factor = math.exp(DISTILL_GAIN * max(-1.0, min(1.0, (kl - target) / target)))
+        now = controllers.get("distill", cfg.distill_lambda) * factor
         controllers["distill"] = min(max(now, 1e-4), DISTILL_LAMBDA_MAX)
 
 

@@ -18,8 +18,7 @@ For every x, a(x) w(x) = Z p_tgt(x)/p_inf(x), so for c1 >= lambda Z
 
 in expectation OBRS is truncated importance sampling with cap c1/Z, scaled by Z, and Z = 1 -
 TV(p_inf, p_tgt) at lambda = 1: contexts in which the two distributions differ more get lower
-weight. `--obrs_mask=expected` (weight a w instead of a random mask) has the same mean and lower
-variance.
+weight. `--obrs_mask=expected` (a replaces the random mask) has the same mean and lower variance.
 
 Z is a sum over the vocabulary, but an engine returns only its top-K. Let the support S be
 top-K(p_inf) and the sampled token, and p_K the engine's K-th probability. If an actor is the
@@ -114,8 +113,8 @@ def token_z(
     bracket  clip(kappa Z_low, Z_low, Z_high)
     approx   kappa Z_approx, Z_approx: the sum over top-K(p_inf) and top-K(p_ref). The paper has
              top-K(p_new), the same set before a batch's first update; here the ids are chosen once
-             per rollout batch. If no actor is the sampler, p_inf on top-K(p_ref)
-             is unknown, min(p_ref, p_K) is used, and Z_approx is not a bound"""
+             per rollout batch. If no actor is the sampler, min(p_ref, p_K) replaces the unknown
+             p_inf on top-K(p_ref), and Z_approx is not a bound"""
     if how == "exact":
         return {"z": exact}
     low, high = z_bracket(support_logp_inf, support_logp_tgt, lam, tail)

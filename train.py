@@ -34,7 +34,7 @@ SAMPLES_EVERY = 10  # updates between two writes of four responses to samples.js
 
 
 def train(cfg: Config) -> int:
-    """Run `--steps` updates, or until a signal; save and report at the end. Returns the exit code.
+    """Run `--steps` updates; stop early at a signal; save and report at the end. Returns the exit code.
     Raises UserError with a one-sentence message."""
     groups = cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1
     # timeout: in the worst case a rank waits `give_up` seconds for each group

@@ -1,6 +1,6 @@
 """The GPU list: measurements that need a GPU. Each part runs in a process for at most 60 seconds.
 
-    python -m bench                              # all parts in 25 minutes: results/gpu.json and gpu.md
+    python -m bench                              # all parts, at most 25 minutes: results/gpu.json and gpu.md
     python -m bench                              # again: the parts that have not succeeded yet
     python -m bench --parts=learner,linears-8B   # some parts (all of learner-*), measured again
     python -m bench --device=cpu --scale=tiny    # the script itself, on a CPU: out/gpu.json
@@ -14,19 +14,21 @@ linears-*    speed of aligned linear layers over bfloat16 layers, on shapes of Q
              vLLM's kernels over plain torch
 tests-*      tests/test_gpu.py: rollouts, sync and check, low bits, sleep, FSDP2, a run
 obrs         time of a Jackpot update over a plain PPO update
-pair         four updates of configs/real_pair.toml: seconds of each stage
+pair         four updates of configs/real_pair.toml: seconds of each stage; after 40 s the run saves,
+             and the next start resumes it
 trl, ours    TRL's step (PYTHONPATH=.trl, see results/against_trl.py) and our step
 micro        updates with 4,096 tokens in a micro-batch and with the most that the plan allows
 memory-*     checkpointing, two models, FSDP2 on one rank, aligned learners: time, memory and plan
 head-*       the chunked head against whole logits, torch's and Liger's, a vocabulary of 151,936
 
-The most important parts come first. Models have Qwen3's shapes and random weights, except in pair.
+The most important parts run first. Models have Qwen3's shapes and random weights, except in pair.
 Each row is a line of JSON. After a failed part the next part starts. A part that reaches its limit
 keeps the rows that it has measured (tests, obrs, trl and ours have none before their end). The
 table of all rows is written below the marker of the page after each part. Shares of the peak refer
-to dense bfloat16 without sparsity (PEAK). The work is 6 P + 6 L A S operations per token, for P
-parameters in matrix products, L layers, A numbers of all query heads together and S tokens per row.
-It counts forward and backward passes with causal attention, and no recomputation."""
+to dense bfloat16 without sparsity (`PEAK` in machinery/speed.py). The work is 6 P + 6 L A S
+operations per token, for P parameters in matrix products, L layers, A = query heads times head size
+and S tokens per row. It counts forward and backward passes with causal attention, and no
+recomputation."""
 
 from __future__ import annotations
 
@@ -173,10 +175,9 @@ def run_list(flags: GpuFlags) -> None:
         rows, why = said_by(command, min(LIMIT, end - start))
         for row in rows:
             write({"part": name, **row})
-        for row in (
-            ours_over_trl(read_lines(path)) if rows and name in ("ours", "trl") else ()
-        ):
-            write({"part": name, **row})
+        if rows and name in ("ours", "trl"):
+            for row in ours_over_trl(read_lines(path)):
+                write({"part": name, **row})
         write({"part": name, "seconds": time.perf_counter() - start, "failed": why})
         rewrite(path.with_suffix(".md"), table(read_lines(path)))
 

@@ -112,7 +112,7 @@ def table(data: dict) -> str:
         "floor of the KL",
         "mean gap",
         "largest gap",
-        "with a gap above 0.5",
+        "responses with a gap above 0.5",
         "ESS of token weights",
         "ESS of response weights",
         "T_max",
