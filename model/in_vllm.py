@@ -182,12 +182,13 @@ def converted_once(apply_scaled_mm):
 
     Reason: on a CPU torch._scaled_mm converts the weight in every call, which takes most of the
     time of sampling. The product is the same: exact products, summed in float32."""
-    held: dict[
-        int, tuple
-    ] = {}  # address of a weight -> (its content's mark, weight in float32)
+    # address of a weight -> (mark of its content, the weight in float32)
+    held: dict[int, tuple] = {}
 
     def converted(weight):  # (K, N), a transposed view
-        mark = (weight.shape, int(weight.t().view(torch.int64).sum()))
+        words = weight.t().reshape(-1).view(torch.int64)
+        # odd factors: the same words in another order have another sum
+        mark = (weight.shape, int((words * torch.arange(1, 2 * len(words), 2)).sum()))
         if held.get(weight.data_ptr(), (None,))[0] != mark:
             held[weight.data_ptr()] = (mark, weight.float())
         return held[weight.data_ptr()][1]

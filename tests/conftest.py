@@ -315,7 +315,7 @@ def logprobs(learner, name: str, ids) -> np.ndarray:
     for row in ids.astype(np.int32):
         zero, nothing = np.zeros(len(row) - 1, np.float32), np.zeros((len(row) - 1, 0))
         response = Response(row[1:], zero == 0, zero, nothing.astype(np.int32), nothing, "length")
-        groups.append(Rollout(("", 0, 0), "", row[:1], Sampling(), responses=[response]))
+        groups.append(Rollout(("", 0, 0), "", row[:1], Sampling(), 0, "", responses=[response]))
     batch = batching.collate(groups, replace(learner.cfg, router_replay=False, mask_cut=False))
     stats = learner.score(batch, Needs())
     return (stats.logp if name == "policy" else stats.actor_logp).numpy()

@@ -39,7 +39,7 @@ def groups_and_batch(lengths, group_size: int):
         for n in lengths[g : g + group_size]:
             none = np.zeros((n, 0), np.int32)
             responses.append(Response(np.full(n, 5, np.int32), np.ones(n, bool), np.zeros(n), none, none * 1.0, "stop"))
-        groups.append(Rollout(("", 0, g), "", np.array([3], np.int32), Sampling(), "", "", 0, "", 0.0, 0.0, responses))
+        groups.append(Rollout(("", 0, g), "", np.array([3], np.int32), Sampling(), 0, "", responses=responses))
     return groups, batching.collate(groups, make_cfg(group_size=group_size))
 
 
