@@ -70,6 +70,13 @@ def test_a_large_rollout_of_the_plain_engine_on_a_gpu_is_refused(monkeypatch):
     settings.check_plain_engine(replace(small, rollout="vllm", rollout_batch=512))
 
 
+def test_masks_of_the_update_are_not_known_before_it():
+    target_new = ["--rollout=hf", "--objective=jackpot", "--obrs_target=new"]
+    assert parse(target_new).obrs_target == "new"
+    with pytest.raises(UserError, match="--loss_denominator=kept: needs weights and masks before the update"):
+        parse([*target_new, "--loss_denominator=kept"])
+
+
 def test_a_custom_model_needs_more_flags(solvers):
     """One sentence names all missing flags; precisions: of the engine the learner's, of this the checkpoint's."""
     common = [f"--model={solvers / 'policy'}", "--actor=none", "--rollout=hf", "--objective=tis"]
