@@ -107,7 +107,7 @@ def none(log_r):
 
 
 def vanilla_is(log_r, clamp=CLAMP):
-    """weight r, unbounded. AReaL's F(x) = x."""
+    """weight r, unbounded. AReaL."""
     weight = token_ratio(log_r, clamp)
     return weight, torch.ones_like(weight)
 
@@ -234,7 +234,7 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
     return m, torch.ones_like(m)
 
 
-# -- GEPO (HeteroRL, Eq. 9 to 15), `--ratio_base=group`: gspo's ratio divided by the group's
+# -- GEPO (HeteroRL, Eq. 9 to 15), `--ratio_base=group`: gspo's p divided by the group's
 # expectation of q, because p / q diverges if a delayed sampler's q of a response is close to 0.
 # p and q are length-normalised, one number per response:
 #
@@ -246,9 +246,9 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 # E is computed once per step from whole groups (objectives.prepare_group), so micro-batches do not
 # change E. E and w are computed in log space, so extreme probabilities stay finite.
 #
-# Theorem 1: Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - C for plain probabilities, neither
-# length-normalised nor estimated. Its first term has Var(p/q) + 1 = sum p^2/q >= exp KL. If p and q
-# are close, the group expectation can be the worse weight.
+# Theorem 1: Var(p/q) - Var(p/E_q[q]) >= exp(KL(p||q)) - const for plain probabilities, neither
+# length-normalised nor estimated. Its first term has Var(p/q) + 1 = sum p^2/q >= exp KL. If p and
+# q are close, the group expectation can be the worse weight.
 
 
 def group_expectation(log_q, group, c: float):
@@ -602,7 +602,7 @@ def check(cfg: Config) -> None:
     )
     need(
         cfg.obrs_z != "exact" or exact_z_known(cfg),
-        "--obrs_z=exact: p_inf over the whole vocabulary is known only with an --actor, --obrs_target=ref, no "
+        "--obrs_z=exact: Z can be computed exactly only with an --actor, --obrs_target=ref, no "
         "--obrs_accept_rate, and samplers identical to the learner's actor (no --delay, --samplers=local, the same "
         "quantization, --keep_sampling_mask=replay, --kv_cache_dtype=auto); use bracket",
     )

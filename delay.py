@@ -15,7 +15,7 @@ translate to model versions:
 A sampler with weights older than `--max_staleness` (between rare broadcasts) loads the newest.
 
 The distributions of D between lo and hi seconds are fitted so that
-P(D < lo) = P(D > hi) = (1 - mass) / 2 = a, and then clipped to [lo, hi]:
+P(D < lo) = P(D > hi) = (1 - MASS) / 2 = a, and then clipped to [lo, hi]:
 
     lognormal     mu = log sqrt(lo hi), sigma = log(hi / lo) / (2 z), z the normal quantile of 1 - a
     weibull       k = log(log a / log(1 - a)) / log(hi / lo), log scale = log hi - log(-log a) / k
@@ -53,7 +53,7 @@ class DelayDistribution:
     high: float
 
     def fit(self) -> dict[str, float]:
-        """The parameters that satisfy the two quantile conditions."""
+        """The fitted parameters by name; none for constant."""
         a = (1 - MASS) / 2
         span = math.log(self.high / self.low)
         if self.kind == "lognormal":

@@ -78,8 +78,8 @@ def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, tbpo_neg_high=7e-4, clamp=CL
     """clip(g) A, g = exp(mean_t log s), without PPO's min: a response outside the band has no
     gradient. QaRL 3.2.
 
-    Band: g <= 1 + high if A >= 0; 1 - low <= g <= 1 + tbpo_neg_high if A < 0, because error tokens
-    come in clusters and make g large."""
+    Band: g <= 1 + high if A >= 0; 1 - low <= g <= 1 + tbpo_neg_high if A < 0, because tokens
+    of low probability come in clusters and make g large."""
     g = geo_ratio(log_ratio, mask, clamp)
     lowest = torch.where(adv >= 0, g.new_full((), -math.inf), g.new_full((), 1 - low))
     highest = torch.where(
@@ -409,7 +409,7 @@ def loss(new, batch, stats: StepStats, cfg: Config):
 
     The KL term has the surrogate's mask, weight and ratio (the ratio without its clip). So the KL
     term and the surrogate weight contexts equally, and the KL is an expectation over tokens of
-    p_new, if there is a ratio and nothing is capped or masked. The entropy is a property of the
+    p_new, if keep weight ratio = p_new / p_inf. The entropy is a property of the
     whole distribution, not of the sampled token, and has no weight. CPPO's KL has no weight either;
     with --cppo_kl=official it is averaged as in seq-mean-token-mean under every --reduction.
 
@@ -467,8 +467,8 @@ def joint_loss(new, batch, stats: StepStats, cfg: Config):
     """Unreduced loss and logs of all models. One model: `loss`. Two models: `loss` of the policy -
     J_PPO(actor) + lambda_distill KL(policy || actor); Jackpot Eq. 8 if the correction is OBRS.
 
-    The actor's loss is standard PPO on the same trajectories with weight F(p_actor,ref / p_inf),
-    without OBRS (Eq. 6)."""
+    The actor's loss is standard PPO on the same trajectories with weight
+    min(p_actor,ref / p_inf, 2), without OBRS (Eq. 6)."""
     batch = with_ref(new, batch)
     value, logs = loss(new, batch, stats, cfg)
     if new.actor_logp is None:

@@ -222,7 +222,7 @@ class LowBit:
     def quantized(self, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
         """(q_w, s_w) of a parameter, for the forward pass and for publishing.
 
-        They are computed once per version of the weight."""
+        With cache_quantized they are computed once per version of the weight."""
         if name in self.loaded:
             return self.loaded[name]
         weight = getattr(self, name)

@@ -46,7 +46,7 @@ class Response:
 class Rollout:
     """One group: G responses to one prompt by one model at one weight version."""
 
-    # sampler, incarnation (number of its restarts), sequence number: unique
+    # sampler, incarnation (one life of its process), sequence number: unique
     uid: tuple[str, int, int]
     prompt_id: str
     prompt_ids: np.ndarray  # int32 [P]

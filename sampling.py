@@ -5,7 +5,7 @@ An engine does not sample from softmax(logits). It samples from
     q(x) = softmax(logits / temperature), truncated to a set of allowed tokens and renormalised.
 
 If the learner scores a different distribution, importance ratios differ from 1 even with equal
-weights: with top_p = 0.8 and full-vocabulary scoring, the mean of p_ref / p_inf is about 0.9.
+weights: with top_p = 0.8 and full-vocabulary scoring, the mean of p_ref / p_inf is 0.8 to 1.
 `--keep_sampling_mask` has three options:
 
     off         the learner scores the whole vocabulary: biased

@@ -1,8 +1,8 @@
 """Sources of rollouts: publish weights to samplers, return graded groups.
 
 Three classes have the same methods (publish, next, metrics, now, saved, state_dict,
-load_state_dict, close) and the attributes `packed` and `error`. The first two also lend their
-engine and redistribute the saved states over ranks on resume. The `next` of the third can return
+load_state_dict, close) and the attributes `packed` and `error`. The first two lend their
+engine; the first redistributes saved states over ranks on resume. The `next` of the third can return
 an empty list: then all ranks stop, and on each rank `give_back` takes back the groups of the last
 `next`.
 
