@@ -28,7 +28,7 @@ slow: .venv/ready
 .venv/ready: $(REQUIREMENTS)
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...')"
 	$(PYTHON) -m venv .venv
-	@echo "installing $(REQUIREMENTS) into .venv (2.5 GB on CPU, some minutes)"
+	@echo "installing $(REQUIREMENTS) into .venv (2.8 GB on CPU, some minutes)"
 ifeq ($(CUDA),yes)
 	$(PIP) -r $(REQUIREMENTS)
 else

@@ -436,7 +436,7 @@ class Config(
 
 
 FIELDS = {f.name: f for f in fields(Config)}
-# flag -> (lowest, highest) meaningful value; a flag that depends on other flags is checked elsewhere
+# flag -> (lowest, highest) meaningful value; flags that depend on other flags are checked elsewhere
 RANGES = {
     **dict.fromkeys(
         ("steps", "rollout_batch", "train_batch", "micro_tokens"), (1, 10**9)

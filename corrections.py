@@ -241,7 +241,7 @@ def tbpo_mismatch(log_r, mask, is_cap=2.0, is_floor=0.0, clamp=CLAMP):
 #     p = exp(mean_t log p_new),  q = exp(mean_t log p_inf)
 #     E = sum_group q^2 / sum_group q               Eq. 11, an estimate of E_q[q^2] / E_q[q]
 #     w = p / E                                     Eq. 12
-#     w = p / (e sg(p) + (1 - e) E)                 Eq. 15, defensive mixing, e = clip(c Var_group q, 0, 0.99)
+#     w = p / (e sg(p) + (1 - e) E)      Eq. 15, defensive mixing, e = clip(c Var_group q, 0, 0.99)
 #
 # E is computed once per step from whole groups (objectives.prepare_group), so micro-batches do not
 # change E. E and w are computed in log space, so extreme probabilities stay finite.
@@ -389,9 +389,9 @@ def seq_max_kl(mask, support_logp, support_logp_ref):
     return seq_max(kl.clamp_min(0.0), mask)
 
 
-# k2 and k3 estimate KL(inf || ref) and are nonnegative: their default lower bound is 0. The names of
-# the k2 and k3 statistics are verl's; verl's token_k1, seq_sum_k1 and seq_mean_k1 are token, sequence
-# and geo here
+# k2 and k3 estimate KL(inf || ref) and are nonnegative: their default lower bound is 0. The names
+# of the k2 and k3 statistics are verl's; verl's token_k1, seq_sum_k1 and seq_mean_k1 are token,
+# sequence and geo here
 REJECTIONS = {
     "token": Rejection(token_ratio, 0.5, 5.0),
     "sequence": Rejection(seq_ratio, 0.0, 4.0),

@@ -211,7 +211,7 @@ class Learner:
         sums, total = Sums(), torch.zeros((), dtype=torch.float64, device=self.device)
         micros = list(self._micro(batch))
         parts = [stats.select([0] if rows is None else rows) for rows, *_ in micros]
-        # no operation of the loop waits for the GPU (exceptions: recorded allowed sets, low-bit experts)
+        # no operation of the loop waits for the GPU (but: recorded allowed sets, low-bit experts)
         with self._casts_kept():
             for i, ((rows, micro, share), part) in enumerate(
                 zip(micros, parts, strict=True)
@@ -234,8 +234,8 @@ class Learner:
         if self.scaler.is_enabled():
             for optimizer in chain.from_iterable(self.optimizers.values()):
                 self.scaler.unscale_(optimizer)
-            # halves the loss scale after an overflow, doubles it after 2,000 updates without one; the
-            # loss scale is the same on all ranks
+            # halves the loss scale after an overflow, doubles it after 2,000 updates without one;
+            # the loss scale is the same on all ranks
             self.scaler.update()
         logged = derive(sums.reduce(self.comm))
         return logged | {"loss": self.comm.sum([total])[0]}

@@ -10,10 +10,10 @@ reweights the kept ones. PPO updates both models. Distillation keeps the actor c
 
 Without --model, two small models learn to add, after a warm start. --data: JSONL with `problem`
 (or `question`) and `answer`. A response is correct if it ends and its last number is the answer's.
-With the same models, task and settings train.py logs these metrics up to rounding (test_mini.py).
+Under equal settings train.py --rollout=hf logs the same metrics up to rounding (test_mini.py).
 
-Distributions: inf sampled the responses, ref is the policy before the updates on a batch, new is
-the policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocabulary, G group size.
+Distributions: inf sampled the responses, ref is the policy before a rollout's updates, new is the
+policy now. Shapes: B responses, P prompt tokens, T response tokens, V vocabulary, G group size.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ TASK_MAX_OPS = 5
 TASK_OPERAND = 9  # largest operand
 TASK_TOTAL = 19  # largest running total
 BASE_ACCURACY = 0.3  # accuracy at which a warm start stops
-EVAL_PROBLEMS = 256
+EVAL_PROBLEMS = 256  # exactly: a smaller file repeats
 SEED = 0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -80,8 +80,8 @@ class Samples(NamedTuple):
 def jackpot(new, ref, batch):
     """Jackpot's per-token loss (B, T) and per-token metrics.
 
-    new, ref: log-probabilities (B, T, V) of (policy, actor), now and before the updates on this
-    batch. ref has no gradient. The target of OBRS is p_ref."""
+    new, ref: log-probabilities (B, T, V) of (policy, actor), now and before this rollout's
+    updates. ref has no gradient. The target of OBRS is p_ref."""
     policy_new, actor_new = new
     policy_ref, actor_ref = ref
     tokens = batch.ids[:, -batch.mask.shape[1] :, None]
@@ -183,7 +183,7 @@ def log_probs(model, batch):
 
 
 def forward(model, tokens, attend, cache=None):
-    """Return logits (B, N, V) and the KV cache. tokens (B, N) are the newest of attend (B, M)."""
+    """Return logits (B, N, V) and the KV cache. tokens (B, N): the last N of attend's M."""
     place = (attend.cumsum(1) - 1).clamp_min(0)  # without padding
     options = {"position_ids": place[:, -tokens.shape[1] :], "past_key_values": cache}
     out = model(input_ids=tokens, attention_mask=attend, **options)
@@ -206,7 +206,7 @@ def rollout(actor, task, number):
     """Rollout number `number` (from 0): the actor's responses to the next problems."""
     n_groups = ROLLOUT_BATCH // GROUP_SIZE
     indices = range(number * n_groups, (number + 1) * n_groups)
-    # Keys as in train.py: uid of the group (sampler, incarnation, number), and index in the group.
+    # Keys as in train.py: uid of the group (sampler, process, number), and index in the group.
     keys = [(("rank0", 0, index), i) for index in indices for i in range(GROUP_SIZE)]
     problems = [task.problem("train", index) for index in indices]
     batch = sample(actor, task, problems, [response_seed(SEED, *key) for key in keys])

@@ -63,7 +63,7 @@ CONFIRM_PROBLEMS = 1024  # different problems that confirm a reached target
 MOST_STEPS = 6000
 # index of the first demonstration problem of each model
 DEMONSTRATED = {"actor": 10**9, "policy": 2 * 10**9}
-# index of the first problem for measuring accuracy; neither RL nor the demonstrations use these problems
+# index of the first problem for measuring accuracy; RL and the demonstrations use other problems
 MEASURED = 10**6
 
 

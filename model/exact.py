@@ -58,8 +58,8 @@ ROWS = 96
 AT_ONCE = 128  # queries in one call of attention
 # the number of keys is a multiple of this: different code would sum a remainder
 KEYS = 16
-# number of keys that torch's kernel processes at a time; if more than half of this number remain, the
-# kernel's split of the sum depends on the number of keys
+# number of keys that torch's kernel processes at a time; if more than half of this number remain,
+# the kernel's split of the sum depends on the number of keys
 WHOLE = 512
 # added to the score of a key that a query does not see; finite, because a query may see no key
 UNSEEN = -1e30

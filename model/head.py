@@ -17,8 +17,8 @@ import torch
 
 from machinery.flags import need
 
-# Bytes of a chunk's logits in float32: on a GPU 1/64 of its memory between these bounds, because few
-# large products are faster there; on a CPU LEAST_CHUNK
+# Bytes of a chunk's logits in float32: on a GPU 1/64 of its memory between these bounds, because
+# few large products are faster there; on a CPU LEAST_CHUNK
 LEAST_CHUNK, MOST_CHUNK = 128 << 20, 1 << 30
 CUT = -1e30  # logit of a token that cannot be sampled; finite, so that 0 log 0 is 0
 

@@ -81,7 +81,7 @@ def overview(inf, ref, length, clamp: float) -> dict:
         "seq_ess": ess(R),
         # share of responses at the clamp
         "seq_clamped": float((np.abs(total) >= clamp).mean()),
-        # |p_inf - p_ref|: mean and largest of a response, mean over responses; largest of all tokens
+        # |p_inf - p_ref|: mean and largest of a response, mean over responses; largest of all
         "mean_mismatch": float((gap.sum(1) / length).mean()),
         "max_mismatch": float(gap.max(1).mean()),
         "largest_mismatch": float(gap.max()),
