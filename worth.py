@@ -4,7 +4,7 @@ training.
     python worth.py --model=base:policy --actor=base:actor              # sampler: a different model
     python worth.py --model=FOLDER --actor=none --rollout_quant=w2a16   # sampler: low-bit policy
     python worth.py --model=FOLDER --actor=OLDER_FOLDER                 # sampler: older weights
-    python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected" --cost
+    python worth.py ... --rows="tis; tis is_cap=8; jackpot obrs_mask=expected"
     torchrun --nproc_per_node=2 worth.py ... --parallel=fsdp --share=0.1
 
 worth.py also takes train.py's flags, except --objective and --correction: --rows names objectives
@@ -20,8 +20,8 @@ worth.py also takes train.py's flags, except --objective and --correction: --row
 
 The expected cosine of g_c and g is scale / sqrt(scale^2 + bias + noise). An on-policy batch of
 (worth B) responses has the same cosine, so worth counts on-policy responses per sampler response.
-The sampler pays if worth exceeds the sampler's cost per response divided by the policy's
-(`--cost`). Worth describes the next step, not the result of many steps.
+The sampler pays if worth exceeds the sampler's cost per response divided by the policy's. Worth
+describes the next step, not the result of many steps.
 
 Method: g_c = sum_t c_t grad log p_t, a sum over tokens, with c_t = d J_c / d log p_t from the row's
 loss. So for a direction v, <g_c, v> = sum_t c_t s_t with s_t = d/de log p_t(theta + e v). One
@@ -70,7 +70,6 @@ ROWS = (
 OF_ROWS = {
     f.name for kind in (config.ObjectiveFlags, config.ObrsFlags) for f in fields(kind)
 }
-PRECISE = 0.25  # relative error of worth above which more batches are proposed
 # root mean square change of log-probabilities by a shift of the weights, nats
 STEP = 0.005
 
@@ -90,11 +89,7 @@ class WorthFlags:
     noise_batches: int = 4
     """Number of the sampler's batches that are also measured along the random directions."""
     share: float = 1.0
-    """Share of the parameters' entries that is measured, drawn at random; python -m plan.worth
-    prints the memory that they need."""
-    cost: bool = False
-    """Also measure the time of sampling by sampler and policy. Their quotient is the worth above
-    which the sampler pays."""
+    """Share of the parameters' entries that is measured, drawn at random."""
     json: str = "out/worth.json"
     """Output file."""
 
@@ -505,35 +500,6 @@ def on_policy_config(cfg: Config) -> Config:
     return replace(unregularised(cfg), **changes)
 
 
-# -- Cost of sampling
-
-
-def cost(measurement: Measurement) -> dict[str, float]:
-    """Seconds per response of the sampler, and of the policy in the same kind of engine; and the
-    price, their quotient. Both are timed alternately, after one warm-up batch each."""
-    cfg = replace(
-        measurement.cfg, actor="none", rollout_quant="none", correction="none"
-    )
-    policy = open_source(
-        cfg, replace(measurement.run, actor=""), measurement.comm, sleeps=False
-    )
-    sources = {"on_policy": policy, "sampler": measurement.sampler}
-    seconds = dict.fromkeys(sources, 0.0)
-    for turn in tqdm(range(4), desc="cost of sampling", disable=measurement.quiet):
-        for name, source in sources.items():
-            start = time.perf_counter()
-            source.next(measurement.groups, 0)
-            if turn:
-                seconds[name] += time.perf_counter() - start
-    n = 3 * measurement.cfg.train_batch
-    costs = {
-        f"{name}/seconds": measurement.comm.max([x])[0] / n
-        for name, x in seconds.items()
-    }
-    policy.close()  # last: vLLM's shutdown also ends the process group
-    return costs | {"price": costs["sampler/seconds"] / costs["on_policy/seconds"]}
-
-
 # -- The command
 
 
@@ -552,9 +518,6 @@ def weigh(
     groups = measurement.groups * measurement.comm.size
     measured = {name: with_errors(samples[name], reference, groups) for name in rows}
     about = measurement.about() | {"halves": reference.halves()}
-    if worth_flags.cost:
-        about |= cost(measurement)
-    about |= {"batches": worth_flags.batches, "reference": worth_flags.reference}
     about["seconds"] = time.perf_counter() - start
     results = {"about": about, "rows": measured}
     measurement.sampler.close()
@@ -563,22 +526,6 @@ def weigh(
         print(table(results))
     measurement.comm.end()
     return results
-
-
-def more_batches(x: dict, about: dict) -> list[str]:
-    """A sentence with the number of batches for a relative error of PRECISE, if the error is
-    larger. The error decreases with the square root of the number of batches."""
-    error = x["worth_se"] / max(abs(x["worth"]), 1e-9)
-    if not error > PRECISE:
-        return []
-    factor = (error / PRECISE) ** 2
-    batches, reference = (
-        math.ceil(factor * about[name]) for name in ("batches", "reference")
-    )
-    return [
-        f"the best row's error is {error:.0%} of its worth; an error of {PRECISE:.0%} takes about "
-        f"--batches={batches:,} --reference={reference:,}, {factor:.1f} times as long"
-    ]
 
 
 def table(results: dict) -> str:
@@ -602,12 +549,6 @@ def table(results: dict) -> str:
         worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
         lines.append(
             f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}"
-        )
-    lines += more_batches(results["rows"][ordered[0]], about)
-    if "price" in about:
-        lines.append(
-            f"a response takes {about['sampler/seconds']:.3g} s with the sampler and "
-            f"{about['on_policy/seconds']:.3g} s with the policy: the sampler pays above worth {about['price']:.2f}"
         )
     return "\n".join(lines)
 

@@ -10,7 +10,6 @@ import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,7 +26,6 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
     """Replace some functions of vLLM, each for the reason in the docstring of its replacement.
 
     Raises UserError if this version of vLLM lacks a module with such a function."""
-    cuda = torch.cuda.is_available()
     try:
         from vllm.model_executor.layers.vocab_parallel_embedding import (
             VocabParallelEmbedding,
@@ -38,11 +36,7 @@ def change_vllm(low_bits_on_cpu: bool) -> None:
         change(LogprobsProcessor, "_update_sample_logprobs", lean_logprobs)
         change(VocabParallelEmbedding, "weight_loader", without_padding)
         change(Base, "_decorate_for_torch_compile", class_stays_the_learners)
-        if cuda:
-            from vllm.v1.sample.ops import topk_topp_sampler
-
-            change(topk_topp_sampler, "random_sample", all_rows_at_once)
-        else:
+        if not torch.cuda.is_available():
             from vllm.model_executor.layers.fused_moe import (
                 unquantized_fused_moe_method as moe,
             )
@@ -99,41 +93,6 @@ def class_stays_the_learners(decorate_for_torch_compile):
     transformers, and changes it so that only vLLM can construct and call it. In this process the
     learner's model has the same class. As a consequence the engine's model is not compiled."""
     return lambda self, **more: None
-
-
-def all_rows_at_once(random_sample):
-    """Replacement for topk_topp_sampler.random_sample: invert each row's cumulative distribution at
-    one uniform number.
-
-    Reason: with a seed for each request vLLM launches a kernel for each row's noise, hundreds for a
-    token. The uniform number is a hash of the request's seed and number of draws, so that a
-    response still depends only on its seed."""
-
-    def sample(probs, generators, *more):
-        n = len(probs)
-        if len(generators) < n:  # requests without a seed
-            return random_sample(probs, generators, *more)
-        u = torch.from_numpy(next_uniforms([generators[i] for i in range(n)]))
-        cdf = probs.cumsum(-1, dtype=torch.float64)
-        token = torch.searchsorted(
-            cdf, u.to(probs.device)[:, None] * cdf[:, -1:], right=True
-        )
-        return token.clamp_(max=probs.shape[1] - 1)[:, 0]
-
-    return sample
-
-
-def next_uniforms(generators) -> np.ndarray:
-    """The next uniform number in [0, 1) of each generator, float64 (n,): SplitMix64 of its seed and
-    offset. The offset advances by 4, the amount by which vLLM rewinds a draw."""
-    offsets = np.array([g.get_offset() for g in generators], np.uint64)
-    seeds = np.array([g.initial_seed() % 2**64 for g in generators], np.uint64)
-    for g, offset in zip(generators, offsets.tolist(), strict=True):
-        g.set_offset(offset + 4)
-    x = seeds + (offsets // 4 + 1) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) / 2.0**53
 
 
 def pack_experts_anew(process_weights_after_loading):

@@ -3,7 +3,6 @@
 --task=tasks/games.py:Calculator      products of a two- and a one-digit number, with a calculator
 --task=tasks/games.py:WordProblems    GSM8K with the calculator; first write the splits of
                                       openai/gsm8k to out/gsm8k_train.jsonl and gsm8k_test.jsonl
---task=tasks/games.py:Guess           a number from 1 to 20, after "higher" and "lower"
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from rollout import generator
 
-TURNS = 6  # guesses
 NUMBER = r"(\d{1,6}(?:\.\d{1,2})?)"
 
 
@@ -80,23 +78,3 @@ class WordProblems(Calculator):
         answer = row["answer"].rpartition("#### ")[2].replace(",", "")
         problem = [*self.shown, {"role": "user", "content": row["question"]}]
         return {"problem": problem, "answer": answer}
-
-
-class Guess:
-    """An environment in which the model guesses a number and is told "higher" or "lower"."""
-
-    size = None
-
-    def problem(self, split: str, index: int) -> dict:
-        number = int(generator("guess", split, index).integers(1, 21))
-        question = f"I think of a number from 1 to 20. Guess it in {TURNS} turns. Answer with one number in each turn."
-        return {"problem": question, "answer": str(number)}
-
-    def reply(self, row: dict, messages: list[dict], text: str) -> str | None:
-        guess = numbers_in(text)[-1:]
-        if not guess or guess == [int(row["answer"])] or len(messages) >= 2 * TURNS - 1:
-            return None
-        return "higher" if guess[0] < int(row["answer"]) else "lower"
-
-    def reward(self, row: dict, text: str, finish_reason: str) -> float:
-        return float(numbers_in(text)[-1:] == [int(row["answer"])])

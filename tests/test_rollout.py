@@ -176,51 +176,6 @@ def test_a_failed_start_of_vllm(monkeypatch, tmp_path):
         raise SyncError("of the stream itself")
 
 
-class CountingGenerator:
-    """A CUDA generator's seed and offset."""
-
-    def __init__(self, seed: int):
-        self.offset = 0
-        self.initial_seed, self.get_offset = lambda: seed, lambda: self.offset
-
-    def set_offset(self, offset: int) -> None:
-        assert offset >= 0 and offset % 4 == 0
-        self.offset = offset
-
-
-def splitmix64(seed: int, draw: int) -> float:
-    """SplitMix64 in Python integers."""
-    mask = 2**64 - 1
-    x = (seed + (draw + 1) * 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return ((x ^ (x >> 31)) >> 11) / 2**53
-
-
-def test_the_uniforms_of_requests_depend_on_seed_and_draw_alone():
-    seeds = [5, 2**63 - 1, -3 % 2**64]
-    generators = [CountingGenerator(seed) for seed in seeds]
-    for draw in range(3):
-        expected = [splitmix64(seed, draw) for seed in seeds]
-        assert in_vllm.next_uniforms(generators[:2]).tolist() == expected[:2]
-        assert in_vllm.next_uniforms(generators[2:]).tolist() == expected[2:]  # in a different batch
-    generators[0].set_offset(generators[0].get_offset() - 4)  # vLLM takes a draw back
-    assert in_vllm.next_uniforms(generators[:1]).tolist() == [splitmix64(5, 2)]
-
-
-def test_all_rows_of_vllm_are_drawn_at_once(monkeypatch):
-    """Draws follow the probabilities, never a token of probability 0; vLLM draws requests without a seed."""
-    p, n = torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0]]), 4000
-    sample = in_vllm.all_rows_at_once(lambda *args: args)
-    drawn = sample(p.expand(n, -1), {i: CountingGenerator(7919 * i) for i in range(n)}).bincount(minlength=5) / n
-    assert drawn[[1, 4]].sum() == 0
-    assert ((drawn - p[0]).abs() < 4 * (p[0] * (1 - p[0]) / n).sqrt() + 1e-12).all()
-    one_seed = {1: CountingGenerator(1)}
-    assert sample(p.expand(2, -1), one_seed, "more")[1:] == (one_seed, "more")
-    monkeypatch.setattr(in_vllm, "next_uniforms", lambda generators: np.zeros(1))
-    assert sample(torch.tensor([[0.0, 0.0, 1.0]]), one_seed | {0: None}).tolist() == [2]
-
-
 @pytest.mark.parametrize("free, share, given", [(80, 0.5, 0.5), (40, 0.5, 0.45), (8, 0.25, 0.09)])
 def test_an_engine_takes_at_most_the_free_memory(free, share, given, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 80 * 2**30))

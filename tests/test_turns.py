@@ -241,9 +241,6 @@ def test_the_examples():
         messages = [*messages, {"role": "assistant", "content": call}, {"role": "user", "content": f"Result: {result}"}]
     assert words.reply(row, messages, "calc(24 * 45)") == "Result: 1080"
     assert words.reply(row, messages + messages[-2:], "calc(24 * 45)") is None
-    guess, row, messages = games.Guess(), {"answer": "7"}, [{"role": "user", "content": "?"}]
-    assert [guess.reply(row, messages, text) for text in ("5", "20?", "7", "no")] == ["higher", "lower", None, None]
-    assert guess.reply(row, messages * 11, "5") is None and guess.reward(row, "5\n7", "stop") == 1.0
 
 
 def test_a_cut_turn_keeps_the_experts_of_its_tokens():
