@@ -620,7 +620,8 @@ def check_target(cfg: LossFlags) -> None:
     uses_z = cfg.correction in USES_Z
     need(
         not (of_new and uses_z),
-        f"--correction_target=new: --correction={cfg.correction} has a separate target; use --obrs_target",
+        f"--correction_target=new: --correction={cfg.correction} needs ref; leave the flag out (obrs: "
+        "use --obrs_target=new)",
     )
     plain = CORRECTIONS[cfg.correction].plain or cfg.surrogate == "reinforce"
     need(
@@ -687,6 +688,6 @@ def check_bounds(cfg: ObjectiveFlags) -> None:
     )
     need(
         cfg.reject_of == "all" or cfg.reject != "none",
-        f"--reject_of={cfg.reject_of}: nothing is rejected; add --reject=NAME, one of "
+        f"--reject_of={cfg.reject_of}: --reject is none; add --reject=NAME, one of "
         f"{', '.join(REJECTIONS)}; or leave --reject_of out",
     )

@@ -34,7 +34,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-# Settings. A name that is also a flag of train.py has the same meaning there. The command line
+# Settings. Names of train.py's flags mean the same, except EVAL_PROBLEMS. The command line
 # changes a setting: --steps=100.
 MODEL = ""  # policy: a folder or hub id; needs ACTOR and DATA; "": the toy models
 ACTOR = ""  # the model that samples, with the same tokenizer
@@ -183,7 +183,7 @@ def log_probs(model, batch):
 
 
 def forward(model, tokens, attend, cache=None):
-    """Return logits (B, N, V) and the KV cache. tokens (B, N): the last N of attend's M."""
+    """Return logits (B, N, V) and the KV cache. tokens (B, N): attend's last N columns."""
     place = (attend.cumsum(1) - 1).clamp_min(0)  # without padding
     options = {"position_ids": place[:, -tokens.shape[1] :], "past_key_values": cache}
     out = model(input_ids=tokens, attention_mask=attend, **options)

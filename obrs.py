@@ -109,7 +109,7 @@ def token_z(
     """Z of each token as used, (B, T), and its bounds or approximation, by name of the metric.
     exact: Z, if both full distributions are known. how (`--obrs_z`):
 
-    exact    Z over the whole vocabulary (two models, target ref)
+    exact    Z over the whole vocabulary (two models, target ref; model.TwoModelRows)
     bracket  clip(kappa Z_low, Z_low, Z_high)
     approx   kappa Z_approx, Z_approx: the sum over top-K(p_inf) and top-K(p_ref). The paper has
              top-K(p_new), the same set before a batch's first update; here the ids are chosen once
