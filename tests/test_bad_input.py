@@ -81,7 +81,7 @@ ROWS = [
 --objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: no statistic ... add --reject=NAME, one of token,
 --objective=tis --is_floor=2 | --is_floor=2.0: must be 0, or below --is_cap=2.0
 --objective=grpo --reject=token --reject_of=positive | --reject_of=positive: ... all, negative
---obrs_z=exact --actor=none | --obrs_z=exact: p_inf over the whole vocabulary is known only with an ... use bracket
+--obrs_z=exact --actor=none | --obrs_z=exact: Z can be computed exactly only with an ... use bracket
 --loss_denominator=kept --obrs_target=new | --loss_denominator=kept: ... compute them during it; leave this flag out
 --objective=tis_adjusted --loss_denominator=kept --reject=seq_min | --loss_denominator=kept: needs weights and masks
 --delay=lognormal --delay_min=50 --delay_max=20 | --delay_min=50.0 ... ve 0 and not above the longest
