@@ -109,13 +109,16 @@ def main() -> None:
         for of_actor, of_policy in zip(*states, strict=True):
             parts.append(z_of(log_probs(actor, of_actor), log_probs(policy, of_policy)))
     z = {key: torch.cat([part[key] for part in parts]).double() for key in parts[0]}
-    record = {"tokens": len(z["Z"]), "Z": z["Z"].mean().item()}
+    record = {"tokens": len(z["Z"]), "Z": sweep.short(z["Z"].mean().item())}
     for k in KS:
         for name in ("low", "high", "approx"):
             x = z[f"{k} {name}"]
             largest = (x / z["Z"] - 1).abs().max().item()
             ratio = (x.mean() / z["Z"].mean()).item()
-            record[f"{name}, K = {k}"] = {"mean / mean Z": ratio, "largest": largest}
+            record[f"{name}, K = {k}"] = {
+                "mean / mean Z": sweep.short(ratio),
+                "largest": sweep.short(largest),
+            }
     data = sweep.load("atlas")
     data["z"] = record
     sweep.store("atlas", data)
