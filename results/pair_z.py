@@ -54,11 +54,9 @@ def sample(actor, tokenizer, problem: str):
         repetition_penalty=1.0,
         max_new_tokens=TOKENS,
     )
-    end = actor.generation_config.pad_token_id
-    ends = (ids == tokenizer.eos_token_id) | (ids == end)
-    ended_before = (
-        ends[:, prompt.shape[1] :].long().cumsum(1) - ends[:, prompt.shape[1] :].long()
-    )
+    stop = torch.tensor([tokenizer.eos_token_id, actor.generation_config.pad_token_id])
+    ends = torch.isin(ids[:, prompt.shape[1] :], stop).long()
+    ended_before = ends.cumsum(1) - ends
     mask = torch.zeros(SAMPLES, ids.shape[1] - 1, dtype=torch.bool)
     mask[:, prompt.shape[1] - 1 :] = ended_before == 0
     return ids, mask
