@@ -205,7 +205,7 @@ class DelaySource(LocalSource):
     # -- metrics and checkpoints
 
     def metrics(self, summed=Counter) -> dict[str, float]:
-        """LocalSource's metrics, and the number of versions in use."""
+        """LocalSource's metrics, and the number of `needed` versions."""
         return {**super().metrics(summed), "delay/versions": float(len(self.needed()))}
 
     def state_dict(self) -> dict:
