@@ -78,8 +78,8 @@ def tbpo(log_ratio, mask, adv, low=3e-4, high=4e-4, tbpo_neg_high=7e-4, clamp=CL
     """clip(g) A, g = exp(mean_t log s), without PPO's min: a response outside the band has no
     gradient. QaRL 3.2.
 
-    Band: g <= 1 + high if A >= 0; 1 - low <= g <= 1 + tbpo_neg_high if A < 0: clusters
-    of tokens of low probability would make g large."""
+    Band: g <= 1 + high if A >= 0; 1 - low <= g <= 1 + tbpo_neg_high if A < 0: clusters of tokens of
+    low probability would make g large."""
     g = geo_ratio(log_ratio, mask, clamp)
     lowest = torch.where(adv >= 0, g.new_full((), -math.inf), g.new_full((), 1 - low))
     highest = torch.where(
