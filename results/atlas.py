@@ -97,16 +97,13 @@ class AtlasFlags:
 
 def numbers(row: dict) -> list[str]:
     """The cells of a row of the table."""
-    floor = max(row["floor"]["k1"], row["floor"]["kl"])
     return [
         f"{row['kl']:.2g}",
-        f"{floor:.1g}",
         f"{row['mean_mismatch']:.2g}",
         f"{row['largest_mismatch']:.2g}",
         f"{100 * row['above_half']:.0f} %",
         f"{row['token_ess']:.3f}",
         f"{row['seq_ess']:.2g}",
-        f"{row['t_max']:,.0f}",
     ]
 
 
@@ -115,13 +112,11 @@ def table(data: dict) -> str:
     head = [
         "",
         "KL",
-        "floor of the KL",
         "mean gap",
         "largest gap",
         "responses with a gap above 0.5",
         "ESS of token weights",
         "ESS of response weights",
-        "T_max",
     ]
     lines = []
     for group, rows in ROWS.items():
