@@ -1,4 +1,4 @@
-"""Z from the K most likely tokens of an engine, compared with Z over the whole vocabulary ("z" in results/atlas.json).
+"""Z from the K most likely tokens of an actor, compared with Z over the whole vocabulary ("z" in results/atlas.json).
 
     python results/pair_z.py --task=FILE.jsonl
 

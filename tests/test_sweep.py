@@ -3,12 +3,13 @@
 import math
 
 import pytest
+import torch
 from conftest import ROOT, TINY_TASK
 from tools import conform
 
 from machinery.log import read_metrics
 from machinery.settings import parse
-from results import atlas, exact, ladder, plans, sweep
+from results import atlas, exact, ladder, pair_z, plans, sweep
 from results.sweep import STUDIES
 
 TABLES = dict.fromkeys(STUDIES, sweep.table)
@@ -112,3 +113,17 @@ def test_a_row_of_a_study_runs_resumes_and_is_summarised(tiny, tmp_path, monkeyp
 def test_a_failed_command_is_named_with_its_error():
     with pytest.raises(SystemExit, match="(?s)error: -c .* ended with 1:.*no such flag"):
         sweep.call(["-c", "import sys; sys.exit('no such flag')"], "1")
+
+
+def test_z_of_the_pair_by_enumeration(monkeypatch):
+    """Z, Z_low and Z_approx as sums in plain floats; Z_high bounds Z. K = 2 of 7 tokens."""
+    monkeypatch.setattr(pair_z, "KS", (2,))
+    generator = torch.Generator().manual_seed(3)
+    logp, logq = (torch.randn(5, 7, generator=generator).mul(2).log_softmax(-1) for _ in range(2))
+    z = pair_z.z_of(logp, logq)
+    for n, (p, q) in enumerate(zip(logp.exp().tolist(), logq.exp().tolist(), strict=True)):
+        of_p, of_q = (set(sorted(range(7), key=lambda x, law=law: -law[x])[:2]) for law in (p, q))
+        sums = [sum(min(p[x], q[x]) for x in chosen) for chosen in (range(7), of_p, of_p | of_q)]
+        assert [z[key][n].item() for key in ("Z", "2 low", "2 approx")] == pytest.approx(sums, rel=1e-5)
+        assert z["2 high"][n] >= sums[0] - 1e-6
+    assert (z["2 low"] < z["2 approx"]).any()
