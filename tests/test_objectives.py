@@ -27,6 +27,15 @@ def surrogate_of(name, new, batch, **flags):
     return objectives.surrogate_of(new.logp, batch.logp_ref, batch.adv, batch.mask, cfg)
 
 
+def test_without_a_ref_pass_ref_is_the_same_forward_pass_without_gradient():
+    new, batch = tiny(LOG_R)
+    scored = objectives.with_ref(new, replace(batch, logp_ref=None))
+    _, loss = step(new, scored, make_cfg(objective="tis", is_cap=2.0))
+    loss.backward()
+    weights = torch.tensor([[2, 0.5, 1], [2, 2, 2]], dtype=f64)  # min(r, 2)
+    torch.testing.assert_close(new.logp.grad, -weights * batch.adv / 6)
+
+
 # -- Surrogates -------------------------------------------------------------------------------------------------------
 
 

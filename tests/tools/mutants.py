@@ -181,6 +181,7 @@ MUTANTS = {
         ('("low", "high", "tbpo_neg_high")', '("low", "high")'),
         ("stats.lam = obrs.solve_lambda(comm.cat(ratios), cfg", "stats.lam = obrs.solve_lambda(ratios, cfg"),
         ("(x * x / 2)", "(x.abs() / 2)"),
+        ("**columns_of(new.detach())", "**columns_of(new)"),
         ("on_new = keep * weight * (1.0 if", "on_new = weight * (1.0 if"),
         ("cut = s.clamp(1 - low, 1 + high) * adv", "cut = s.clamp(1 - high, 1 + low) * adv"),
         ("g, value = geo_ratio(log_ratio, mask, clamp), geo", "g, value = geo_ratio(bounded, mask, clamp), geo"),
