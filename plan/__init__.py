@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import machinery.startup  # isort: skip  # noqa: F401
 
+import bisect
 from dataclasses import dataclass, replace
 
 from config import Config, OptimizerFlags, RunFlags
@@ -267,15 +268,15 @@ def largest_micro(
 ) -> int:
     """The largest --micro_tokens, a power of two up to MOST_MICRO, with which the run fits; at least
     the tokens of one row."""
-    width, tokens = prompt + cfg.max_tokens, MOST_MICRO
-    while tokens > width:
-        made = plan_of(
-            replace(cfg, micro_tokens=tokens), configs, prompt, ranks, gpu_gib
-        )
-        if made.peak <= gpu_gib * GIB:
-            break
-        tokens //= 2
-    return max(tokens, width)
+
+    def peak(tokens: int) -> int:
+        small = replace(cfg, micro_tokens=tokens)
+        return plan_of(small, configs, prompt, ranks, gpu_gib).peak
+
+    row = prompt + cfg.max_tokens
+    sizes = [1 << k for k in range(row.bit_length(), MOST_MICRO.bit_length())]
+    fitting = bisect.bisect(sizes, gpu_gib * GIB, key=peak)
+    return sizes[fitting - 1] if fitting else row
 
 
 def verdict(

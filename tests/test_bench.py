@@ -101,12 +101,14 @@ def test_a_word_names_all_parts_that_begin_with_it():
 
 def test_every_gpu_test_belongs_to_one_part():
     """The parts tests-* divide tests/test_gpu.py by names."""
-    chosen = [gpu.PARTS[name].args[0] for name in gpu.parts_of("tests")]
     listed = []
-    for words in ["", *chosen]:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/test_gpu.py", "-k", words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        listed.append([line for line in done.stdout.splitlines() if "::" in line])
+
+    class Names:
+        def pytest_collection_finish(self, session):
+            listed.append([item.nodeid for item in session.items])
+
+    for words in ["", *(gpu.PARTS[name].args[0] for name in gpu.parts_of("tests"))]:
+        pytest.main(["--collect-only", "-qq", str(ROOT / "tests/test_gpu.py"), "-k", words], plugins=[Names()])
     assert sorted(sum(listed[1:], [])) == sorted(listed[0]) and all(listed)
 
 
