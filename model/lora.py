@@ -2,6 +2,8 @@
 
     y = W x + (alpha / rank) B A x      W (out, in) frozen, A (rank, in) random, B (out, rank) = 0
 
+A 16-bit --dtype is also the dtype of W, not only of its product; adapters are float32.
+
 The adapters are modules of peft, an optional package. Only the learner has them. Published and
 saved weights are merged tensor by tensor: W + (alpha / rank) B A under the base model's names
 (`merged`). With --kl_coef the frozen model is the policy with its adapters switched off, without a
@@ -50,6 +52,9 @@ def attach(model, cfg: Config):
     # peft draws adapters, which `start` overwrites
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
+    if cfg.dtype != "float32":
+        for layer in layers(model):
+            layer.base_layer.to(getattr(torch, cfg.dtype))
     model.adapter_seed = cfg.seed
     if not any(p.is_meta for p in model.parameters()):
         start(model)

@@ -15,7 +15,7 @@ import machinery.startup  # isort: skip  # noqa: F401
 import bisect
 from dataclasses import dataclass, replace
 
-from config import Config, OptimizerFlags, RunFlags
+from config import Config, RunFlags
 from machinery import warmstart
 from machinery.checkpoint.models import one_sentence, read_config, read_tokenizer
 from machinery.flags import embedded_model, is_hub_id, need
@@ -42,6 +42,7 @@ class States:
     weights: int
     gradients: int
     optimizer: int
+    saved: int  # the model in a checkpoint, in 16 bits
     tensor: int  # the largest tensor
     layer: int  # the largest layer, in float32
     # with FSDP: embedding and head in float32, and two layers in the type of their products
@@ -56,12 +57,15 @@ class States:
             for group in optimizer.param_groups:
                 moments |= {p: bytes_of_one * p.numel() for p in group["params"]}
         weights = weights_of(model)
+        gradients = sum(4 * p.numel() for p in moments)
+        adapters = gradients if lora.learns(cfg, name) else 0
         layers = [weights_of(layer) for layer in model.base_model.layers]
         share = layers_travel_in(cfg, model) / 4
         return cls(
-            weights=weights,
-            gradients=sum(4 * p.numel() for p in moments),
+            weights=sum(p.nbytes for p in model.parameters()),
+            gradients=gradients,
             optimizer=sum(moments.values()),
+            saved=(weights - adapters) // 2,
             tensor=max(4 * p.numel() for p in model.parameters()),
             layer=max(layers),
             gathered=int(weights - sum(layers) + 2 * max(layers) * share),
@@ -176,18 +180,10 @@ def plan_of(
         ],
         "forward and backward": [*always, *busy, "gathered from other ranks"],
     }
-    saved = sum(on_disk(cfg, name, model) for name, model in models.items())
+    # trainable weights in float32, as many bytes as their gradients
+    saved = sum(m.gradients + m.optimizer + m.saved for m in models.values())
     categories = states | gradients | activations | others
     return Plan(ranks, (rows, width), categories, stages, saved)
-
-
-def on_disk(cfg: OptimizerFlags, name: str, model: States) -> int:
-    """Bytes of a model in a checkpoint: trainable weights with their optimizer, and the model in its own
-    precision, counted as 16 bits."""
-    if not lora.learns(cfg, name):
-        return model.weights + model.optimizer + model.weights // 2
-    adapters = model.gradients  # the same number of bytes, in float32
-    return adapters + model.optimizer + (model.weights - adapters) // 2
 
 
 def publishing(models: dict[str, States], configs: dict) -> int:

@@ -121,6 +121,17 @@ def test_the_gradient_of_the_factors_follows_from_the_merged_weights():
         assert adapters[f"{layer}.base_layer.weight"].grad is None
 
 
+def test_frozen_weights_in_16_bits_give_the_same_updates():
+    cfg = make_cfg(**FLAGS, dtype="bfloat16")
+    low = lora.attach(tiny_model(0, layers=2), cfg)
+    assert {layer.base_layer.weight.dtype for layer in lora.layers(low)} == {torch.bfloat16}
+    high = lora.attach(tiny_model(0, layers=2), make_cfg(**FLAGS))  # float32, rounded in every product
+    for model in (low, high):
+        updated(cfg, model)
+    for (name, p), q in zip(low.named_parameters(), high.parameters(), strict=True):
+        assert not p.requires_grad or (torch.equal(p, q) and p.dtype == torch.float32 and p.any()), name
+
+
 def test_vllm_has_the_learners_log_probabilities(vllm_engine):
     cfg = make_cfg(**FLAGS)
     learner, _ = updated(cfg, lora.attach(tiny_model(1), cfg))

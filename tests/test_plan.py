@@ -86,6 +86,9 @@ def test_states_of_shards_muon_and_adapters(unmeasured):
     adapters = 4 * 6 * 4 * sum(a + b for a, b in sides)
     assert plan.States.of(cfg, "policy", small()).gradients == adapters
     assert planned(lora_rank=4).checkpoint == 3 * adapters + 2 * P  # two moments, and the model in 16 bits
+    low = planned(lora_rank=4, dtype="bfloat16")  # frozen matrices of layers in 16 bits
+    assert low.categories["weights, policy"] == 4 * P + adapters - 2 * 6 * sum(a * b for a, b in sides)
+    assert low.checkpoint == 3 * adapters + 2 * P
 
 
 KINDS = [{"dtype": "bfloat16"}, {"gradient_checkpointing": True}, {"lora_rank": 4}]
