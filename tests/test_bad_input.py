@@ -324,8 +324,6 @@ TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT"
 @pytest.mark.parametrize(
     "variables, words",
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment without RANK, MASTER_ADDR, MASTER_PORT: start"),
-        ({**TWO, "RANK": "7"}, "WORLD_SIZE=2 in the environment without a RANK below it: start several"),
         ({**TWO, "MASTER_PORT": "x"}, "MASTER_ADDR=localhost MASTER_PORT=x in the environment: the ranks cannot"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment: must be at least 1; unset it"),
         ({"LOCAL_RANK": "3", "RANK": "3"}, "--out=file: a file, not a folder"),

@@ -341,12 +341,12 @@ def one_rank(cfg, case, key, batch, stats):
 # -- The axes ---------------------------------------------------------------------------------------------------------
 
 AXES = {
-    # every combination of these four
+    # every combination of these three
     "correction": list(CORRECTIONS),
     "surrogate": list(objectives.SURROGATES),
     "reduction": ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
-    "loss_denominator": ["proposed", "kept"],
     # every pair of values of any two axes
+    "loss_denominator": ["proposed", "kept"],
     "positive_only": [False, True],
     "actor": ["none", "base:actor"],
     "ratio_base": ["ref", "inf", "new", "group"],
@@ -382,7 +382,7 @@ AXES = {
     "micro_tokens": [10**6, 40, 25],
     "wild": [False, True],
 }
-CROSSED = list(AXES)[:4]
+CROSSED = list(AXES)[:3]
 NO_FLAG = ("edges", "carried_kappa", "carried_distill", "updates", "ranks", "wild")
 HAS_CAP = [name for name, row in CORRECTIONS.items() if "is_cap" in row.bounds]
 HAS_FLOOR = [name for name, row in CORRECTIONS.items() if "is_floor" in inspect.signature(row.function).parameters]
@@ -534,7 +534,7 @@ class Tally:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
 def test_every_combination_agrees_with_the_oracle(seed):
-    """All of correction x surrogate x reduction x denominator, with the remaining axes at random; then every pair of
+    """All of correction x surrogate x reduction, with the remaining axes at random; then every pair of
     values of any two axes without such a case. The flags' checks refuse exactly the contradictions."""
     tally = Tally(seed)
     crossed = list(itertools.product(*(AXES[name] for name in CROSSED)))

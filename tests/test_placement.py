@@ -49,6 +49,23 @@ def test_a_rank_uses_only_its_gpu(monkeypatch):
         Comm.start(patience=60)
 
 
+@pytest.mark.parametrize(
+    "variables, missing",
+    [
+        ({}, "RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "a RANK below it"),
+    ],
+)
+def test_a_world_size_without_ranks_is_refused(monkeypatch, variables, missing):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "WORLD_SIZE", 2)
+    with pytest.raises(UserError, match=f"^WORLD_SIZE=2 in the environment without {missing}: start several ranks"):
+        Comm.start(patience=60)
+
+
 def test_an_unsupported_vllm_is_refused_in_one_sentence(monkeypatch):
     """A vLLM without a module that is changed."""
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.logprobs", None)

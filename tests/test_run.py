@@ -22,6 +22,7 @@ from machinery.flags import UserError, check_result
 from machinery.log import Log, read_metrics, truncate
 from machinery.ranks import Comm
 from machinery.run import locked, open_run, prepare_folder
+from plan.footprint import Activations
 from remote import keys
 from remote.source import travels_packed
 
@@ -117,8 +118,9 @@ def test_steps_and_epochs_on_the_command_line_take_precedence(folders, tmp_path)
 
 
 def test_the_plan_chooses_micro_tokens_on_a_gpu(folders, tmp_path, monkeypatch, capsys):
-    """A stand-in for the GPU's memory. The plan of the chosen number fits into nine tenths of it, and the plan of twice
-    the number does not; all ranks take the smallest. config.json has the number, and a resumed run keeps it."""
+    """Stand-ins for the GPU's memory and for measured activations. The plan of the chosen number fits into nine tenths
+    of the memory, and the plan of twice the number does not; all ranks take the smallest. config.json has the number,
+    and a resumed run keeps it."""
     text = {**flags(folders, tmp_path, actor="none", lr=1e-3, dtype="float32"), "rollout": "hf", "task": "arith"}
     text["max_tokens"] = 100
     argv = [f"--{key}={value}" for key, value in text.items()]
@@ -127,6 +129,11 @@ def test_the_plan_chooses_micro_tokens_on_a_gpu(folders, tmp_path, monkeypatch, 
     cfg = settings.parse(argv)
     monkeypatch.undo()
     assert cfg.micro_tokens is None
+
+    def known_activations(cfg, configs, rows, *more):
+        return Activations({"policy": rows << 20}, rows << 18, rows << 18)
+
+    monkeypatch.setattr(plan, "measure", known_activations)
     made = {
         n: plan.plan_of(replace(cfg, micro_tokens=n), *known, 1).peak for known in [shape(cfg)] for n in (512, 2048)
     }
