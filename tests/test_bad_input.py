@@ -97,6 +97,7 @@ WITHOUT=vllm --rollout=vllm | --rollout=vllm: vLLM is not installed here; ... in
 --model=/no/such | --model=/no/such: no Hugging Face ... give a folder as save_pretrained writes it, or base:policy
 --model=POLICY --actor=ACTOR --max_tokens=9 | --model=POLICY: these ... --task=hf: ... --lr=1e-06 --actor_lr=1e-06
 HF_HUB_OFFLINE=1 --model=Qwen/Qwen3-0.6B --task=arith --lr=1 --dtype=float32 --max_tokens=8 | --model=Qwen ... no such
+RANK=3 LOCAL_RANK=3 --out=fine.jsonl | --out=fine.jsonl: a file, not a folder
 --model=base:polcy | --model=base:polcy: not one of base:policy, base:actor; did you mean base:policy?
 --config=cut.toml | --config=cut.toml: not valid TOML (Invalid value (at end of document)); fix that line
 --config=unreadable.toml | unreadable.toml: Permission denied; name a different path
@@ -326,7 +327,6 @@ TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT"
     [
         ({**TWO, "MASTER_PORT": "x"}, "MASTER_ADDR=localhost MASTER_PORT=x in the environment: the ranks cannot"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment: must be at least 1; unset it"),
-        ({"LOCAL_RANK": "3", "RANK": "3"}, "--out=file: a file, not a folder"),
     ],
 )
 def test_an_environment_of_torchrun(tmp_path, variables, words):

@@ -33,7 +33,10 @@ def test_pairs_alternate():
     assert "".join(calls) == "abab" + "ab" + "ba" + "ab"
 
 
-@pytest.mark.parametrize("name", ["linears-8B", "head-1024", "obrs", "sync", "micro", "memory-plain", "trl", "pair"])
+@pytest.mark.parametrize(
+    "name",
+    ["linears-8B", "head-1024", "obrs", "micro", "memory-plain", "trl", pytest.param("pair", marks=pytest.mark.slow)],
+)
 def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
     rows = list(gpu.PARTS[name](gpu_parts.Setting("cpu", tiny=True)))
     assert rows and not [r for r in rows if r["why"] not in ("", "not installed")]
@@ -48,22 +51,29 @@ def part(name: str, failed: str = "", value: float = 1.5) -> list[dict]:
 
 
 @pytest.mark.timeout(600)
-def test_the_gpu_list_appends_rows_to_its_file(tmp_path, monkeypatch):
-    """A part runs in a separate process. Earlier lines stay; a late part is skipped."""
+@pytest.mark.parametrize(
+    "name, last",
+    [
+        ("obrs", "tokens of a step"),
+        pytest.param("sync", "a publication and its check, 2 times", marks=pytest.mark.slow),
+    ],
+)
+def test_the_gpu_list_appends_rows_to_its_file(tmp_path, monkeypatch, name, last):
+    """A part runs in a separate process, vLLM too. Earlier lines stay; a late part is skipped."""
     assert gpu.LIMIT <= 60 and gpu.LIMIT * len(gpu.PARTS) <= 60 * gpu.GpuFlags.minutes - 20
     path = tmp_path / "gpu.json"
     before = part("old")
     path.write_text("".join(json.dumps(line) + "\n" for line in before))
-    flags = gpu.GpuFlags(device="cpu", scale="tiny", out=str(path), parts="obrs")
+    flags = gpu.GpuFlags(device="cpu", scale="tiny", out=str(path), parts=name)
     monkeypatch.setattr(gpu, "LIMIT", 300)  # a busy machine may need longer
     gpu.run_list(flags)
     lines = gpu.read_lines(path)
     head, *rows, end = lines[3:]
     assert lines[:3] == before and head["about"].items() >= {("torch", torch.__version__)}
-    assert end.items() >= {("part", "obrs"), ("failed", "")}
-    assert [row["what"] for row in rows][-1] == "tokens of a step"
+    assert end.items() >= {("part", name), ("failed", "")}
+    assert last in [row["what"] for row in rows]
     page = path.with_suffix(".md").read_text()
-    assert f"torch {torch.__version__}" in page and "| tokens of a step | 384 |" in page
+    assert f"torch {torch.__version__}" in page and f"| {last} |" in page
     gpu.run_list(replace(flags, minutes=0.01, parts="micro"))
     assert '"part": "micro"' not in path.read_text()
 
