@@ -3,7 +3,6 @@
     python eval.py --model=out/demo                           # a run folder: its newest checkpoint's policy
     python eval.py --model=FOLDER --task=a.jsonl,b.jsonl:samples=32:temperature=0.6 --max_tokens=2048 --out=scores.json
     python eval.py --model=FOLDER --task=FILE.jsonl --show_prompt  # print the first prompts
-    python eval.py --grade_gold=FILE.jsonl  # no model: grade the file's answers with the grader
 
 pass@k of a problem with c correct among n samples is 1 - C(n-c, k) / C(n, k), the mean over all
 k-subsets (Chen et al. 2021). Standard errors are over problems."""
@@ -48,7 +47,6 @@ from rollout import request_seed
 from sampling import Sampling
 from source import check_poisoned, set_aside_if_poisoned
 from tasks import EvalSet, eval_sets, grade_all, prompts, turns
-from tasks.preflight import grade_gold
 from tasks.prompts import encode, stop_ids
 
 PROBLEMS = 512  # default of --problems
@@ -221,9 +219,6 @@ class EvalFlags(ModelFlags):
     show_prompt: bool = False
     """Print the first prompts as the model sees them, and the tokens that end a response; sample
     nothing."""
-    grade_gold: str = ""
-    """Grade the gold answers of this file, which must be right, and changed answers, which must be
-    wrong; evaluate no model."""
 
 
 @dataclass
@@ -428,15 +423,7 @@ def main(argv: list[str] | None = None) -> dict:
     cfg = filled(cfg)
     if cfg.out:
         check_result("out", cfg.out)
-    if cfg.grade_gold:
-        unused = cfg.task == EvalFlags.task and not cfg.model
-        need(
-            unused,
-            "--grade_gold names the file and needs no model; leave out --task and --model",
-        )
-        result = grade_gold(tasks.make_task(cfg, "grade_gold"))
-    else:
-        result = show_prompt(cfg) if cfg.show_prompt else evaluate(cfg)
+    result = show_prompt(cfg) if cfg.show_prompt else evaluate(cfg)
     write_result(cfg.out, result)
     return result
 

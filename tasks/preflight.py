@@ -1,11 +1,9 @@
-"""Warnings, before a model loads, if prompts, gold answers and rewards do not fit together; and
-eval.py --grade_gold, which grades all gold answers of a file."""
+"""Warnings, before a model loads, if prompts, gold answers and rewards do not fit together."""
 
 from __future__ import annotations
 
 import re
 
-from machinery.flags import need
 from tasks.builtin import TEMPLATE_OF
 from tasks.prompts import Answer, render
 
@@ -73,7 +71,7 @@ def misgraded(task, problems: list) -> str:
         return ""
     return (
         f"{len(wrong)} of {len(problems)} gold answers are graded wrong by --reward={name} when a "
-        f"response gives them, such as {wrong[0]!r:.60}; eval.py --grade_gold=FILE lists them"
+        f"response gives them, such as {wrong[0]!r:.60}; correct the answers, or change --reward"
     )
 
 
@@ -95,39 +93,3 @@ def control_tokens(task, tokenizer) -> str:
         f"{n} problem(s) hold control tokens of the tokenizer, such as the end of a turn, and the model reads them "
         "as control tokens; remove them unless they are intended"
     )
-
-
-def perturbed(answer: str) -> str:
-    """A wrong answer close to a right answer: a different first non-zero digit, a different letter,
-    or a term added."""
-    for i, digit in enumerate(answer):
-        if digit in "123456789":
-            other = "8" if digit == "9" else str(int(digit) + 1)
-            return answer[:i] + other + answer[i + 1 :]
-    if len(answer) == 1 and answer.isalpha():
-        return "B" if answer in "Aa" else "A"
-    return answer + " + 1"
-
-
-def grade_gold(task) -> dict:
-    """Grade all gold answers of a task and changed answers; print the errors and the shares that
-    are graded right. Raises UserError."""
-    name = task.reward.parts[0].name if task.size else "arith"
-    need(
-        name in HONEST,
-        f"--grade_gold: {name} is not graded by one of {', '.join(HONEST)}; name a file, and one of them with --reward",
-    )
-    problems = [task.problem("test", i) for i in range(task.size)]
-    result = {"file": task.name, "problems": task.size}
-    for kind, change, wanted in (("gold", str, True), ("changed", perturbed, False)):
-        answers = [change(p.answer) for p in problems]
-        verdicts = right(task, problems, answers)
-        for p, answer, verdict in zip(problems, answers, verdicts, strict=True):
-            if verdict != wanted:
-                graded = "right" if verdict else "wrong"
-                print(f"{kind} answer graded {graded}: {answer} for {p.answer}")
-        result[kind] = sum(verdicts) / task.size
-        print(
-            f"{task.name}: {sum(verdicts)} of {task.size} {kind} answers graded right by {name}"
-        )
-    return result

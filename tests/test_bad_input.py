@@ -158,9 +158,6 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 | --model is empty: name a run folder, a checkpoint or a Hugging Face folder
 --model=/no/such | --model=/no/such: no model there; give a run folder, a checkpoint or a Hugging Face folder
 --model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name a different folder
---grade_gold=fine.jsonl --task=fine.jsonl | --grade_gold names the file and needs no model; leave out --task and
---grade_gold=fine.jsonl --reward=boxed | --grade_gold: boxed is not graded by one of math, gsm8k, praxis, letter; name
---grade_gold=arith | --grade_gold: arith is not graded by one of math, gsm8k, praxis, letter; name a file, and one
 --model=POLICY --rollout=hf | --model=POLICY: these flags have no default for a custom model; ... --max_tokens=4096
         """,
     ),

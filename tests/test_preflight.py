@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 from conftest import make_cfg, write_rows
 
-from eval import main
 from machinery.flags import UserError
 from machinery.settings import unlike_paper
 from tasks import grading_metrics, make_task
 from tasks.arith import arithmetic_tokenizer
 from tasks.data import digest_of
-from tasks.preflight import perturbed, warnings_of
+from tasks.preflight import warnings_of
 from tasks.prompts import Answer, Chat, render
 
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
@@ -85,24 +84,6 @@ def test_damaged_answers_are_refused(tmp_path, answer, why):
     assert task.problem("test", 0).answer == answer.strip()
     with pytest.raises(UserError, match="line 1: the problem holds a control character"):
         table(tmp_path, [("p \frac12", "5")])
-
-
-@pytest.mark.parametrize(
-    "reward, rows, shares, wrong",
-    [
-        ("math", ["\\frac{1}{2}", "x+1", "1 = 2", "0"], (3 / 4, 1 / 4), "changed answer graded right: 2 = 2"),
-        ("gsm8k", ["1,200", "0"], (1.0, 0.0), ""),
-        ("letter", ["A", "b", "7"], (2 / 3, 0.0), "gold answer graded wrong: 7"),
-    ],
-)
-def test_grade_gold(tmp_path, capsys, reward, rows, shares, wrong):
-    """Gold answers in the form of a response are right, changed answers wrong. Of an equation only one side is read."""
-    path = write_rows(tmp_path / "gold.jsonl", [{"problem": "p", "answer": answer} for answer in rows])
-    result = main([f"--grade_gold={path}", f"--reward={reward}"])
-    assert result == {"file": path, "problems": len(rows), "gold": shares[0], "changed": shares[1]}
-    printed = capsys.readouterr().out
-    assert wrong in printed and f" of {len(rows)} changed answers graded right by {reward}" in printed
-    assert [perturbed(x) for x in ("19", "0.09", "x", "A", "xy")] == ["29", "0.08", "A", "B", "xy + 1"]
 
 
 @pytest.mark.parametrize("template, opened", [(THINKS, True), (THINKS.replace("<think>", "go"), False)])
