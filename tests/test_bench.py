@@ -35,7 +35,10 @@ def test_pairs_alternate():
 
 @pytest.mark.parametrize(
     "name",
-    ["linears-8B", "head-1024", "obrs", "micro", "memory-plain", "trl", pytest.param("pair", marks=pytest.mark.slow)],
+    [
+        *("linears-8B", "head-1024", "obrs", "micro", "trl"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("memory-plain", "pair")),
+    ],
 )
 def test_a_part_of_the_gpu_list_runs_on_a_cpu(name):
     rows = list(gpu.PARTS[name](gpu_parts.Setting("cpu", tiny=True)))
