@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import batching
 import config
+import quant
 from machinery import plot, settings
 from model import Needs, TokenStats
 from objectives import StepStats
@@ -99,7 +100,7 @@ def solvers():
 
 @pytest.fixture(scope="session")
 def vllm_engines(folders):
-    """vLLM engines of the tiny actor by their settings, each started once.
+    """vLLM engines of the tiny actor by their settings, each started once, with the weights of its folder.
 
     The first engine that closes ends the process group: all stay open until the end. vLLM then collects garbage twice
     for each, which takes a second."""
@@ -112,14 +113,18 @@ def vllm_engines(folders):
         if key not in engines:
             default = {"folder": str(folders / "actor"), "max_len": 64, "max_logprobs": 20}
             engines[key] = VLLMEngine(**{**default, **settings})
-        return engines[key]
+        engine, model = engines[key], tiny_model(1)
+        if engine.loads and "folder" not in settings:  # by an earlier test
+            state = model.state_dict().items()
+            engine.load(quant.for_engine(state, model, engine.fmt, engine.packed) if engine.fmt else state)
+        return engine
 
     yield get
     with patch("gc.collect"):
         engines.clear()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def vllm_engine(vllm_engines):
     """The suite's default engine: float32, processed log-probabilities."""
     return vllm_engines()
@@ -132,9 +137,7 @@ def engine(request, folders):
 
     if request.param == "hf":
         return HFEngine(str(folders / "actor"))
-    engine = request.getfixturevalue("vllm_engine")
-    engine.load(list(tiny_model(1).state_dict().items()))
-    return engine
+    return request.getfixturevalue("vllm_engine")
 
 
 class Stream:

@@ -10,7 +10,6 @@ import torch
 
 import probe
 import probe.__main__ as probe_command
-from machinery.checkpoint.models import load_model
 from machinery.flags import UserError
 from model import FLOOR
 from model.engines import HFEngine
@@ -149,13 +148,11 @@ def test_the_verdicts_on_weights_by_hand():
 
 @pytest.fixture
 def probe_with(folders, vllm_engines, tmp_path, monkeypatch):
-    """A function: the probe's report with these flags; its vLLM engine is the suite's, with the folder's weights."""
+    """A function: the probe's report with these flags; its vLLM engine is the suite's."""
 
     def shared(cfg, folder, *more):
-        engine, model = vllm_engines(), load_model(folder)
+        engine = vllm_engines()
         monkeypatch.setattr(type(engine), "close", lambda self: None)
-        state = model.state_dict()
-        engine.load({"lm_head.weight": state["model.embed_tokens.weight"], **state}.items())
         return engine
 
     def measure(*flags, rollout="hf"):

@@ -159,7 +159,6 @@ def test_the_table_of_logprobs_modes(kind, temperature, top_k, folders, vllm_eng
             engine = HFEngine(str(folders / "actor"), logprobs_mode=mode)
         else:
             engine = vllm_engines(logprobs_mode="raw") if mode == "raw" else vllm_engines()
-            engine.load(tiny_model(1).state_dict().items())
         groups = sampled(engine, settings, n=16, max_allowed=20 if mode == "processed" else 0)
         flags = dict(temperature=temperature, top_k=top_k, logprobs_mode=mode)
         cfg = make_cfg(objective="tis", keep_sampling_mask="replay" if mode == "processed" else "off", **flags)
