@@ -104,8 +104,14 @@ def vllm_engines(folders):
 
     The first engine that closes ends the process group: all stay open until the end. vLLM then collects garbage twice
     for each, which takes a second."""
+    from model import in_vllm
     from model.engines import VLLMEngine
 
+    in_vllm.import_vllm()
+    from vllm.model_executor.models import registry
+
+    # inspect each new family in this process: in a subprocess, vLLM is imported again for 10 s
+    registry._run_in_subprocess = lambda inspect: inspect()
     engines = {}
 
     def get(**settings):
