@@ -2,22 +2,18 @@
 
 After every run the account of groups is complete. A learner has 240 s (test_train.finish); every wait has a limit."""
 
-import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
 import zmq
-from conftest import ROOT
 from test_hub import opened, until
-from test_train import finish, flags, start, wait_for
+from test_train import begin, finish, flags, no_process_stays_behind, start, wait_for
 from test_wire import BLOB, group
-from torchrun import free_port
+from torchrun import Command, free_port
 
 from machinery.log import read_metrics
 from remote import link, sampler, wire
@@ -25,7 +21,7 @@ from remote.account import split
 from remote.groups import encode_group
 from remote.keys import make_keys
 
-__all__ = ["opened"]  # a fixture
+__all__ = ["no_process_stays_behind", "opened"]  # fixtures
 
 pytestmark = pytest.mark.timeout(600)  # several processes on a machine that may be busy
 
@@ -46,10 +42,9 @@ def tcp(host="127.0.0.1"):
 
 def box(address, folder, *more, keys="none", name="box"):
     """A sampler process."""
-    argv = [sys.executable, "-m", "remote", f"--connect={address}", f"--spool={folder}", f"--keys={keys}"]
+    argv = ["-m", "remote", f"--connect={address}", f"--spool={folder}", f"--keys={keys}"]
     argv += [f"--name={name}", "--rollout=hf", "--groups=2", "--give_up=90", "--patience=1", *more]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return begin(Command(*argv, merged=True))
 
 
 def kill(*processes):

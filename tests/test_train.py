@@ -72,20 +72,22 @@ def flags(solvers, out, **changes) -> list[str]:
 
 
 def start(argv, ranks=1):
-    """train.py in a new process, under torchrun if there are several ranks."""
-    launcher = [*torchrun.COMMAND, f"--nproc_per_node={ranks}"] if ranks > 1 else [sys.executable]
-    return begin([*launcher, "train.py", *argv])
-
-
-STARTED: list[subprocess.Popen] = []
-
-
-def begin(command):
-    """A process, which the fixture below ends after the test."""
+    """train.py in a separate process, under torchrun if there are several ranks."""
+    if ranks == 1:
+        return begin(torchrun.Command("train.py", *argv))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    STARTED.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
-    return STARTED[-1]
+    command = [*torchrun.COMMAND, f"--nproc_per_node={ranks}", "train.py", *argv]
+    return begin(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+
+
+STARTED: list[subprocess.Popen | torchrun.Command] = []
+
+
+def begin(process):
+    """The process, which the fixture below ends after the test."""
+    STARTED.append(process)
+    return process
 
 
 @pytest.fixture(autouse=True)
@@ -95,14 +97,14 @@ def no_process_stays_behind():
     while STARTED:
         process = STARTED.pop()
         if process.poll() is None:
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
 
 
 def finish(process, timeout=400):
     """(exit status, stdout, stderr) of a process."""
     out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
+    return process.poll(), out, err
 
 
 def run_to_the_end(argv, ranks=1) -> str:
@@ -337,12 +339,13 @@ train.train(settings.parse(sys.argv[1:]))
 def test_killed_during_a_save_and_resumed_is_the_same_run(whole, solvers, tmp_path, train_here):
     """The second save never ends. After SIGKILL the run resumes from the first checkpoint, in the middle of a rollout
     batch: the same metrics and optimizer states, bit for bit."""
-    out = tmp_path / "run"
-    process = begin([sys.executable, "-c", WRITES_FOR_EVER, *flags(solvers, out, save_every=1)])
+    out, script = tmp_path / "run", tmp_path / "writes_for_ever.py"
+    script.write_text(WRITES_FOR_EVER)
+    process = begin(torchrun.Command(script, *flags(solvers, out, save_every=1)))
     wait_for(out, 1, process)  # the line of update 2 precedes its save
     while not (out / "checkpoints" / "step_000002.writing").exists() and process.poll() is None:
         time.sleep(0.02)
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_000001", "step_000002.writing"]
     train_here(["--resume", f"--out={out}", "--save_every=0"])
