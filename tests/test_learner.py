@@ -444,8 +444,8 @@ SHORT, LONG, slow = (2, 3), (30, 34), pytest.mark.slow  # prompts; long ones are
 @pytest.mark.parametrize(
     "backend, prompt, flags",
     [
-        ("aot_eager", LONG, {}),
-        ("aot_eager", SHORT, {"gradient_checkpointing": True}),
+        ("aot_eager", LONG, {"gradient_checkpointing": True}),
+        pytest.param("aot_eager", SHORT, {}, marks=slow),
         pytest.param("aot_eager", SHORT, {"objective": "jackpot", **TWO, "kl_coef": 0.1}, marks=slow),
         pytest.param("inductor", SHORT, {}, marks=slow),
     ],
