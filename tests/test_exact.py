@@ -79,13 +79,16 @@ def gap(learner, groups) -> float:
     return float((learner.score(batch, Needs()).logp - batch.logp_inf)[batch.exists].abs().max())
 
 
+SLOW = pytest.mark.slow
+
+
 # -- Zero -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("dtype", "fmt", "distribution"),
-    [({}, "plain", "kept sets"), ({}, "int8", "temperature"), (BF16, "plain", "temperature")]
-    + [(BF16, "int8", "kept sets"), (BF16, "w4a16", "kept sets")],
+    [({}, "plain", "kept sets"), ({}, "int8", "temperature"), (BF16, "w4a16", "kept sets")]
+    + [pytest.param(BF16, fmt, name, marks=SLOW) for fmt, name in (("plain", "temperature"), ("int8", "kept sets"))],
 )
 def test_ten_thousand_tokens_are_equal_in_every_split(dtype, fmt, distribution, monkeypatch):
     """Few and many micro-batches, shared and separate prompts, large and small chunks of the head."""

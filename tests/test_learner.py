@@ -392,7 +392,7 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", [{}, {"actor": "base:actor"}, {"entropy_coef": 0.1, "temperature": 0.7}], ids=str)
-@pytest.mark.parametrize("objective", ["jackpot", "tis", "tbpo", "gepo", "sapo"])
+@pytest.mark.parametrize("objective", ["jackpot", "tbpo", "gepo"])
 @pytest.mark.parametrize("prompt", [(1, 2), (30, 34)], ids=["separate prompts", "shared prompts"])
 def test_no_micro_batch_waits_for_the_gpu(objective, case, prompt):
     """Except for micro-batches of two tokens, for which transformers reads the mask."""

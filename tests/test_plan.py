@@ -306,7 +306,7 @@ def test_the_command(tmp_path, capsys):
     assert weights == pytest.approx(4 * P / plan.GIB, abs=0.005)
 
 
-RECIPES = [path for path in plans.RECIPES if path.stem in ("jackpot", "qarl_moe", "tis_int8")]
+RECIPES = [path for path in plans.RECIPES if path.stem in ("jackpot", "qarl_moe")]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

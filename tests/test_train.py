@@ -464,10 +464,10 @@ def test_resume_with_deleted_checkpoints_is_refused(whole, tmp_path, train_here)
 
 @SEVERAL_PROCESSES
 def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, train_here):
-    """torchrun with one engine a rank: a whole run under FSDP, resumed in the middle of a rollout batch on two ranks;
+    """One engine a rank: a whole run under FSDP, resumed in the middle of a rollout batch on two ranks;
     on one rank; and then on two ranks under DDP."""
     out, one = tmp_path / "run", tmp_path / "one"
-    run_to_the_end(flags(solvers, out, parallel="fsdp", steps=5), ranks=2)
+    torchrun.torchrun("../train.py", *flags(solvers, out, parallel="fsdp", steps=5))
     whole = without_eval(out)
     assert len(whole) == 6 and all(row["response_length"] > 1 for row in whole[1:])
     shutil.rmtree(out / "checkpoints" / "step_000005")
