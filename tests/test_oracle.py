@@ -534,13 +534,13 @@ class Tally:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
 def test_every_combination_agrees_with_the_oracle(seed):
-    """All of correction x surrogate x reduction, with the remaining axes at random; then every pair of
+    """All of correction x surrogate (in slow seeds x reduction), with the remaining axes at random; then every pair of
     values of any two axes without such a case. The flags' checks refuse exactly the contradictions."""
-    tally = Tally(seed)
-    crossed = list(itertools.product(*(AXES[name] for name in CROSSED)))
+    tally, names = Tally(seed), CROSSED[: 3 if seed else 2]
+    crossed = list(itertools.product(*(AXES[name] for name in names)))
     tally.rng.shuffle(crossed)  # to find a fault early
     for values in crossed:
-        tally.run(dict(zip(CROSSED, values, strict=True)))
+        tally.run(dict(zip(names, values, strict=True)))
     assert tally.ran == len(crossed)
     for one, other in itertools.combinations(AXES, 2):
         for pair in itertools.product(AXES[one], AXES[other]):

@@ -209,7 +209,7 @@ def measured(solvers):
 
 def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys):
     """Before training; the result is printed and written."""
-    flags = ["--batches=20", "--reference=40", "--directions=16", "--noise_batches=20", "--rows=none; tis"]
+    flags = ["--batches=12", "--reference=24", "--directions=16", "--noise_batches=12", "--rows=none; tis"]
     results = weigh(tmp_path, solvers, *flags, "--train_batch=96", "--rollout_batch=96")
     for x in results["rows"].values():
         assert abs(x["worth"] - 1) < 2.5 * x["worth_se"] < 1.5
