@@ -289,7 +289,7 @@ def test_the_largest_micro_batch_that_fits(monkeypatch):
 
 def test_the_plan_counts_the_chunks_of_this_gpu():
     """The logits of a step without gradient: 1/64 of the GPU's memory, with a vocabulary that fills a chunk."""
-    cfg, config = make_cfg(objective="grpo", max_tokens=2000, micro_tokens=16_000), small(vocab_size=100_000)
+    cfg, config = make_cfg(objective="grpo", max_tokens=2000, micro_tokens=4_000), small(vocab_size=100_000)
     sizes = [plan.plan_of(cfg, {"policy": config}, 40, 1, gib).categories for gib in (8.0, 16.0, 0.0)]
     logits = [size["logits, or a layer's backward"] for size in sizes]
     assert logits[0] < logits[1] < logits[2]
