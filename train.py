@@ -10,7 +10,7 @@
 presets.py maps --objective=jackpot to --correction=obrs: `corrections.weight_and_mask` calls
 `obrs.correction` for mask and weight. Z, the expected acceptance rate, is exact by default if an
 actor is the sampler (`corrections.exact_z_known` has the conditions, model.TwoModelRows the sum).
-Otherwise a factor kappa (`obrs.kappa_from`) scales Z_low or Z_approx, sums over a few tokens:
+Otherwise a factor kappa (`obrs.kappa_from`) scales Z_low or Z_approx, sums over the top-K:
 `objectives.prepare_obrs` computes kappa before the update. With --obrs_target=new `prepare_obrs`
 takes the kappa of the previous update (`objectives.update_controllers`), except in the first
 update. All flags are in config.py; --help prints the most common ones, --help=all prints all."""
