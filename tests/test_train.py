@@ -107,9 +107,9 @@ def finish(process, timeout=400):
     return process.poll(), out, err
 
 
-def run_to_the_end(argv, ranks=1) -> str:
+def run_to_the_end(argv) -> str:
     """The output of a run that must succeed."""
-    code, out, err = finish(start(argv, ranks))
+    code, out, err = finish(start(argv))
     assert code == 0, err[-3000:]
     return out
 

@@ -1,7 +1,7 @@
 """Runs a test's script on several gloo ranks of this machine, and commands in separate processes.
 
 The processes are forks of a process that has imported the libraries, because imports take seconds. Each imports the
-files of the repository. test_train tests the real torchrun, test_bad_input and test_flags a new Python."""
+files of the repository. Slow tests of test_remote use the real torchrun, test_bad_input and test_flags a new Python."""
 
 import multiprocessing
 import os
