@@ -316,13 +316,14 @@ def test_a_separate_process_gives_the_same_answer(prepared, command):
     assert tree(real_job.here) == real_job.before
 
 
-def test_an_environment_of_torchrun():
+def test_an_environment_of_torchrun(tmp_path):
     """Ranks that cannot meet. A separate process, which reads the number of ranks when modules load."""
     ranks = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}
-    options = {"env": {**os.environ, **ranks}, "cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run([sys.executable, "train.py", "--rollout=hf"], **options)
+    options = {"env": {**os.environ, **ranks}, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, ROOT / "train.py", "--rollout=hf"], **options)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("error: MASTER_ADDR=localhost MASTER_PORT=x in the environment: the ranks cannot")
+    assert not tree(tmp_path)
 
 
 def test_closed_streams(tmp_path):

@@ -242,7 +242,7 @@ def test_signals_are_handled_while_an_answer_hangs():
     process = subprocess.Popen([sys.executable, "-c", GRADES, TOWER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 2
-    time.sleep(0.3)  # until the grader has the answer
+    time.sleep(0.5)  # until the grader has the answer
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             for pid in (*pids, process.pid):
@@ -403,7 +403,7 @@ def test_a_waiting_function_is_ended_with_its_child_processes(custom, tmp_path, 
     """The clock ends it and its child. A fork in a new session stays; its open connection blocks nothing."""
     answers = [Answer(problem("", pids=str(tmp_path / "pids")), text, True) for text in ("a", "hang", "b")]
     counts = Counter({"answers": 3, "timeouts": 1, f"reward/{name}": 2})
-    assert custom(name, seconds=0.1).of(answers) == ([1.0, 0.0, 1.0], counts)
+    assert custom(name, seconds=0.2).of(answers) == ([1.0, 0.0, 1.0], counts)
     pool.close()
     pid = int((tmp_path / "pids").read_text())
     if name == "forks":

@@ -68,7 +68,8 @@ class Command:
 
     def communicate(self, timeout: float) -> list[str]:
         """Wait for the end of the process; the rest of its streams."""
-        texts = ThreadPool(2).map_async(lambda stream: stream.read(), self.streams).get(timeout)
+        with ThreadPool(2) as pool:
+            texts = pool.map_async(lambda stream: stream.read(), self.streams).get(timeout)
         self.job.join(timeout)
         return texts
 
