@@ -1,9 +1,10 @@
 """Optimal budgeted rejection sampling (OBRS), Jackpot's correction: arXiv 2602.06107, sections 3-4.
 
 Tokens are sampled from p_inf (the actor, the engine, a stale policy); the accepted tokens should be
-distributed as p_tgt. Classical rejection sampling needs lambda >= max p_tgt / p_inf and rejects
-nearly all tokens with a vocabulary of 100k. OBRS takes a small lambda, accepts with a capped
-probability, and reweights accepted tokens:
+distributed as p_tgt: p_ref, the policy before the first update on a rollout (PPO's p_old), or
+p_new. Classical rejection sampling needs lambda >= max p_tgt / p_inf and rejects nearly all tokens
+with a vocabulary of 100k. OBRS takes a small lambda, accepts with a capped probability, and
+reweights accepted tokens:
 
     a(x)   = min(1, p_tgt(x) / (lambda p_inf(x)))         accept token x with this probability       Eq. 3
     Z      = sum_x min(p_inf(x), p_tgt(x) / lambda)       = the expected acceptance rate

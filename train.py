@@ -85,7 +85,7 @@ class Training(Session):
         self.speed.count_sampled(groups)
         self.values |= source.metrics(self.comm.sum_counts)
         check_poisoned(self.values.get("poisoned", 0.0), cfg.rollout_batch)
-        # 3. the ref pass, if the objective needs p_ref before the first update
+        # 3. the learner's p_ref (PPO's p_old), if needed before the first update
         updates = self.updates_per_rollout
         if objectives.needs_ref_pass(learner.cfg, self.controllers, updates):
             with timer(self.clock, "ref_s"):

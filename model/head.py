@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from machinery.flags import need
 
 # Bytes of a chunk's logits in float32: on a GPU 1/64 of its memory between these bounds, because
 # few large products are faster there; on a CPU LEAST_CHUNK
-LEAST_CHUNK, MOST_CHUNK = 128 << 20, 1 << 30
+LEAST_CHUNK, MOST_CHUNK = 256 << 20, 1 << 30
 CUT = -1e30  # logit of a token that cannot be sampled; finite, so that 0 log 0 is 0
 
 
@@ -29,7 +30,23 @@ def product(hidden, weight):
         return hidden @ weight.t()
     if hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden.float() @ weight.t().float()
+    with bfloat16_products(hidden.dtype == torch.bfloat16):
+        return hidden.float() @ weight.t().float()
+
+
+@contextmanager
+def bfloat16_products(enabled: bool):
+    """On a CPU, multiply float32 matrices as bfloat16 with float32 sums.
+
+    Exact for bfloat16 values in float32, and two to three times faster on processors with bfloat16
+    instructions; others ignore it."""
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16" if enabled else before
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 @dataclass(frozen=True)

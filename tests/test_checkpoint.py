@@ -160,7 +160,7 @@ def test_an_export_equals_save_pretrained(family, dtype, tmp_path):
     config = models.read_config(tmp_path / "theirs")
     weights = {name: x.float() for name, x in model.state_dict().items()}
     weights |= {name: weights[name].clone() for name in model.all_tied_weights_keys}  # gathered from ranks
-    models.save_model(config, weights, standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
+    models.save_model(config, weights.items(), standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
     modes = {path.stat().st_mode for path in (tmp_path / "ours").iterdir()}
     assert len(modes) == 1  # all files are readable by the same users
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
@@ -178,7 +178,7 @@ def test_biases_of_routers_are_exported_in_float32(tmp_path):
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     weights[name] = torch.tensor([1.0, 1.0 + 2**-12, 1.0 - 2**-12, 0.5])
     config = models.read_config(tmp_path / "theirs")
-    models.save_model(config, weights, standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
+    models.save_model(config, weights.items(), standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
     assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")[name], weights[name])
     loaded = models.load_model(tmp_path / "ours", "auto").state_dict()
     assert torch.equal(loaded[name], weights[name]) and loaded["model.norm.weight"].dtype == torch.bfloat16

@@ -192,8 +192,8 @@ def test_stages_sum_their_categories():
 def test_a_published_tensor_by_hand():
     """The embedding twice if it is larger than the logits of the weight check."""
     assert planned().categories["a tensor to publish, and the weight check"] == 4 * V * H + 4 * V * 2048
-    large = planned(configs={"policy": small(vocab_size=600_000)})
-    assert large.categories["a tensor to publish, and the weight check"] == 2 * 4 * 600_000 * H
+    large = planned(configs={"policy": small(vocab_size=1_200_000)})
+    assert large.categories["a tensor to publish, and the weight check"] == 2 * 4 * 1_200_000 * H
 
 
 def test_vllm_sleeps_on_a_gpu(unmeasured):
@@ -290,7 +290,7 @@ def test_the_largest_micro_batch_that_fits(monkeypatch):
 def test_the_plan_counts_the_chunks_of_this_gpu():
     """The logits of a step without gradient: 1/64 of the GPU's memory, with a vocabulary that fills a chunk."""
     cfg, config = make_cfg(objective="grpo", max_tokens=2000, micro_tokens=4_000), small(vocab_size=100_000)
-    sizes = [plan.plan_of(cfg, {"policy": config}, 40, 1, gib).categories for gib in (8.0, 16.0, 0.0)]
+    sizes = [plan.plan_of(cfg, {"policy": config}, 40, 1, gib).categories for gib in (8.0, 24.0, 0.0)]
     logits = [size["logits, or a layer's backward"] for size in sizes]
     assert logits[0] < logits[1] < logits[2]
 

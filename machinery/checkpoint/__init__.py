@@ -87,10 +87,14 @@ def write(folder: Path, run, learner, shared: dict, rank_state: dict) -> None:
         if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
             # collective
             gathered = learner.named_tensors(name, lambda x: whole(x).cpu())
-            tensors = {key: x for key, x in gathered if rank == 0}
         origin = getattr(run, name)
         if rank == 0:
-            save_model(run.configs[name], tensors, run.tokenizer, folder / name, origin)
+            save_model(
+                run.configs[name], gathered, run.tokenizer, folder / name, origin
+            )
+        elif learner.sharded:
+            for _ in gathered:
+                pass
         learner.write_adapter(name, folder / f"{name}_adapter", origin)
     if rank == 0:
         torch.save(shared, folder / "learner.pt")

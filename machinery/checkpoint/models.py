@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,19 +42,24 @@ def model_in(name: str, which: str) -> str | None:
     return None
 
 
-def save_model(config, tensors: dict, tokenizer, folder: Path, origin: str) -> None:
-    """Write whole tensors into a Hugging Face folder, in the precision that the config names.
+def save_model(
+    config, named_tensors: Iterable, tokenizer, folder: Path, origin: str
+) -> None:
+    """Write (name, whole tensor) pairs into a Hugging Face folder, in the precision that the config
+    names. A tensor is rounded before the next one is read, so that memory holds one in full.
 
     Buffers are not rounded: a resumed run reads routing biases from these files, and rounded biases
     may route to different experts. origin: the folder of the starting model. Its
     generation_config.json, which lists the stop tokens, is copied unchanged."""
     config = copy.deepcopy(config)
-    config.dtype = config.dtype or next(iter(tensors.values())).dtype
+    named_tensors = iter(named_tensors)
+    first = next(named_tensors)
+    config.dtype = config.dtype or first[1].dtype
     model = on_meta(config)
     buffers = dict(model.named_buffers())
     kept = {
         name: x.to(model.dtype) if x.is_floating_point() and name not in buffers else x
-        for name, x in tensors.items()
+        for name, x in itertools.chain([first], named_tensors)
         if name not in model.all_tied_weights_keys
     }
     model.save_pretrained(folder, state_dict=kept)
