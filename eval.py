@@ -41,7 +41,7 @@ from machinery.flags import (
 )
 from machinery.run import check_folders, common_tokenizer, longest_contexts
 from machinery.settings import check_engine, check_named, fill
-from model import memory
+from model import lora, memory
 from model.engines import HFEngine, make_engine
 from rollout import request_seed
 from sampling import Sampling
@@ -124,7 +124,10 @@ def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
     model = getattr(learner.models, name)
     if not (learner.comm.on and cfg.parallel == "fsdp"):
         return HFEngine(
-            model, device=learner.device, vocabulary=learner.models.vocabulary
+            model,
+            device=learner.device,
+            vocabulary=learner.models.vocabulary,
+            autocast=memory.compute_type(cfg) if lora.learns(cfg, name) else None,
         )
     full_model = quant.empty_model(model.config)
     quant.align(

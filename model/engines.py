@@ -401,6 +401,7 @@ class HFEngine:
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
     exact            compute each sum in the learner's order (model/exact.py), with float32 weights
     routing          record the experts of each token (Response.routed), on any device
+    autocast         dtype of products; None: of the weights. For float32 adapters on 16-bit layers
     the rest         as for VLLMEngine"""
 
     def __init__(
@@ -415,6 +416,7 @@ class HFEngine:
         fmt: quant.Format | None = None,
         vocabulary: int | None = None,
         routing: bool = False,
+        autocast: torch.dtype | None = None,
     ):
         model = folder_or_model
         if isinstance(model, (str, os.PathLike)):
@@ -435,6 +437,7 @@ class HFEngine:
         self.batch_tokens = cached_tokens(model.config, getattr(torch, dtype).itemsize)
         self.raw = logprobs_mode == "raw"
         self.head_fp32, self.vocabulary = head_fp32 and not exact, vocabulary
+        self.autocast = autocast
         self.kv_cache, self.fused, self.tp, self.held_rows = "auto", {}, 1, None
         self.routing = Routing(self.model) if routing else None
         # experts of the last forward pass, (n, tokens, layers, k) int16
@@ -589,7 +592,9 @@ class HFEngine:
             head, layer = Head.of(self.model.config), self.model.get_output_embeddings()
             logits = head.of_layer(layer, out.last_hidden_state[:, -keep:])
         else:
-            out = self.model(input_ids=ids, logits_to_keep=keep, **more)
+            cast = self.autocast is not None
+            with torch.autocast(ids.device.type, self.autocast, enabled=cast):
+                out = self.model(input_ids=ids, logits_to_keep=keep, **more)
             logits = out.logits.float()
         return logits[..., : self.vocabulary], getattr(out, "past_key_values", None)
 
