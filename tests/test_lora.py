@@ -15,6 +15,7 @@ import batching
 import objectives
 import quant
 import train
+from eval import sampler_of
 from learner import Learner
 from machinery import session, settings
 from machinery.checkpoint.models import load_model
@@ -130,6 +131,19 @@ def test_frozen_weights_in_16_bits_give_the_same_updates():
         updated(cfg, model)
     for (name, p), q in zip(low.named_parameters(), high.parameters(), strict=True):
         assert not p.requires_grad or (torch.equal(p, q) and p.dtype == torch.float32 and p.any()), name
+
+
+def test_evaluations_sample_a_policy_with_frozen_16_bit_layers():
+    """The plain torch sampler has the log-probabilities of the merged weights, to bfloat16's precision."""
+    cfg = make_cfg(**FLAGS, dtype="bfloat16")
+    learner = Learner(adapted(dtype=torch.float32), None, cfg, Comm())
+    for layer in lora.layers(learner.models.policy):
+        layer.base_layer.bfloat16()
+    plain = tiny_model(0, layers=2)
+    plain.load_state_dict(dict(learner.named_tensors("policy")))
+    merged_logp, base_logp = (HFEngine(m).logprobs(IDS) for m in (plain, tiny_model(0, layers=2)))
+    gap = np.abs(sampler_of(learner, "policy", cfg).logprobs(IDS) - merged_logp).mean()
+    assert gap < 0.1 * np.abs(base_logp - merged_logp).mean()
 
 
 def test_vllm_has_the_learners_log_probabilities(vllm_engine):
