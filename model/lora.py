@@ -52,8 +52,10 @@ def attach(model, cfg: Config):
     # peft draws adapters, which `start` overwrites
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(config, model, adapter_name=NAME)
-    if cfg.dtype != "float32":
-        for layer in layers(model):
+    for layer in layers(model):
+        # autocast casts the inputs; peft would first copy them into float32
+        layer.cast_input_dtype_enabled = False
+        if cfg.dtype != "float32":
             layer.base_layer.to(getattr(torch, cfg.dtype))
     model.adapter_seed = cfg.seed
     if not any(p.is_meta for p in model.parameters()):
