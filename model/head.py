@@ -38,8 +38,8 @@ def product(hidden, weight):
 def bfloat16_products(enabled: bool):
     """On a CPU, multiply float32 matrices as bfloat16 with float32 sums.
 
-    Exact for bfloat16 values in float32, and two to three times faster on processors with bfloat16
-    instructions; others ignore it."""
+    Exact for bfloat16 values in float32, and twice as fast on processors with bfloat16 instructions;
+    others ignore it."""
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision
     settings.fp32_precision = "bf16" if enabled else before
