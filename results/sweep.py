@@ -35,7 +35,7 @@ from machinery.log import read_metrics
 from machinery.plot import pyplot
 
 RESULTS = ROOT / "results"
-STUDIES = ("jackpot", "tis", "praxis", "qarl", "real", "heterorl", "worth")
+STUDIES = ("jackpot", "tis", "praxis", "qarl", "real", "pair", "heterorl", "worth")
 FOLDER = ROOT / "out" / "study"
 MARKER = "<!-- table -->\n"  # a line in each page; the text below it is generated
 POINTS = 25  # most points of a curve

@@ -37,7 +37,8 @@ def test_every_row_resolves_and_has_its_numbers(name, folders):
     study = sweep.load(name)
     for table in study["rows"].values():
         for label, row in table.items():
-            fetched = [f"--model={folders / 'policy'}"] if row["config"] == "smollm" else []  # a stand-in for the model
+            roles = {"smollm": ["model"], "pair_cpu": ["model", "actor"]}.get(row["config"], [])
+            fetched = [f"--{role}={folders / 'policy'}" for role in roles]  # a stand-in for fetched models
             parse(sweep.command(row, row["seeds"][0], ROOT / "out")[1:] + fetched)
             assert len(row["pass"]) == len(row["best"]) == len(row["seeds"]), label
     for group, key in study["panels"]:
