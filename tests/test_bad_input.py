@@ -218,7 +218,7 @@ train.py --resume --out=run_spoilt | run_spoilt/checkpoints/step_000002 is damag
 mini.py --stps=3 | --stps=3: write --name=value, with a name from the settings in mini.py
 -m bench --parts=haed --device=cpu | --parts=haed: no such part; there are engine
 -m remote | --connect: name the learner's address, tcp://HOST:PORT, or a shared folder
-results/sweep.py | no study: no such study; name one of jackpot, tis, praxis, qarl, real, heterorl, worth
+results/sweep.py | no study: no such study; name one of jackpot, tis, praxis, qarl, real, pair, heterorl, worth
         """,
     ),
 ]
