@@ -36,6 +36,16 @@ def test_without_a_ref_pass_ref_is_the_same_forward_pass_without_gradient():
     torch.testing.assert_close(new.logp.grad, -weights * batch.adv / 6)
 
 
+def test_the_loss_stops_the_gradient_of_weight_and_mask(monkeypatch):
+    """A correction returns a weight p_new and a mask p_new^2 with gradient."""
+    new, batch = tiny(LOG_R)
+    p = new.logp.exp()
+    monkeypatch.setattr(objectives, "apply_correction", lambda *_: (p, p * p, {}))
+    scored = objectives.with_ref(new, replace(batch, logp_ref=None))
+    step(new, scored, make_cfg(objective="none"))[1].backward()
+    torch.testing.assert_close(new.logp.grad, -(p.detach() ** 3) * batch.adv / 6)
+
+
 # -- Surrogates -------------------------------------------------------------------------------------------------------
 
 
