@@ -31,6 +31,7 @@ No gradient of sampler responses is stored."""
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import time
@@ -89,7 +90,7 @@ class WorthFlags:
     noise_batches: int = 4
     """Number of the sampler's batches that are also measured along the random directions."""
     share: float = 1.0
-    """Share of the parameters' entries that is measured, drawn at random."""
+    """Share of the parameters that is measured: whole tensors, drawn at random. The rest is frozen."""
     json: str = "out/worth.json"
     """Output file."""
 
@@ -208,15 +209,22 @@ def batches_of(learner, groups, rows: dict[str, Config]) -> dict[str, batching.B
     """row -> the groups as a batch, with the row's advantages and ref columns (Z depends on
     lambda)."""
     collated, scored, batches = {}, {}, {}
-    for row, cfg in rows.items():
+    needs = {
+        row: needs_of_ref_pass(unregularised(cfg), learner.has_actor)
+        for row, cfg in rows.items()
+    }
+    # last: rows that need only log-probabilities, which every pass gives
+    for row in sorted(rows, key=lambda row: needs[row] == Needs()):
+        cfg = rows[row]
         of_batch = (cfg.advantage, cfg.mask_cut)
         if of_batch not in collated:
             collated[of_batch] = batching.collate(groups, cfg)
-        batch = collated[of_batch]
-        needs = needs_of_ref_pass(unregularised(cfg), learner.has_actor)
-        if (needs, cfg.mask_cut) not in scored:
-            scored[needs, cfg.mask_cut] = learner.score(batch, needs)
-        batches[row] = replace(batch, **columns_of(scored[needs, cfg.mask_cut]))
+        batch, of_pass = collated[of_batch], (cfg.mask_cut, needs[row])
+        if needs[row] == Needs():
+            of_pass = next((x for x in scored if x[0] == cfg.mask_cut), of_pass)
+        if of_pass not in scored:
+            scored[of_pass] = learner.score(batch, needs[row])
+        batches[row] = replace(batch, **columns_of(scored[of_pass]))
     return batches
 
 
@@ -235,42 +243,38 @@ def coefficients(batch, comm, cfg: Config) -> torch.Tensor:
 # -- s_t: log-probabilities along a direction
 
 
+def draw(policy, share: float) -> None:
+    """Freeze all but a random choice of parameters with this share of the trained entries."""
+    if share == 1:
+        return
+    parameters = learning(policy)
+    left = share * sum(p.numel() for p in parameters)
+    order = torch.randperm(len(parameters), generator=torch.Generator().manual_seed(0))
+    for i in order.tolist():
+        size = parameters[i].numel()
+        parameters[i].requires_grad_(size <= left)
+        left -= size * (size <= left)
+    need(learning(policy), f"--share={share}: no parameter is so small; raise it")
+
+
 class Weights:
-    """The policy's parameters as one vector, or a random share of its entries; under FSDP this
-    rank's shard.
+    """The policy's measured parameters as one vector; under FSDP this rank's shard.
 
     A direction is a list of tensors, one per parameter."""
 
-    def __init__(self, learner, share: float):
-        self.learner, self.share = learner, share
+    def __init__(self, learner):
+        self.learner = learner
         # replicas use the same directions
         self.seed = learner.comm.rank if learner.sharded else 0
         self.flat = [
             local(p).detach().view(-1) for p in learning(learner.models.policy)
         ]
-        self.entries = [self.draw(x, i) for i, x in enumerate(self.flat)]
-        self.start = self.chosen(self.flat)
+        self.start = [x.clone() for x in self.flat]
         self.spreads: dict[int, float] = {}  # of directions, by id
-
-    def draw(self, x: torch.Tensor, i: int):
-        """The entries of the i-th parameter to use."""
-        if self.share == 1:
-            return slice(None)
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + i)
-        used = torch.rand(x.shape, generator=generator) < self.share
-        return used.nonzero()[:, 0].to(x.device)
-
-    def chosen(self, flat) -> list[torch.Tensor]:
-        return [
-            x[entries].clone() for x, entries in zip(flat, self.entries, strict=True)
-        ]
 
     def gradient(self) -> list[torch.Tensor]:
         """Gradient of J (the loss is -J) from the last backward pass."""
-        gradients = [
-            local(p.grad).view(-1) for p in learning(self.learner.models.policy)
-        ]
-        return [-x for x in self.chosen(gradients)]
+        return [-local(p.grad).view(-1) for p in learning(self.learner.models.policy)]
 
     def random(self, number: int) -> list[torch.Tensor]:
         """A direction of independent random signs: E <x, v>^2 = |x|^2."""
@@ -287,9 +291,8 @@ class Weights:
 
     @torch.no_grad()
     def shift(self, direction, size: float) -> None:
-        parts = zip(self.flat, self.entries, self.start, direction, strict=True)
-        for x, entries, values, d in parts:
-            x[entries] = values + size * d.to(x.device)
+        for x, values, d in zip(self.flat, self.start, direction, strict=True):
+            x.copy_(values + size * d.to(x.device))
 
     def slopes(self, batch, directions) -> list[torch.Tensor]:
         """s_t = d/de log p_t(theta + e v), (B, T), for each direction v, by finite differences."""
@@ -354,38 +357,59 @@ class Measurement:
         # the engine records the largest top-K of all rows
         self.cfg = cfg = max(rows.values(), key=topk_of)
         self.comm = Comm.start(cfg.give_up)
-        self.quiet = self.comm.rank > 0
         self.run = run = open_run(cfg, self.comm)
-        # a sleeping engine can drop its weights, and here they are not published again
-        self.sampler = open_source(cfg, run, self.comm, sleeps=False)
-        self.learner = self.scorer = Learner(
-            *run.load_models(), on_policy_cfg, self.comm, run.vocabulary
-        )
-        if not self.learner.sharded:  # under FSDP the policy is already wrapped
-            policy, in_float32 = (
-                self.learner.models.policy,
-                replace(on_policy_cfg, dtype="float32"),
-            )
-            self.scorer = Learner(policy, None, in_float32, self.comm, run.vocabulary)
-        self.on_policy = on_policy_source(self.learner, run, on_policy_cfg)
+        self.sampler = None  # under torchrun: open until the end
+        # sums over the responses of each sampler
+        self.totals = {"on_policy": np.zeros(4), "sampler": np.zeros(4)}
         # groups of a batch on this rank
         self.groups = cfg.train_batch // (cfg.group_size * self.comm.size)
-        self.weights = Weights(self.scorer, worth_flags.share)
+        # one model after the other, for less memory: the engine, the actor, the gradient
+        sampled = self.sample_all()
+        policy, actor = run.load_models()
+        draw(policy, worth_flags.share)
+        learner = Learner(policy, actor, on_policy_cfg, self.comm, run.vocabulary)
+        del actor
+        self.batches = [
+            batches_of(learner, groups, rows)
+            for groups in self.bar(sampled, "ref pass")
+        ]
+        self.scorer = learner
+        if not learner.sharded:  # under FSDP the policy is already wrapped
+            in_float32 = replace(on_policy_cfg, dtype="float32")
+            del learner
+            gc.collect()
+            self.scorer = Learner(policy, None, in_float32, self.comm, run.vocabulary)
+        self.on_policy = on_policy_source(self.scorer, run, on_policy_cfg)
+        self.weights = Weights(self.scorer)
         self.random = [self.weights.random(k) for k in range(worth_flags.directions)]
-        # sums over the responses of each sampler; key order: on_policy, sampler
-        self.totals: dict[str, np.ndarray] = {}
+
+    def sample_all(self) -> list[list]:
+        """The groups of each batch of the sampler."""
+        # a sleeping engine can drop its weights, and here they are not published again
+        sampler = open_source(self.cfg, self.run, self.comm, sleeps=False)
+        sampled = self.sample(sampler, self.worth_flags.batches)
+        if self.comm.on:  # vLLM's shutdown would end the process group
+            self.sampler = sampler
+        else:
+            sampler.close()
+        return sampled
+
+    def sample(self, source, batches: int) -> list[list]:
+        """The groups of each batch, sampled all at once, which is faster."""
+        groups, n = source.next(batches * self.groups, 0), self.groups
+        return [groups[i : i + n] for i in range(0, len(groups), n)]
+
+    def bar(self, items, what: str) -> tqdm:
+        return tqdm(items, desc=what, disable=self.comm.rank > 0)
 
     def reference(self) -> Reference:
         """The on-policy gradient. UserError: it is not above its noise."""
         per_fold = self.worth_flags.reference // FOLDS
         means = [[0.0] * len(self.weights.flat) for _ in range(FOLDS)]
         squares = np.zeros(FOLDS)
-        for b in tqdm(
-            range(per_fold * FOLDS), desc="on-policy gradient", disable=self.quiet
-        ):
-            batch = batching.collate(
-                self.on_policy.next(self.groups, 0), self.on_policy_cfg
-            )
+        sampled = self.sample(self.on_policy, per_fold * FOLDS)
+        for b, groups in enumerate(self.bar(sampled, "on-policy gradient")):
+            batch = batching.collate(groups, self.on_policy_cfg)
             self.count("on_policy", batch)
             gradient, mean = self.gradient(batch), means[b // per_fold]
             squares[b // per_fold] += self.scorer.dot(gradient, gradient) / per_fold
@@ -411,26 +435,14 @@ class Measurement:
 
     def slopes(self, reference: Reference) -> Iterator[Slopes]:
         """Yield the sampler's batches with their slopes."""
-        numbers = range(self.worth_flags.batches)
-        for b in tqdm(numbers, desc="the sampler's batches", disable=self.quiet):
-            batches = batches_of(
-                self.learner, self.sampler.next(self.groups, 0), self.rows
-            )
+        for b, batches in enumerate(self.bar(self.batches, "the sampler's batches")):
             batch = next(iter(batches.values()))
-            self.count(
-                "sampler", batch, token_k3(batch.log_r)[batch.mask].double().sum()
-            )
-            along = self.weights.slopes(batch, reference.means)
-            random = None
-            if b < self.worth_flags.noise_batches:
-                bar = tqdm(
-                    self.random,
-                    desc="random directions",
-                    leave=False,
-                    disable=self.quiet,
-                )
-                random = self.weights.slopes(batch, bar)
-            yield Slopes(batches, along, random)
+            kl = token_k3(batch.log_r)[batch.mask].double().sum()
+            self.count("sampler", batch, kl)
+            noisy = b < self.worth_flags.noise_batches
+            directions = reference.means + (self.random if noisy else [])
+            slopes = self.weights.slopes(batch, directions)
+            yield Slopes(batches, slopes[:FOLDS], slopes[FOLDS:] or None)
 
     def add_to(self, samples: RowSamples, slopes: Slopes, c: torch.Tensor) -> None:
         """Add the measurements of coefficients c (B, T) on a batch to `samples`."""
@@ -447,7 +459,7 @@ class Measurement:
     def count(self, who: str, batch, kl=0.0) -> None:
         """Add reward, length and KL of responses to the totals. kl: summed over tokens."""
         sums = self.comm.sum([batch.reward.sum(), batch.length.sum(), kl, len(batch)])
-        self.totals[who] = np.add(self.totals.get(who, 0.0), sums)
+        self.totals[who] += np.array(sums)
 
     def about(self) -> dict[str, float]:
         """Mean reward and length of both samplers, and the KL between them."""
@@ -520,7 +532,8 @@ def weigh(
     about = measurement.about() | {"halves": reference.halves()}
     about["seconds"] = time.perf_counter() - start
     results = {"about": about, "rows": measured}
-    measurement.sampler.close()
+    if measurement.sampler is not None:
+        measurement.sampler.close()
     if measurement.comm.rank == 0:
         write_result(worth_flags.json, results)
         print(table(results))

@@ -1,4 +1,5 @@
-"""Sums of two small numbers, for a pretrained model: --task=results/sums.py:Sums --max_tokens=16."""
+"""Sums of two small numbers, for a pretrained model: --task=results/sums.py:Sums --max_tokens=16;
+products for a larger one: --task=results/sums.py:Products --max_tokens=24."""
 
 from __future__ import annotations
 
@@ -26,3 +27,13 @@ class Sums:
         """1 if the last number in the text is the answer, otherwise 0; `16 + 17` does not count as 33."""
         numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
         return float(numbers[-1:] == [row["answer"]])
+
+
+class Products(Sums):
+    """`What is a * b?` with a, b from 11 to 30; 80 of the 400 problems are held out."""
+
+    def problem(self, split: str, index: int) -> dict:
+        """The row of a problem."""
+        pairs = self.pairs[split]
+        a, b = (x + 10 for x in pairs[index % len(pairs)])
+        return {"problem": f"What is {a} * {b}?", "answer": str(a * b)}

@@ -61,7 +61,7 @@ def test_coefficients_and_slopes_of_a_row_give_its_gradient(row, monkeypatch):
         flags = {"rs_low": 0.05, "rs_high": 1.0}  # random models are far apart: keep a part of the responses
     cfg, learner, batch = learner_and_batch(objective=row[0], actor="base:actor", **flags)
     c = worth.coefficients(batch, learner.comm, cfg)
-    weights = Weights(learner, share=1.0)
+    weights = Weights(learner)
     exact = [x.reshape(-1) for x in exact_gradient(learner, cfg, batch)]
     assert weights.learner.dot(exact, exact) > 0
     directions = [weights.random(0), exact]
@@ -87,26 +87,38 @@ def test_rows_measured_together_have_their_own_batches():
     assert not torch.allclose(together["0.8"].z_ref, together["1.3"].z_ref)
 
 
-def test_steps_are_small_move_the_drawn_share_and_are_undone_to_the_bit():
+def test_steps_are_small_and_are_undone_to_the_bit():
     cfg, learner, batch = learner_and_batch(objective="none")
-    weights, before = Weights(learner, share=1.0), [p.clone() for p in learner.models.policy.parameters()]
+    weights, before = Weights(learner), [p.clone() for p in learner.models.policy.parameters()]
     v = weights.random(0)
     moved = weights.slopes(batch, [v])[0][batch.mask] * worth.STEP / weights.spreads[id(v)]
     assert 0.5 * worth.STEP < float(moved.square().mean().sqrt()) < 2 * worth.STEP
     assert all(map(torch.equal, before, learner.models.policy.parameters()))
-    part = Weights(learner, share=0.3)
-    chosen = sum(len(x) for x in part.start)
-    assert abs(chosen / sum(x.numel() for x in before) - 0.3) < 0.02
-    part.shift(part.random(0), 0.125)
-    assert sum((old != p).sum() for old, p in zip(before, learner.models.policy.parameters(), strict=True)) == chosen
-    part.shift(part.random(0), 0.0)
-    size = sum(float(x.square().sum()) for x in exact_gradient(learner, cfg, batch))
-    drawn = part.gradient()
-    assert part.learner.dot(drawn, drawn) / size == pytest.approx(0.3, abs=0.1)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
+def test_a_share_is_measured_and_the_rest_is_frozen(share):
+    """The gradient and steps are those of the whole, of the drawn tensors alone."""
+    cfg, learner, batch = learner_and_batch(objective="none")
+    policy, exact = learner.models.policy, exact_gradient(learner, cfg, batch)
+    exact = dict(zip(policy.parameters(), exact, strict=True))
+    learner.models.zero_grad()
+    worth.draw(policy, share)
+    drawn = [p for p in policy.parameters() if p.requires_grad]
+    size = sum(p.numel() for p in drawn) / sum(p.numel() for p in policy.parameters())
+    assert 0.6 * share < size <= share and (share < 1) == (len(drawn) < len(exact))
+    weights, before = Weights(learner), {p: p.detach().clone() for p in policy.parameters()}
+    learner.backward(batch, objectives.prepare(batch, learner.comm, cfg, {}))
+    for p, gradient in zip(drawn, weights.gradient(), strict=True):
+        assert torch.allclose(gradient, exact[p].reshape(-1), rtol=1e-9, atol=1e-12)
+    weights.shift(weights.random(0), 0.125)
+    assert all(bool((p != old).any()) == p.requires_grad for p, old in before.items())
+    weights.shift(weights.random(0), 0.0)
+    assert all(torch.equal(p, old) for p, old in before.items())
 
 
 def test_directions_are_independent_signs():
-    weights = Weights(learner_and_batch(objective="none")[1], share=1.0)
+    weights = Weights(learner_and_batch(objective="none")[1])
     a, b, again = weights.random(0), weights.random(1), weights.random(0)
     n = sum(x.numel() for x in a)
     assert {x.dtype for x in a} == {torch.int8}  # 32 directions are kept, each at a quarter of the parameters' bytes
@@ -194,17 +206,13 @@ def weigh(tmp_path, models, *flags, actor="none") -> dict:
 
 @pytest.fixture
 def measured(solvers):
-    """A function: the measurement of the policy with these flags, before it samples."""
-    made = []
+    """A function: the measurement of the policy with these flags, after its ref passes."""
 
     def start(*flags):
         common = [f"--model={solvers / 'policy'}", "--actor=none", *SMALL, *BRIEF]
-        made.append(Measurement(*worth.parse([*common, *flags])))
-        return made[-1]
+        return Measurement(*worth.parse([*common, *flags]))
 
-    yield start
-    for m in made:
-        m.sampler.close()
+    return start
 
 
 def test_the_policys_responses_are_worth_1(tmp_path, solvers, capsys):
@@ -230,7 +238,7 @@ def test_the_samples_of_a_row_by_hand(measured, monkeypatch):
     """Sums over all tokens along the gradient, sums over the tokens of each group along random directions."""
     monkeypatch.setattr(run, "sleep_level", pytest.fail)  # on a GPU the engine would drop its weights
     m = measured("--rows=is")
-    batch = worth.batches_of(m.learner, ragged(8, seed=5), m.rows)["is"]
+    batch = worth.batches_of(m.scorer, ragged(8, seed=5), m.rows)["is"]
     slopes = m.weights.slopes(batch, m.random)
     c, seen = worth.coefficients(batch, m.comm, m.cfg), RowSamples()
     m.add_to(seen, worth.Slopes({"is": batch}, slopes[:FOLDS], slopes), c)
@@ -241,8 +249,8 @@ def test_the_samples_of_a_row_by_hand(measured, monkeypatch):
 
 
 def test_the_engine_records_the_largest_top_k_of_all_rows(measured):
-    (group,) = measured("--rows=none; jackpot obrs_topk=7; tis").sampler.next(1, 0)
-    assert group.responses[0].topk_ids.shape[1] == 7
+    batch = measured("--rows=none; jackpot obrs_topk=7; tis").batches[0]["tis"]
+    assert batch.support_ids.shape[2] == 8  # the sampled token and the top 7
 
 
 def test_samplers_of_different_models(tmp_path, solvers):
