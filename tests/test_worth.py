@@ -18,6 +18,7 @@ from machinery.flags import UserError
 from machinery.measure import FOLDS, Reference, RowSamples
 from machinery.ranks import Comm
 from objectives import REF
+from source import LocalSource
 from worth import Measurement, Weights
 
 
@@ -71,7 +72,7 @@ def test_coefficients_and_slopes_of_a_row_give_its_gradient(row, monkeypatch):
         assert float((c * s).sum()) == pytest.approx(want, abs=1e-5 * size) and size > 0
 
 
-def test_rows_measured_together_have_their_own_batches():
+def test_rows_measured_together_have_their_own_batches(monkeypatch):
     """Every row has the advantages, the Z and the coefficients of a separate measurement."""
     flags = {"tis": {}, "no std": {"advantage": "grpo_no_std"}}
     flags |= {str(x): {"objective": "jackpot", "obrs_lambda": x} for x in (0.8, 1.3)}
@@ -79,7 +80,10 @@ def test_rows_measured_together_have_their_own_batches():
     for name, changes in flags.items():
         cfg, learner, alone = learner_and_batch(**{"objective": "tis", "actor": "base:actor", **changes})
         cfgs[name], wanted[name] = cfg, (alone.adv, worth.coefficients(alone, learner.comm, cfg))
+    passes, score = [], learner.score
+    monkeypatch.setattr(learner, "score", lambda batch, needs: passes.append(needs) or score(batch, needs))
     together = worth.batches_of(learner, ragged(4, seed=3), cfgs)
+    assert len(passes) == 2  # one for each lambda; the other rows need only log-probabilities
     for name, (adv, c) in wanted.items():
         assert torch.equal(together[name].adv, adv)
         assert torch.allclose(worth.coefficients(together[name], learner.comm, cfgs[name]), c, atol=1e-12)
@@ -105,6 +109,9 @@ def test_a_share_is_measured_and_the_rest_is_frozen(share):
     learner.models.zero_grad()
     worth.draw(policy, share)
     drawn = [p for p in policy.parameters() if p.requires_grad]
+    other = tiny_model(5, layers=2, dtype=f64)  # all ranks and repeated measurements draw the same
+    worth.draw(other, share)
+    assert [p.requires_grad for p in policy.parameters()] == [p.requires_grad for p in other.parameters()]
     size = sum(p.numel() for p in drawn) / sum(p.numel() for p in policy.parameters())
     assert 0.6 * share < size <= share and (share < 1) == (len(drawn) < len(exact))
     weights, before = Weights(learner), {p: p.detach().clone() for p in policy.parameters()}
@@ -246,6 +253,21 @@ def test_the_samples_of_a_row_by_hand(measured, monkeypatch):
     assert seen.noise[0].shape == (8, 8)  # groups, directions
     assert seen.noise[0].sum(0) == pytest.approx([float((c * s).sum()) for s in slopes])
     assert seen.noise[0][2, 5] == pytest.approx(float((c * slopes[5])[batch.group == 2].sum()))
+
+
+def test_all_batches_are_counted_and_the_sampler_ends_first(measured, monkeypatch):
+    """Totals are sums over all batches; a share applies to the measured parameters; the engine is closed once."""
+    closed = []
+    monkeypatch.setattr(LocalSource, "close", lambda source: closed.append(source))
+    m = measured("--rows=none; tis", "--share=0.3")
+    assert len(closed) == 1 and m.sampler is None
+    measured_entries = sum(len(x) for x in m.weights.flat)
+    assert measured_entries <= 0.3 * sum(p.numel() for p in m.scorer.models.policy.parameters())
+    list(m.slopes(m.reference()))
+    assert [m.totals[who][3] for who in ("on_policy", "sampler")] == [24 * 32, 6 * 32]
+    batches = [by_row["tis"] for by_row in m.batches]
+    assert m.totals["sampler"][1] == sum(int(batch.length.sum()) for batch in batches)
+    assert len({tuple(batch.tokens.flatten().tolist()) for batch in batches}) == 6
 
 
 def test_the_engine_records_the_largest_top_k_of_all_rows(measured):
