@@ -219,13 +219,13 @@ def batches_of(learner, groups, rows: dict[str, Config]) -> dict[str, batching.B
         of_batch = (cfg.advantage, cfg.mask_cut)
         if of_batch not in collated:
             collated[of_batch] = batching.collate(groups, cfg)
-        batch, of_pass = collated[of_batch], (cfg.mask_cut, needs[row])
-        if needs[row] == Needs():
-            of_pass = next((x for x in scored if x[0] == cfg.mask_cut), of_pass)
+        of_pass = needs[row]
+        if of_pass == Needs():
+            of_pass = next(iter(scored), of_pass)
         if of_pass not in scored:
-            scored[of_pass] = learner.score(batch, needs[row])
-        batches[row] = replace(batch, **columns_of(scored[of_pass]))
-    return batches
+            scored[of_pass] = learner.score(collated[of_batch], of_pass)
+        batches[row] = replace(collated[of_batch], **columns_of(scored[of_pass]))
+    return {row: batches[row] for row in rows}
 
 
 def coefficients(batch, comm, cfg: Config) -> torch.Tensor:

@@ -84,6 +84,7 @@ def test_rows_measured_together_have_their_own_batches(monkeypatch):
     monkeypatch.setattr(learner, "score", lambda batch, needs: passes.append(needs) or score(batch, needs))
     together = worth.batches_of(learner, ragged(4, seed=3), cfgs)
     assert len(passes) == 2  # one for each lambda; the other rows need only log-probabilities
+    assert list(together) == list(flags)
     for name, (adv, c) in wanted.items():
         assert torch.equal(together[name].adv, adv)
         assert torch.allclose(worth.coefficients(together[name], learner.comm, cfgs[name]), c, atol=1e-12)
