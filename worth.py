@@ -373,12 +373,11 @@ class Measurement:
             batches_of(learner, groups, rows)
             for groups in self.bar(sampled, "ref pass")
         ]
-        self.scorer = learner
         if not learner.sharded:  # under FSDP the policy is already wrapped
             in_float32 = replace(on_policy_cfg, dtype="float32")
-            del learner
-            gc.collect()
-            self.scorer = Learner(policy, None, in_float32, self.comm, run.vocabulary)
+            learner = Learner(policy, None, in_float32, self.comm, run.vocabulary)
+            gc.collect()  # the actor
+        self.scorer = learner
         self.on_policy = on_policy_source(self.scorer, run, on_policy_cfg)
         self.weights = Weights(self.scorer)
         self.random = [self.weights.random(k) for k in range(worth_flags.directions)]
