@@ -23,9 +23,9 @@ class RunFlags:
     objective: str = "jackpot"
     """Preset of correction, surrogate and more: tis, jackpot, gspo, ... (presets.OBJECTIVES)."""
     model: str = "base:policy"
-    """Policy: a Hugging Face folder, a run folder (its newest checkpoint's policy) or a hub id, or
-    base:policy for the toy model, trained on first use to an accuracy of 30 % (base:policy@0.2:
-    20 %)."""
+    """Policy: a Hugging Face folder, a run folder (its newest checkpoint's policy), a hub id, a GGUF
+    file (dequantized to bfloat16 once, into the folder FILE.gguf.bfloat16), or base:policy for the
+    toy model, trained on first use to an accuracy of 30 % (base:policy@0.2: 20 %)."""
     actor: str = "auto"
     """Rollout model: a folder or id as for --model, base:actor, or none (the policy samples); auto:
     base:actor for base:policy, else none."""

@@ -31,10 +31,10 @@ from config import EMBEDDED, PROPOSED, Config, OptimizerFlags, SampleFlags
 from machinery import flags, warmstart
 from machinery.checkpoint import models
 from machinery.flags import (
-    UserError,
     check_ranges,
     check_result,
     is_hub_id,
+    names_model,
     need,
     parse_flags,
     run_command,
@@ -195,8 +195,8 @@ class ModelFlags(SampleFlags):
 
     task: str = "arith"  # in train.py --task has a default only with toy models
     model: str = ""
-    """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id,
-    or base:policy."""
+    """A run folder (its newest checkpoint's policy), a checkpoint, any Hugging Face folder or id, a
+    GGUF file (see train.py), or base:policy."""
     role: Literal["policy", "actor"] = "policy"
     """Model to evaluate if --model names a run or a checkpoint."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -294,11 +294,11 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
         return warmstart.base_model(flag, name, Config(task="arith", arith=cfg.arith))
     if folder := models.model_in(name, which):
         return folder
-    if is_hub_id(name):
-        return models.from_hub(flag, name)
-    raise UserError(
-        f"--{flag}={name}: no model there; give a run folder, a checkpoint or a Hugging Face folder"
+    need(
+        names_model(name),
+        f"--{flag}={name}: no model there; give a run folder, a checkpoint, a Hugging Face folder or a GGUF file",
     )
+    return models.local_folder(flag, name)
 
 
 def evaluate(cfg: EvalFlags) -> dict:

@@ -99,13 +99,16 @@ def is_hub_id(name: str) -> bool:
     """Whether this can be the id of a hub model: the form owner/name, and no local path."""
     return (
         bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name))
+        and not name.endswith(".gguf")
         and not Path(name).exists()
     )
 
 
 def names_model(name: str) -> bool:
-    """Whether this is a folder with a config.json, or can be the id of a hub model."""
-    return (Path(name) / "config.json").is_file() or is_hub_id(name)
+    """Whether this is a folder with a config.json, a GGUF file, or can be the id of a hub model."""
+    path = Path(name)
+    is_gguf = path.suffix == ".gguf" and path.is_file()
+    return is_gguf or (path / "config.json").is_file() or is_hub_id(name)
 
 
 def embedded_model(flag: str, name: str) -> tuple[str, float]:

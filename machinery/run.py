@@ -19,6 +19,7 @@ import subprocess
 import sys
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import quant
@@ -33,7 +34,6 @@ from machinery.flags import (
     UserError,
     check_output,
     is_first_rank,
-    is_hub_id,
     need,
     read_json,
 )
@@ -434,16 +434,20 @@ def version(package: str) -> str | None:
 
 
 def model_folder(flag: str, cfg: Config, comm) -> str | None:
-    """The folder of --model or --actor; the first rank makes a missing base model. Collective."""
+    """The folder of --model or --actor; the first rank makes a missing base model, and converts a
+    GGUF file. Collective."""
     name = getattr(cfg, flag)
     if name == "none":
         return None
     if name.startswith("base:"):
-        if comm.rank == 0:
-            warmstart.base_model(flag, name, cfg)
-        comm.barrier()
-        return warmstart.base_model(flag, name, cfg)
-    return models.from_hub(flag, name) if is_hub_id(name) else name
+        find = partial(warmstart.base_model, flag, name, cfg)
+    else:
+        find = partial(models.local_folder, flag, name)
+    made = name.startswith("base:") or name.endswith(".gguf")
+    if made and comm.rank == 0:
+        find()
+    comm.barrier()
+    return find()
 
 
 def check_models(cfg: Config, policy: str, actor: str | None) -> None:

