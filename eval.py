@@ -269,7 +269,7 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     return Setup(sets, folder, tokenizer, most, context, vocabulary, ends)
 
 
-def check(cfg: ModelFlags, greedy: bool = False) -> None:
+def check(cfg: ModelFlags, greedy: bool = False, n_ranks: int = 1) -> None:
     """Raise UserError, one sentence, if a flag is invalid. greedy: --temperature may be 0."""
     cfg = replace(cfg, temperature=1.0) if greedy and cfg.temperature == 0 else cfg
     check_ranges(cfg)
@@ -279,7 +279,7 @@ def check(cfg: ModelFlags, greedy: bool = False) -> None:
     )
     sampling.check(cfg)
     tasks.check(cfg)
-    check_engine(cfg)
+    check_engine(cfg, n_ranks)
 
 
 def find_model(cfg: ModelFlags, flag: str, which: str) -> str:

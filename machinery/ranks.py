@@ -43,6 +43,13 @@ class Comm:
         self.device = device
 
     @classmethod
+    def alone(cls, device) -> Comm:
+        """A rank that works alone, also under torchrun: each method returns its input."""
+        comm = cls(device)
+        comm.on, comm.rank, comm.size = False, 0, 1
+        return comm
+
+    @classmethod
     def start(cls, patience: float) -> Comm:
         """Set this rank's device, and under torchrun start its process group. patience: timeout of
         collective calls, seconds."""

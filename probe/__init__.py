@@ -4,6 +4,7 @@
     python -m probe --model=base:policy --actor=base:actor                        # a different model samples
     python -m probe --model=FOLDER --rollout_quant=int8 --learner_quant=aligned   # both in low bits
     python -m probe --model=FOLDER --temperature=0.7 --top_p=0.8 --keep_sampling_mask=off
+    torchrun --nproc_per_node=2 -m probe --model=FOLDER --rollout_tp=2            # a tensor-parallel engine
     python -m probe --explain --model=FOLDER --rollout_quant=int8                 # sources of the mismatch
     python -m probe --explain --model=FOLDER --synced_from=OLDER_FOLDER           # possibly stale weights
 
@@ -39,6 +40,7 @@ from eval import ModelFlags, Setup, n_problems
 from learner import Learner
 from machinery import settings
 from machinery.checkpoint.models import load_model
+from machinery.flags import is_first_rank
 from machinery.ranks import Comm
 from machinery.run import check_models
 from model import FLOOR, Needs
@@ -55,6 +57,7 @@ from tasks import grade_all, turns
 from tasks.prompts import encode
 
 PROBLEMS = 64  # default of --problems
+PATIENCE = 3600.0  # seconds: timeout of collective calls
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,12 @@ def probe(
     check_models(train_cfg, setup.folder, actor)
     sampling = Sampling.of(cfg)
     allowed = max_allowed(train_cfg, setup.vocabulary)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    comm = Comm(device)  # before vLLM makes its own process group, for one rank
+    device = Comm.start(PATIENCE).device
     engine = start_engine(
         cfg, setup, actor or setup.folder, start, max(1, allowed), device
     )
+    # with --rollout_tp each rank scores all responses
+    comm = Comm.alone(device)
     learner = Learner(load_model(setup.folder), None, train_cfg, comm, setup.vocabulary)
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed)
     scored = score(learner, groups, train_cfg)
@@ -115,6 +119,8 @@ def probe(
     )
     engine.close()
     report = summarize(cfg, setup, scored, floor) | {"ladder": ladder}
+    if not is_first_rank():
+        return report
     print(text(report))
     picture = Path(cfg.out).with_suffix(".png") if cfg.out else Path("out/mismatch.png")
     print(f"figure: {draw_mismatch(report, scored, picture)}")
@@ -159,6 +165,7 @@ def learner_config(cfg: ProbeFlags, setup) -> config.Config:
         "train_batch": responses,
         "rollout_batch": responses,
         "out": "none",
+        "rollout_tp": 1,
     }
     names = {f.name for f in dataclasses.fields(config.Config)}
     shared = {name: value for name, value in vars(cfg).items() if name in names}

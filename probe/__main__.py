@@ -10,7 +10,14 @@ import tasks
 from eval import check, filled, find_model, open_setup, write_result
 from machinery import flags
 from machinery.checkpoint.models import check_weights
-from machinery.flags import check_result, need, parse_flags, run_command
+from machinery.flags import (
+    check_result,
+    is_first_rank,
+    need,
+    parse_flags,
+    run_command,
+)
+from machinery.ranks import WORLD_SIZE
 from probe import PROBLEMS, ProbeFlags, doctor, ladder, probe
 
 
@@ -52,13 +59,23 @@ def main(argv: list[str] | None = None) -> dict:
         )
         check_weights(start)
     result = probe(cfg, setup, actor, start)
-    write_result(cfg.out, result)
+    if is_first_rank():
+        write_result(cfg.out, result)
     return result
 
 
 def check_flags(cfg: ProbeFlags) -> None:
     """Raise UserError for flags that are invalid or contradict each other."""
-    check(cfg)
+    check(cfg, n_ranks=WORLD_SIZE)
+    need(
+        cfg.rollout_tp == WORLD_SIZE,
+        f"--rollout_tp={cfg.rollout_tp}: a probe has one engine, and torchrun started {WORLD_SIZE} ranks; give both "
+        "the same number",
+    )
+    need(
+        not cfg.explain or cfg.rollout_tp == 1,
+        "--explain: sources are computed in plain torch on one rank; leave out --rollout_tp",
+    )
     need(
         cfg.samples >= 2,
         f"--samples={cfg.samples}: must be at least 2, since the report compares responses to the same problem",

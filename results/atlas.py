@@ -45,14 +45,20 @@ ROWS = {
         "bfloat16, temperature 0.7": f"{BF16} --temperature=0.7",
         "bfloat16, temperature 1.5": f"{BF16} --temperature=1.5",
         "int8, temperature 0.4": f"{BF16} --rollout_quant=int8 --temperature=0.4",
+        "int8, temperature 0.7": f"{BF16} --rollout_quant=int8 --temperature=0.7",
         "int8, temperature 1.5": f"{BF16} --rollout_quant=int8 --temperature=1.5",
     },
     QWEN: {
         "bfloat16": BF16,
+        "float32": "--dtype=float32 --rollout_dtype=float32",
+        "float16": "--dtype=float16 --rollout_dtype=float16",
         "int8": f"{BF16} --rollout_quant=int8",
         "int8, aligned": f"{BF16} --rollout_quant=int8 --learner_quant=aligned",
         "w4a16": f"{BF16} --rollout_quant=w4a16",
         "w4a16, aligned": f"{BF16} --rollout_quant=w4a16 --learner_quant=aligned",
+        "fp8": f"{BF16} --rollout_quant=fp8",
+        "fp8, aligned": f"{BF16} --rollout_quant=fp8 --learner_quant=aligned",
+        "fp8 KV cache": f"{BF16} --kv_cache_dtype=fp8",
         "0.7 / 0.8 / 20, set off": f"{QWEN_SAMPLING} --keep_sampling_mask=off",
         "0.7 / 0.8 / 20, recomputed": f"{QWEN_SAMPLING} --keep_sampling_mask=recompute",
         "0.7 / 0.8 / 20, replayed": f"{QWEN_SAMPLING} --keep_sampling_mask=replay",
@@ -129,12 +135,15 @@ def table(data: dict) -> str:
 
 
 def draw(data: dict) -> None:
-    """Plot the KL of each row, and the ESS of response weights by length."""
-    fig, axes = sweep.pyplot().subplots(1, 2, figsize=(11, 5.4), layout="constrained")
+    """Plot the KL of each row, the ESS of response weights by length, and the KL by temperature."""
+    fig, axes = sweep.pyplot().subplots(
+        1, 3, figsize=(14, 5.8), layout="constrained", width_ratios=(2, 2, 1)
+    )
     points = [
-        (group, label, row)
-        for group, rows in data["rows"].items()
-        for label, row in rows.items()
+        (group, label, data["rows"][group][label])
+        for group, rows in ROWS.items()
+        for label in rows
+        if label in data["rows"].get(group, {})
     ]
     colour = dict(zip(ROWS, sweep.COLOURS, strict=False))
     names = [f"{group}: {label}" for group, label, _ in points]
@@ -164,6 +173,17 @@ def draw(data: dict) -> None:
     axes[1].set_xlabel("tokens of a response", fontsize=8)
     axes[1].set_title("ESS of response weights", fontsize=9)
     axes[1].legend(fontsize=7, ncol=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    for name, line in (("bfloat16", "-"), ("int8", "--")):
+        kls = {1.0: data["rows"][SMOL][name]["kl"]}
+        for t in (0.4, 0.7, 1.5):
+            row = data["rows"][SMOL].get(f"{name}, temperature {t}")
+            kls |= {t: row["kl"]} if row else {}
+        style = dict(color=colour[SMOL], ls=line, marker=".")
+        axes[2].plot(sorted(kls), [kls[t] for t in sorted(kls)], label=name, **style)
+    axes[2].set_yscale("log")
+    axes[2].set_xlabel("temperature", fontsize=8)
+    axes[2].set_title(f"KL(inf || ref), {SMOL}", fontsize=9)
+    axes[2].legend(fontsize=7)
     for ax in axes:
         ax.grid(alpha=0.3)
         ax.tick_params(labelsize=8)

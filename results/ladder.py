@@ -33,7 +33,7 @@ SHOWN = 0.01  # smaller shares of the KL are left out of the table
 
 
 def table(data: dict) -> str:
-    """The tables of the page: KL, mean gap and sources by configuration; planted faults and the faults named first."""
+    """The table of the page: KL, mean gap and sources by configuration."""
     rows = []
     for name in RUNS:
         ladder = data["ladders"][name]
@@ -49,11 +49,6 @@ def table(data: dict) -> str:
         )
         numbers = (total, ladder["total"]["dp"], ladder["floor"]["kl"])
         rows.append([name, *(f"{x:.2g}" for x in numbers), parts])
-    faults = []
-    for x in data["faults"]:
-        first = x["suspects"][0]
-        fault = f"{first['fault']} {first['where']}".strip()
-        faults.append([x["planted"], fault, f"{100 * first['explained']:.0f} %"])
     head = [
         "configuration",
         "KL",
@@ -61,11 +56,7 @@ def table(data: dict) -> str:
         "floor of the KL",
         "sources of the KL",
     ]
-    return (
-        sweep.markdown(head, rows)
-        + "\n"
-        + sweep.markdown(["planted fault", "named first", "explains"], faults)
-    )
+    return sweep.markdown(head, rows)
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python results/plans.py             # the plans of all recipes; no weights, no network
 
-SHAPES has the shapes of the recipes' models, as in their config.json files on the hub. The second table compares plans
-with measured peaks ("checked" in results/plans.json).
+SHAPES has the shapes of the recipes' models, as in their config.json files on the hub. "checked" in results/plans.json
+compares plans with measured peaks.
 """
 
 import re
@@ -124,16 +124,12 @@ def recipes() -> list[list[str]]:
 
 
 def table(data: dict) -> str:
-    """The tables of the page: the plans in GiB on one GPU; predicted and measured peaks on CPUs."""
+    """The table of the page: the plans in GiB on one GPU."""
     rows = [
         [*cells, "yes" if says.startswith("it fits") else "no"]
         for *cells, says in data["recipes"]
     ]
-    return (
-        sweep.markdown(HEAD, rows)
-        + "\n"
-        + sweep.markdown(["run", "predicted", "measured", "ratio"], data["checked"])
-    )
+    return sweep.markdown(HEAD, rows)
 
 
 def main() -> None:

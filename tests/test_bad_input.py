@@ -157,7 +157,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
         "eval.py",
         r"""
 | --model is empty: name a run folder, a checkpoint or a Hugging Face folder
---model=/no/such | --model=/no/such: no model there; give a run folder, a checkpoint, a Hugging Face folder or a GGUF file
+--model=/no/such | --model=/no/such: no model there; ... a checkpoint, a Hugging Face folder or a GGUF file
 --model=config_cut --rollout=hf | config_cut/config.json: not valid JSON ... copy it again, or name a different folder
 --model=POLICY --rollout=hf | --model=POLICY: these flags have no default for a custom model; ... --max_tokens=4096
         """,
