@@ -570,8 +570,17 @@ OF_RESPONSES = (
 
 
 def dead_weights(cfg: Config, logged: dict[str, float]) -> str:
-    """A warning if response weights have an effective sample size below 2 responses or 1/16 of
-    them, or most are at the clamp; else "". logged: metrics of an update."""
+    """A warning if more than nine tenths of the tokens are rejected, if response weights have an
+    effective sample size below 2 responses or 1/16 of them, or if most are at the clamp; else "".
+    logged: metrics of an update."""
+    rejected = logged["rollout_corr/rollout_rs_masked_fraction"]
+    kl = logged["rollout_corr/kl"]
+    if rejected > 0.9:
+        return (
+            f"{100 * rejected:.3g} % of the tokens are rejected (KL {kl:.2g} a token): few tokens determine the "
+            "update, or none; widen the bounds --rs_low and --rs_high, or use token weights (--objective=tis) or "
+            "OBRS (--objective=jackpot)"
+        )
     # clamped weights are equal, so their ESS is near 1 and means nothing
     clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5
     share = 0.0 if clamped else logged["rollout_corr/seq_eff_sample_size"]
@@ -580,9 +589,8 @@ def dead_weights(cfg: Config, logged: dict[str, float]) -> str:
     low = f"the response weights have a relative effective sample size of {share:.2g}"
     state = "most response weights are at the clamp" if clamped else low
     return (
-        f"--correction={cfg.correction}: {state} (KL "
-        f"{logged['rollout_corr/kl']:.2g} a token over {logged['response_length']:.0f} tokens): few responses "
-        "determine the update; use token weights (--objective=tis) or OBRS (--objective=jackpot)"
+        f"--correction={cfg.correction}: {state} (KL {kl:.2g} a token over {logged['response_length']:.0f} tokens): "
+        "few responses determine the update; use token weights (--objective=tis) or OBRS (--objective=jackpot)"
     )
 
 

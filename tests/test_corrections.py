@@ -156,15 +156,19 @@ def test_k3_near_zero_is_accurate_in_float32():
     assert torch.allclose(got.double(), want, rtol=1e-6, atol=0)
 
 
-DEAD = [("seq_tis", 0.06, 0.0), ("seq_tis", 1.0, 0.9), ("retrace_seq", 0.06, 0.0)]  # 0.9: at the clamp
-DEAD += [("seq_tis", 1 / 16, 0.0, 16)]  # all weight on one of 16 responses
-ALIVE = [("seq_tis", 0.3, 0.0), ("seq_tis", 0.13, 0.0, 16), ("tis", 0.06, 0.0), ("jackpot", 0.06, 0.0)]
+# objective, ESS, share at the clamp, share of rejected tokens, responses of an update
+DEAD = [("seq_tis", 0.06, 0.0), ("seq_tis", 1.0, 0.9), ("retrace_seq", 0.06, 0.0)]
+DEAD += [("seq_tis", 1 / 16, 0.0, 0.0, 16)]  # all weight on one of 16 responses
+DEAD += [("trm", 0.3, 0.0, 1.0), ("icepop", 0.3, 0.0, 0.91)]
+ALIVE = [("seq_tis", 0.3, 0.0), ("seq_tis", 0.13, 0.0, 0.0, 16), ("tis", 0.06, 0.0), ("jackpot", 0.06, 0.0)]
+ALIVE += [("trm", 0.3, 0.0, 0.9), ("jackpot", 0.06, 0.0, 0.5)]
 
 
 @pytest.mark.parametrize("case", DEAD + ALIVE)
 def test_the_warning_of_dead_weights_names_an_alternative(case):
-    name, ess, clamped, *n = case
+    name, ess, clamped, rejected, n = case + (0.0, 256)[len(case) - 3 :]
     logged = {"rollout_corr/seq_eff_sample_size": ess, "rollout_corr/seq_clamped_fraction": clamped}
     logged |= {"rollout_corr/kl": 0.25, "response_length": 160.0}
-    cfg = make_cfg(objective=name, train_batch=n[0] if n else 256, rollout_batch=256)
+    logged |= {"rollout_corr/rollout_rs_masked_fraction": rejected}
+    cfg = make_cfg(objective=name, train_batch=n, rollout_batch=256)
     assert ("--objective=tis" in corrections.dead_weights(cfg, logged)) == (case in DEAD)
