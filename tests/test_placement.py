@@ -1,6 +1,7 @@
 """Devices of ranks, samples of an engine on several ranks, sleeping engines. Without a GPU: calls are recorded;
 vLLM's tensor parallelism runs on two CPU ranks."""
 
+import json
 import pickle
 import sys
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import at, log_probabilities, make_cfg, make_groups
-from standins import model, save
+from standins import folder_and_task, model, save
 from tensor_parallel import tokens, work
 from torchrun import torchrun
 
@@ -25,6 +26,8 @@ from machinery.flags import UserError
 from machinery.ranks import Comm
 from model import in_vllm
 from model.engines import HFEngine, VLLMEngine, sleep_level
+from probe import ProbeFlags
+from probe.__main__ import check_flags
 from sampling import Sampling
 from source import LocalSource
 
@@ -114,6 +117,24 @@ def assert_sampled_from(lm, prompt: list, group: list) -> None:
         want, sampled = log_probabilities(lm, prompt, ids, 0.8)
         assert np.allclose(logp, at(want, sampled).detach(), atol=1e-4)
         assert torch.equal(torch.tensor(top), want.topk(3, -1).indices)
+
+
+@pytest.mark.timeout(400)
+def test_a_probe_of_an_engine_on_two_ranks(tmp_path):
+    """In float32 the engine's log-probabilities equal the learner's to rounding; its sums differ from one rank's."""
+    named = folder_and_task(model("qwen3", num_key_value_heads=2), tmp_path) | {"reward": "math", "max_tokens": 12}
+    named |= {"samples": 2, "rollout_tp": 2, "out": tmp_path / "two.json"}
+    torchrun("../probe/__main__.py", *(f"--{name}={value}" for name, value in named.items()))
+    report = json.loads((tmp_path / "two.json").read_text())
+    assert report["responses"] == 16 and report["tokens"] > 100 and (tmp_path / "two.png").is_file()
+    assert 0 < report["largest_mismatch"] < 1e-5 and 0 <= report["kl"] < 1e-10
+
+
+@pytest.mark.parametrize("ranks, words", [(1, "1 is not a multiple of it"), (4, "torchrun started 4 ranks; give both")])
+def test_a_probe_has_one_engine(ranks, words, monkeypatch):
+    monkeypatch.setattr("probe.__main__.WORLD_SIZE", ranks)
+    with pytest.raises(UserError, match=f"--rollout_tp=2: .*{words}"):
+        check_flags(ProbeFlags(model="m", rollout_tp=2, max_tokens=8, rollout="vllm"))
 
 
 def test_ranks_of_one_engine_sample_until_all_have_their_groups(folders):
