@@ -13,10 +13,12 @@ import standins
 import torch
 from standins import model
 
-from machinery import run
+from config import Config
+from eval import EvalFlags, find_model
+from machinery import run, settings
 from machinery.checkpoint import models
 from machinery.checkpoint.models import load_model
-from machinery.flags import UserError
+from machinery.flags import UserError, is_hub_id, names_model
 from machinery.ranks import Comm
 
 NAMES = {  # names of qwen2's tensors in the GGUF format
@@ -93,6 +95,18 @@ def test_a_gguf_file_is_converted_once(tied, tmp_path):
     assert torch.equal(
         load_model(folder_of(file), dtype=torch.bfloat16).state_dict()[key], other.state_dict()[key].bfloat16()
     )
+
+
+def test_the_name_of_a_gguf_file(tmp_path, monkeypatch):
+    """A file is a model of train.py and eval.py; a missing one is no id of the hub."""
+    monkeypatch.chdir(tmp_path)
+    write_gguf(model("qwen2"), Path("m.gguf"))
+    assert names_model("m.gguf") and not names_model("a/m.gguf") and not is_hub_id("a/m.gguf")
+    assert find_model(EvalFlags(model="m.gguf"), "model", "policy") == "m.gguf.bfloat16"
+    with pytest.raises(UserError, match="--model=a/m.gguf: no model there; .* or a GGUF file"):
+        find_model(EvalFlags(model="a/m.gguf"), "model", "policy")
+    with pytest.raises(UserError, match="--model=a/m.gguf: no Hugging Face model folder"):
+        settings.check_models(Config(model="a/m.gguf", actor="none"))
 
 
 def test_a_damaged_gguf_file_is_refused(tmp_path):
