@@ -293,7 +293,9 @@ def check_models(cfg: Config) -> None:
         elif value != "none" or flag == "model":
             need(
                 flags.names_model(value),
-                f"--{flag}={value}: no Hugging Face model folder (no config.json there); give a folder as "
+                f"--{flag}={value}: no such GGUF file"
+                if value.endswith(".gguf")
+                else f"--{flag}={value}: no Hugging Face model folder (no config.json there); give a folder as "
                 "save_pretrained writes it, or base:policy",
             )
 

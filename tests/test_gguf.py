@@ -105,7 +105,7 @@ def test_the_name_of_a_gguf_file(tmp_path, monkeypatch):
     assert find_model(EvalFlags(model="m.gguf"), "model", "policy") == "m.gguf.bfloat16"
     with pytest.raises(UserError, match="--model=a/m.gguf: no model there; .* or a GGUF file"):
         find_model(EvalFlags(model="a/m.gguf"), "model", "policy")
-    with pytest.raises(UserError, match="--model=a/m.gguf: no Hugging Face model folder"):
+    with pytest.raises(UserError, match="--model=a/m.gguf: no such GGUF file"):
         settings.check_models(Config(model="a/m.gguf", actor="none"))
 
 
