@@ -69,6 +69,14 @@ def test_a_world_size_without_ranks_is_refused(monkeypatch, variables, missing):
         Comm.start(patience=60)
 
 
+def test_a_rank_alone_is_part_of_no_collective_call(monkeypatch):
+    """A probe's learner on one of two ranks: it is not wrapped or summed over ranks."""
+    for name, value in {"is_initialized": True, "get_rank": 1, "get_world_size": 2}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    comm = Comm.alone("cpu")
+    assert (comm.on, comm.rank, comm.size) == (False, 0, 1) and comm.sum([3.0]) == [3.0]
+
+
 def test_an_unsupported_vllm_is_refused_in_one_sentence(monkeypatch):
     """A vLLM without a module that is changed."""
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.logprobs", None)
