@@ -434,8 +434,7 @@ def version(package: str) -> str | None:
 
 
 def model_folder(flag: str, cfg: Config, comm) -> str | None:
-    """The folder of --model or --actor; the first rank makes a missing base model, and converts a
-    GGUF file. Collective."""
+    """The folder of --model or --actor; the first rank makes a missing base model. Collective."""
     name = getattr(cfg, flag)
     if name == "none":
         return None
@@ -443,8 +442,7 @@ def model_folder(flag: str, cfg: Config, comm) -> str | None:
         find = partial(warmstart.base_model, flag, name, cfg)
     else:
         find = partial(models.local_folder, flag, name)
-    made = name.startswith("base:") or name.endswith(".gguf")
-    if made and comm.rank == 0:
+    if name.startswith("base:") and comm.rank == 0:
         find()
     comm.barrier()
     return find()

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +96,17 @@ def test_a_gguf_file_is_converted_once(tied, tmp_path):
     assert torch.equal(
         load_model(folder_of(file), dtype=torch.bfloat16).state_dict()[key], other.state_dict()[key].bfloat16()
     )
+
+
+def test_two_processes_convert_a_gguf_file_once(tmp_path, monkeypatch):
+    """A lock holds between processes as between threads, which open the lock file each."""
+    write_gguf(model("qwen2"), tmp_path / "m.gguf")
+    converted, convert = [], models.convert_gguf
+    monkeypatch.setattr(models, "convert_gguf", lambda *args: (converted.append(args), convert(*args)))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(folder_of, [tmp_path / "m.gguf"] * 2)
+    assert first == second and len(converted) == 1
+    load_model(first)
 
 
 def test_the_name_of_a_gguf_file(tmp_path, monkeypatch):

@@ -132,7 +132,8 @@ def test_a_probe_of_an_engine_on_two_ranks(tmp_path):
     """In float32 the engine's log-probabilities equal the learner's to rounding; its sums differ from one rank's."""
     named = folder_and_task(model("qwen3", num_key_value_heads=2), tmp_path) | {"reward": "math", "max_tokens": 12}
     named |= {"samples": 2, "rollout_tp": 2, "out": tmp_path / "two.json"}
-    torchrun("../probe/__main__.py", *(f"--{name}={value}" for name, value in named.items()))
+    screen = torchrun("../probe/__main__.py", *(f"--{name}={value}" for name, value in named.items()))
+    assert screen.count("figure: ") == 1  # of the first rank
     report = json.loads((tmp_path / "two.json").read_text())
     assert report["responses"] == 16 and report["tokens"] > 100 and (tmp_path / "two.png").is_file()
     assert 0 < report["largest_mismatch"] < 1e-5 and 0 <= report["kl"] < 1e-10

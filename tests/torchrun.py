@@ -27,8 +27,8 @@ FORKS.set_forkserver_preload(LIBRARIES)
 # -- In a test --------------------------------------------------------------------------------------------------------
 
 
-def torchrun(script: str, *args, ranks: int = 2) -> None:
-    """Run a script on `ranks` ranks until its end. script: relative to tests/."""
+def torchrun(script: str, *args, ranks: int = 2) -> str:
+    """Run a script on `ranks` ranks until its end; return the printed text of all ranks. script: relative to tests/."""
     port, end = free_port(), time.monotonic() + LIMIT
     with tempfile.NamedTemporaryFile("r", errors="replace") as screen:
         argv = [str((HERE / script).resolve()), *map(str, args)]
@@ -44,6 +44,7 @@ def torchrun(script: str, *args, ranks: int = 2) -> None:
                 job.kill()
                 job.join()
         assert [job.exitcode for job in jobs] == [0] * ranks, screen.read()[-3000:]
+        return screen.read()
 
 
 class Command:

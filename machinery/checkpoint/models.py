@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import importlib.util
 import itertools
 import re
@@ -144,11 +145,19 @@ def local_folder(flag: str, name: str) -> str:
 
 
 def from_gguf(file: Path) -> str:
-    """The folder FILE.gguf.bfloat16, converted if it is missing or older than the file. Raises UserError."""
+    """The folder FILE.gguf.bfloat16, converted if it is missing or older than the file. One process
+    converts, others wait. Raises UserError."""
     folder = file.with_name(f"{file.name}.bfloat16")
-    made = folder / "config.json"
-    if not made.is_file() or made.stat().st_mtime < file.stat().st_mtime:
-        convert_gguf(file, folder)
+
+    def is_made() -> bool:
+        made = folder / "config.json"
+        return made.is_file() and made.stat().st_mtime >= file.stat().st_mtime
+
+    if not is_made():
+        with open(f"{folder}.lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_made():
+                convert_gguf(file, folder)
     return str(folder)
 
 
