@@ -107,7 +107,7 @@ def numbers(row: dict) -> list[str]:
         f"{row['kl']:.2g}",
         f"{row['mean_mismatch']:.2g}",
         f"{row['largest_mismatch']:.2g}",
-        f"{100 * row['above_half']:.0f} %",
+        f"{100 * row['above_half']:.0f}",
         f"{row['token_ess']:.3f}",
         f"{row['seq_ess']:.2g}",
     ]
@@ -120,7 +120,7 @@ def table(data: dict) -> str:
         "KL",
         "mean gap",
         "largest gap",
-        "responses with a gap above 0.5",
+        "responses with a gap above 0.5, %",
         "ESS of token weights",
         "ESS of response weights",
     ]
@@ -135,9 +135,10 @@ def table(data: dict) -> str:
 
 
 def draw(data: dict) -> None:
-    """Plot the KL of each row, the ESS of response weights by length, and the KL by temperature."""
+    """Plot the KL of each row, the ESS of response weights by length, the KL by temperature, and the largest gaps of
+    long and of short responses."""
     fig, axes = sweep.pyplot().subplots(
-        1, 3, figsize=(14, 5.8), layout="constrained", width_ratios=(2, 2, 1)
+        1, 4, figsize=(17, 5.8), layout="constrained", width_ratios=(4, 4, 2, 3)
     )
     points = [
         (group, label, data["rows"][group][label])
@@ -184,10 +185,26 @@ def draw(data: dict) -> None:
     axes[2].set_xlabel("temperature", fontsize=8)
     axes[2].set_title(f"KL(inf || ref), {SMOL}", fontsize=9)
     axes[2].legend(fontsize=7)
+    draw_long(axes[3], data.get("long", {}))
     for ax in axes:
         ax.grid(alpha=0.3)
         ax.tick_params(labelsize=8)
     sweep.save(fig, sweep.RESULTS / "atlas.png")
+
+
+def draw_long(ax, long: dict) -> None:
+    """Plot the records of results/long.py: the largest gap, mean and standard error over prompts."""
+    for colour, (name, row) in zip(sweep.COLOURS, long.items(), strict=False):
+        keys = ("one short response", "all short responses", "long response")
+        values = [row[key] for key in keys] + row["its pieces"]
+        mean, error = zip(*values, strict=True)
+        ax.errorbar(range(len(values)), mean, error, fmt="o", color=colour, label=name)
+    pieces = [f"piece {n}" for n in range(1, 6)]
+    names = ["short", "five short", "long", *pieces]
+    ax.set_xticks(range(len(names)), names, rotation=60)
+    ax.set_yscale("log")
+    ax.set_title(f"largest gap, {SMOL}", fontsize=9)
+    ax.legend(fontsize=7)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY_TASK
@@ -9,7 +10,7 @@ from tools import conform
 
 from machinery.log import read_metrics
 from machinery.settings import parse
-from results import atlas, exact, ladder, pair_z, plans, sweep
+from results import atlas, exact, ladder, long, pair_z, plans, sweep
 from results.sweep import STUDIES
 
 TABLES = dict.fromkeys(STUDIES, sweep.table)
@@ -128,3 +129,14 @@ def test_z_of_the_pair_by_enumeration(monkeypatch):
         assert [z[key][n].item() for key in ("Z", "2 low", "2 approx")] == pytest.approx(sums, rel=1e-5)
         assert z["2 high"][n] >= sums[0] - 1e-6
     assert (z["2 low"] < z["2 approx"]).any()
+
+
+def test_the_gaps_of_long_responses_by_hand():
+    """Two prompts, two pieces of two tokens: largest gaps as means and standard errors, mean gaps."""
+    responses = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.0, 0.2, 0.1]])
+    short = np.array([[[0.1, 0.1], [0.6, 0.0]], [[0.3, 0.2], [0.1, 0.4]]])
+    row = long.summary(responses, short)
+    assert row["one short response"] == pytest.approx([0.2, 0.1]) and row["all short responses"] == [0.5, 0.1]
+    assert row["long response"] == pytest.approx([0.45, 0.05])
+    assert row["its pieces"] == [pytest.approx([0.35, 0.15]), pytest.approx([0.3, 0.1])]
+    assert row["mean gap, short"] == pytest.approx(0.225) and row["mean gap, pieces"] == pytest.approx([0.2, 0.25])
