@@ -125,12 +125,11 @@ def recipes() -> list[list[str]]:
 
 def table(data: dict) -> str:
     """The table of the page: the plans in GiB on one GPU; recipes with equal plans share a line."""
-    names = {}
-    for name, *cells, says in data["recipes"]:
-        fits = "yes" if says.startswith("it fits") else "no"
-        names.setdefault((*cells, fits), []).append(name)
-    rows = [[", ".join(group), *cells] for cells, group in names.items()]
-    return sweep.markdown(HEAD, rows)
+    rows = [
+        [*cells, "yes" if says.startswith("it fits") else "no"]
+        for *cells, says in data["recipes"]
+    ]
+    return sweep.markdown(HEAD, sweep.merged(rows))
 
 
 def main() -> None:

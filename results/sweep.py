@@ -260,6 +260,14 @@ def probed(flags: str) -> dict:
         return json.loads(read_text(out))
 
 
+def merged(rows: list[list[str]]) -> list[list[str]]:
+    """Rows with equal cells after the first become one row; its first cell lists their first cells."""
+    names = {}
+    for name, *cells in rows:
+        names.setdefault(tuple(cells), []).append(name)
+    return [[", ".join(group), *cells] for cells, group in names.items()]
+
+
 def mean_se(values: list[float], single: float) -> str:
     """A cell with mean and standard error over seeds; `single` is the error of one value, NaN if none is shown."""
     if not values:

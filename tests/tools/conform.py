@@ -369,13 +369,13 @@ def written(cells: list) -> str:
 
 
 def table(data: dict) -> str:
-    """The table of the page: one line for each framework, then one line for each case that differs."""
+    """The table of the page: one line for each framework, then the cases that differ."""
     rows = []
     for name, record in data.items():
         differ = {case: cells[:4] for case, cells in record["cases"].items() if not set(cells[:4]) <= {"0", "-"}}
         cases = len(record["cases"])
         rows.append([f"**{name}**: {cases - len(differ)} of {cases} cases agree"])
-        rows += [[f"`{case}`", *cells] for case, cells in differ.items()]
+        rows += sweep.merged([[f"`{case}`", *cells] for case, cells in differ.items()])
     return sweep.markdown(["case", "weight", "mask", "loss", "gradient"], rows)
 
 
