@@ -25,6 +25,7 @@ from learner import Learner
 from machinery.checkpoint.models import load_model
 from machinery.flags import need, parse_flags, run_command
 from machinery.ranks import Comm
+from probe import ProbeFlags
 from results import atlas, sweep
 from sampling import Sampling
 
@@ -41,7 +42,7 @@ class LongFlags:
     """Row of SmolLM2 in results/atlas.py: the formats of engine and learner."""
 
 
-def gaps(cfg: probe.ProbeFlags) -> tuple[np.ndarray, np.ndarray]:
+def gaps(cfg: ProbeFlags) -> tuple[np.ndarray, np.ndarray]:
     """Gaps of long responses, (PROMPTS, PIECES * PIECE), and of short ones, (PROMPTS, PIECES, PIECE)."""
     setup = replace(open_setup(cfg, PROMPTS), stop_ids=[])
     device = Comm.start(probe.PATIENCE).device
@@ -87,7 +88,7 @@ def main() -> None:
     model = atlas.POLICY[atlas.SMOL].split()[0]
     size = f"--problems={PROMPTS} --samples={PIECES} --max_tokens={PIECES * PIECE} --task={flags.task}"
     argv = f"{model} {size} {rows[flags.row]}".split()
-    record = summary(*gaps(filled(parse_flags(probe.ProbeFlags, argv, ""))))
+    record = summary(*gaps(filled(parse_flags(ProbeFlags, argv, ""))))
     data = sweep.load("atlas")
     data.setdefault("long", {})[flags.row] = record
     sweep.store("atlas", data)
