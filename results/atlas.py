@@ -27,6 +27,7 @@ POLICY = {
     PAIR: "--model=out/models/qwen15 --actor=out/models/qwen05 --problems=8 --samples=4 --max_tokens=160",
 }
 BF16 = "--dtype=bfloat16 --rollout_dtype=bfloat16"
+TORCH_INT8 = "--rollout=hf --rollout_quant=int8 --learner_quant=aligned"
 QWEN_SAMPLING = f"{BF16} --temperature=0.7 --top_p=0.8 --top_k=20"
 ROWS = {
     SMOL: {
@@ -34,6 +35,8 @@ ROWS = {
         "float32": "--dtype=float32 --rollout_dtype=float32",
         "int8": f"{BF16} --rollout_quant=int8",
         "int8, aligned": f"{BF16} --rollout_quant=int8 --learner_quant=aligned",
+        "int8, aligned, plain torch": f"{BF16} {TORCH_INT8}",
+        "int8, aligned, plain torch, `--exact`": f"{BF16} {TORCH_INT8} --exact=True",
         "w4a16": f"{BF16} --rollout_quant=w4a16",
         "w4a16, aligned": f"{BF16} --rollout_quant=w4a16 --learner_quant=aligned",
         "fp8": f"{BF16} --rollout_quant=fp8",
@@ -59,6 +62,10 @@ ROWS = {
         "fp8": f"{BF16} --rollout_quant=fp8",
         "fp8, aligned": f"{BF16} --rollout_quant=fp8 --learner_quant=aligned",
         "fp8 KV cache": f"{BF16} --kv_cache_dtype=fp8",
+        "bfloat16, head in float32": f"{BF16} --lm_head_fp32=True",
+        "bfloat16, temperature 0.4": f"{BF16} --temperature=0.4",
+        "bfloat16, temperature 0.7": f"{BF16} --temperature=0.7",
+        "bfloat16, temperature 1.5": f"{BF16} --temperature=1.5",
         "0.7 / 0.8 / 20, set off": f"{QWEN_SAMPLING} --keep_sampling_mask=off",
         "0.7 / 0.8 / 20, recomputed": f"{QWEN_SAMPLING} --keep_sampling_mask=recompute",
         "0.7 / 0.8 / 20, replayed": f"{QWEN_SAMPLING} --keep_sampling_mask=replay",
