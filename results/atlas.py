@@ -235,6 +235,7 @@ def main() -> None:
                 for key in ("k1", "kl", "mean")
             }
             row = {key: report[key] for key in KEPT} | {"floor": floor}
+            data = sweep.load("atlas")  # another process may have added rows
             data["rows"].setdefault(group, {})[label] = row
             sweep.store("atlas", data)
     sweep.rewrite(sweep.RESULTS / "atlas.md", table(data))
