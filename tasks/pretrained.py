@@ -6,7 +6,7 @@
 
 The hub is tried first. If it cannot be reached, the weights come from packages of the Python
 registry with a 4-bit GGUF file. Such a folder has dequantized weights, which score below the
-original weights.
+original weights. HF_HUB_OFFLINE=1 skips the hub.
 """
 
 from __future__ import annotations
