@@ -41,7 +41,7 @@ from machinery.flags import (
 )
 from machinery.run import check_folders, common_tokenizer, longest_contexts
 from machinery.settings import check_engine, check_named, fill
-from model import lora, memory
+from model import memory
 from model.engines import HFEngine, make_engine
 from rollout import request_seed
 from sampling import Sampling
@@ -119,29 +119,29 @@ def drawn_as(one: EvalSet, sampling: Sampling) -> Sampling:
 def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
     """A plain torch sampler with the current weights of the learner's policy or actor.
 
-    Under FSDP the sampler has a full copy of the weights, because shards cannot decode. The copy is
-    quantized like the learner's model."""
+    It computes as the learner does. In 16 bits the learner rounds its float32 weights and trains the
+    rounded policy; the policy of the unrounded weights can be a much worse one. Under FSDP the
+    sampler has a full copy of the weights, because shards cannot decode. The copy is quantized like
+    the learner's model."""
     model = getattr(learner.models, name)
-    if not (learner.comm.on and cfg.parallel == "fsdp"):
-        return HFEngine(
-            model,
-            device=learner.device,
-            vocabulary=learner.models.vocabulary,
-            autocast=memory.compute_type(cfg) if lora.learns(cfg, name) else None,
-        )
-    full_model = quant.empty_model(model.config)
-    quant.align(
-        full_model,
-        next(
+    sharded = learner.comm.on and cfg.parallel == "fsdp"
+    if sharded:
+        fmt = next(
             (m.format for m in model.modules() if isinstance(m, quant.LowBitLinear)),
             None,
-        ),
-    )
-    memory.fill(full_model, learner.device)
+        )
+        model = quant.empty_model(model.config)
+        quant.align(model, fmt)
+        memory.fill(model, learner.device)
     engine = HFEngine(
-        full_model, device=learner.device, vocabulary=learner.models.vocabulary
+        model,
+        device=learner.device,
+        vocabulary=learner.models.vocabulary,
+        head_fp32=cfg.lm_head_fp32,
+        autocast=memory.compute_type(cfg),
     )
-    engine.load(learner.named_tensors(name))
+    if sharded:
+        engine.load(learner.named_tensors(name))
     return engine
 
 

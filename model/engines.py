@@ -401,7 +401,7 @@ class HFEngine:
     folder_or_model  a save_pretrained folder, or a model, which is used (and quantized) in place
     exact            compute each sum in the learner's order (model/exact.py), with float32 weights
     routing          record the experts of each token (Response.routed), on any device
-    autocast         dtype of products; None: of the weights. For float32 adapters on 16-bit layers
+    autocast         dtype of products; None: of the weights. For a learner's float32 weights
     the rest         as for VLLMEngine"""
 
     def __init__(
@@ -587,15 +587,16 @@ class HFEngine:
 
     def _logits(self, ids, keep: int, **more):
         """(logits (n, keep, V) of the last positions in float32, cache). keep 0: all positions."""
+        cast = self.autocast is not None
+        with torch.autocast(ids.device.type, self.autocast, enabled=cast):
+            if self.head_fp32:
+                out = self.model.base_model(input_ids=ids, **more)
+            else:
+                out = self.model(input_ids=ids, logits_to_keep=keep, **more)
+                logits = out.logits.float()
         if self.head_fp32:
-            out = self.model.base_model(input_ids=ids, **more)
             head, layer = Head.of(self.model.config), self.model.get_output_embeddings()
             logits = head.of_layer(layer, out.last_hidden_state[:, -keep:])
-        else:
-            cast = self.autocast is not None
-            with torch.autocast(ids.device.type, self.autocast, enabled=cast):
-                out = self.model(input_ids=ids, logits_to_keep=keep, **more)
-            logits = out.logits.float()
         return logits[..., : self.vocabulary], getattr(out, "past_key_values", None)
 
     @torch.no_grad()

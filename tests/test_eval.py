@@ -273,6 +273,25 @@ def test_shards_are_evaluated_with_a_full_copy_in_float32():
     assert evaluation.sampler_of(learner, "policy", make_cfg(parallel="ddp")).model is model
 
 
+@pytest.mark.parametrize("head_fp32", [False, True])
+def test_an_evaluation_in_16_bits_samples_the_policy_that_the_learner_trains(head_fp32):
+    """Updates of less than half a bfloat16 step change the float32 policy, but not the trained one."""
+    cfg = make_cfg(dtype="bfloat16", lm_head_fp32=head_fp32)
+    model = tiny_model(3).bfloat16().float()
+    models = SimpleNamespace(policy=model, vocabulary=200)
+    learner = SimpleNamespace(comm=SimpleNamespace(on=False), device="cpu", models=models)
+    ids, found = np.array([[3, 9, 27, 81], [7, 49, 1, 2]]), []
+    for change in (0.0, 0.9 * 2**-9):
+        with torch.no_grad():
+            for layer in (m for m in model.model.modules() if isinstance(m, torch.nn.Linear)):
+                layer.weight.mul_(1 + change)
+        engine = evaluation.sampler_of(learner, "policy", cfg)
+        found.append((engine.logprobs(ids), HFEngine(model, vocabulary=200).logprobs(ids)))
+    (trained, plain), (trained_later, plain_later) = found
+    assert np.array_equal(trained, trained_later) and not np.array_equal(plain, plain_later)
+    assert 0 < np.abs(trained - plain).max() < 0.05
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_evaluation_samples_in_the_checkpoints_dtype(evaluated, folders, tmp_path, monkeypatch, dtype):
     model = shutil.copytree(folders / "policy", tmp_path / "model")
