@@ -165,7 +165,8 @@ def summary(study: dict, group: str, runs: list[list[dict]]) -> dict:
     evals = [[r for r in rows if "eval/policy_pass@1" in r] for rows in runs]
     last = [rows[-1] for rows in evals]
     best = [max(rows, key=pass_of) for rows in evals]
-    metrics = [key for key in study["columns"].values() if key not in CELLS]
+    shown = [key for key in study["columns"].values() if key not in CELLS]
+    metrics = [key.removesuffix("±") for key in shown]
     keys = ["eval/policy", *(key for of, key in study["panels"] if of == group)]
     return {
         "start": [pass_of(rows[0]) for rows in evals],
@@ -297,10 +298,13 @@ CELLS = {
 
 
 def cell(row: dict, key: str) -> str:
-    """One cell of the table."""
+    """One cell of the table. "METRIC±": mean and standard error over seeds, in percent."""
     if key in CELLS:
         return CELLS[key](row)
-    values = [x for x in row["columns"].get(key, []) if x is not None]
+    recorded = row["columns"].get(key.removesuffix("±"), [])
+    values = [x for x in recorded if x is not None]
+    if key.endswith("±"):
+        return mean_se([100 * x for x in values], math.nan)
     return number(sum(values) / len(values)) if values else ""
 
 

@@ -140,3 +140,8 @@ def test_the_gaps_of_long_responses_by_hand():
     assert row["long response"] == pytest.approx([0.45, 0.05])
     assert row["its pieces"] == [pytest.approx([0.35, 0.15]), pytest.approx([0.3, 0.1])]
     assert row["mean gap, short"] == pytest.approx(0.225) and row["mean gap, pieces"] == pytest.approx([0.2, 0.25])
+
+
+def test_a_cell_with_an_error_over_seeds():
+    row = {"columns": {"reward": [0.5, None, 0.7]}}
+    assert sweep.cell(row, "reward") == "0.6" and sweep.cell(row, "reward±") == "60.0±10.0"
