@@ -290,6 +290,8 @@ def test_an_evaluation_in_16_bits_samples_the_policy_that_the_learner_trains(hea
     (trained, plain), (trained_later, plain_later) = found
     assert np.array_equal(trained, trained_later) and not np.array_equal(plain, plain_later)
     assert 0 < np.abs(trained - plain).max() < 0.05
+    other = evaluation.sampler_of(learner, "policy", make_cfg(dtype="bfloat16", lm_head_fp32=not head_fp32))
+    assert not np.array_equal(other.logprobs(ids), trained)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
