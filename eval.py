@@ -27,7 +27,7 @@ from tqdm import tqdm
 import quant
 import sampling
 import tasks
-from config import EMBEDDED, PROPOSED, Config, OptimizerFlags, SampleFlags
+from config import EMBEDDED, PROPOSED, Config, SampleFlags
 from machinery import flags, warmstart
 from machinery.checkpoint import models
 from machinery.flags import (
@@ -116,7 +116,7 @@ def drawn_as(one: EvalSet, sampling: Sampling) -> Sampling:
 # -- Within a training run. Functions with a parameter `learner` are collective
 
 
-def sampler_of(learner, name: str, cfg: OptimizerFlags) -> HFEngine:
+def sampler_of(learner, name: str, cfg: Config) -> HFEngine:
     """A plain torch sampler with the current weights of the learner's policy or actor.
 
     It computes as the learner does. In 16 bits the learner rounds its float32 weights and trains the

@@ -64,7 +64,8 @@ def overview(inf, ref, length, clamp: float) -> dict:
     total = log_r.sum(1)
     r, R = np.exp(log_r[on].clip(-clamp, clamp)), np.exp(total.clip(-clamp, clamp))
     by_token = np.where(on, k3(log_r, clamp), 0.0)
-    k1, k3_kl = float(-log_r[on].mean()), float(by_token.sum() / on.sum())
+    k1 = 0.0 - float(log_r[on].mean())  # not -0.0
+    k3_kl = float(by_token.sum() / on.sum())
     # k3 is too small if tokens were cut; k1 alone can be negative
     kl, chi2 = max(k1, k3_kl), float((r**2).mean() - 1)
     return {

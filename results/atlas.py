@@ -89,7 +89,6 @@ KEPT = (
         "largest_mismatch",
         "above_half",
         "cut_fraction",
-        "t_max",
         "by_prefix",
     ),
     "by_length",
