@@ -19,7 +19,6 @@ import subprocess
 import sys
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import quant
@@ -434,18 +433,17 @@ def version(package: str) -> str | None:
 
 
 def model_folder(flag: str, cfg: Config, comm) -> str | None:
-    """The folder of --model or --actor; the first rank makes a missing base model. Collective."""
+    """The folder of --model or --actor; the first rank makes a missing base model, for which this call is
+    collective."""
     name = getattr(cfg, flag)
     if name == "none":
         return None
-    if name.startswith("base:"):
-        find = partial(warmstart.base_model, flag, name, cfg)
-    else:
-        find = partial(models.local_folder, flag, name)
-    if name.startswith("base:") and comm.rank == 0:
-        find()
+    if not name.startswith("base:"):
+        return models.local_folder(flag, name)
+    if comm.rank == 0:
+        warmstart.base_model(flag, name, cfg)
     comm.barrier()
-    return find()
+    return warmstart.base_model(flag, name, cfg)
 
 
 def check_models(cfg: Config, policy: str, actor: str | None) -> None:
