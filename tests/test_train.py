@@ -480,7 +480,7 @@ def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, train_here)
     assert [row.keys() for row in rows] == [row.keys() for row in whole]
     for row, other in zip(rows, whole, strict=True):  # equal up to the order of sums over ranks
         for name, value in row.items():
-            rounding = 1e-5 if "largest_" in name else 1e-6  # the largest of many roundings
+            rounding = 1e-5 if "largest_" in name or "chi2" in name else 1e-6  # the largest, or squares, of many
             assert value == pytest.approx(other[name], rel=1e-6, abs=rounding), (row["step"], name)
     got, want = (shards_of(folder / "checkpoints" / "step_000005") for folder in (one, out))
     assert got.keys() == want.keys()
