@@ -135,6 +135,8 @@ class VLLMEngine:
             most = psutil.virtual_memory().available // (4 * LOCAL_WORLD_SIZE)
             wanted = min(cache_size(of_a_token, max_len, rows), most)
             settings["kv_cache_memory_bytes"] = int(memory_gib * 2**30) or wanted
+            # only full blocks of a prompt are shared by a group; vLLM's default on a CPU is 128 tokens
+            settings["block_size"] = 32
         if dist.is_initialized() and dist.get_world_size() > 1:  # under torchrun
             settings["distributed_executor_backend"] = "external_launcher"
             settings["tensor_parallel_size"] = tp
