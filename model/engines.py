@@ -135,8 +135,7 @@ class VLLMEngine:
             most = psutil.virtual_memory().available // (4 * LOCAL_WORLD_SIZE)
             wanted = min(cache_size(of_a_token, max_len, rows), most)
             settings["kv_cache_memory_bytes"] = int(memory_gib * 2**30) or wanted
-            # only full blocks of a prompt are shared by a group; vLLM's default on a CPU is 128 tokens
-            settings["block_size"] = 32
+            settings["block_size"] = BLOCK
         if dist.is_initialized() and dist.get_world_size() > 1:  # under torchrun
             settings["distributed_executor_backend"] = "external_launcher"
             settings["tensor_parallel_size"] = tp
@@ -365,7 +364,8 @@ def cache_of_a_token(config, number: int) -> int:
     return 2 * config.num_hidden_layers * heads * size * number
 
 
-BLOCK = 128  # tokens per block of vLLM's KV cache on a CPU
+# Tokens per block of the KV cache on a CPU, vLLM's least. A group shares the full blocks of its prompt.
+BLOCK = 32
 MOST_ROWS = 256  # maximum number of responses that vLLM samples at once on a CPU
 
 

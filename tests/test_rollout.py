@@ -63,6 +63,21 @@ def test_prompts_of_more_tokens_than_vllm_reads_at_once(engine):
     assert all(same_tokens(a, b) for a, b in zip(flat(together[60:75]), flat(part), strict=True))
 
 
+def test_a_group_reads_the_full_blocks_of_its_prompt_once(vllm_engines, monkeypatch):
+    """32 of 40 tokens of a prompt; each response has the log-probabilities that it has alone."""
+    engine = vllm_engines()
+    core, cached = engine.llm.llm_engine, []
+    step = core.step
+    monkeypatch.setattr(core, "step", lambda: [cached.append(o) or o for o in step()])
+    prompt = np.random.default_rng(1).integers(2, 256, 40)
+    (group,) = sample(engine, [[1, 2, 3, 4]], prompts=[prompt])
+    assert sorted(o.num_cached_tokens for o in cached if o.finished) == [0, 32, 32, 32]
+    engine.load(tiny_model(1).state_dict().items())  # no prefix of earlier weights is used
+    for r, seed in zip(group, (1, 2, 3, 4), strict=True):
+        alone = sample(engine, [[seed]], prompts=[prompt])[0][0]
+        assert same_tokens(alone, r) and np.abs(alone.logp_inf - r.logp_inf).max() < 1e-5
+
+
 def test_a_stop_token_in_the_last_position_is_a_stop(engine):
     """With a limit of tokens that some responses reach with a stop token."""
     short = Sampling(max_tokens=3)
@@ -116,9 +131,9 @@ def test_sizes_of_caches():
     of_a_token = 2 * 3 * c.num_key_value_heads * c.head_dim
     for dtype, nbytes in (("float32", 4), ("bfloat16", 2)):
         assert HFEngine(tiny_model(1, layers=3), dtype=dtype).batch_tokens == 4 * 2**30 // (nbytes * of_a_token)
-    block = 128 * 10  # bytes
-    assert engines.cache_size(10, 64, 4) == 4 * 2 * block
-    assert engines.cache_size(10, 129, 999) == 256 * 3 * block
+    block = 32 * 10  # bytes
+    assert engines.cache_size(10, 64, 4) == 4 * 3 * block
+    assert engines.cache_size(10, 129, 999) == 256 * 6 * block
 
 
 def test_flags_reach_the_engines(folders, monkeypatch):
