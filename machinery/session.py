@@ -29,7 +29,7 @@ from machinery.run import (
     prepare_folder,
 )
 from machinery.speed import Speed
-from model import Needs
+from model import Needs, memory
 from model.agreement import agreement, check_agreement, expects_agreement
 from model.engines import evaluated_by
 from presets import called
@@ -49,6 +49,7 @@ class Session:
         self.cfg = cfg = self.run.cfg  # with --epochs converted to --steps
         if comm.rank == 0:
             print(settings.unlike_paper(cfg), end="")
+        self.warn(memory.slow_dtype(cfg))
         self.source = open_source(cfg, self.run, self.comm)
         self.learner = Learner(
             *self.run.load_models(),

@@ -491,12 +491,20 @@ def test_two_ranks_train_and_resume_on_any_number(solvers, tmp_path, train_here)
 
 
 def test_dead_weights_are_reported_before_the_first_step(solvers, tmp_path, train_here, monkeypatch, capsys):
+    """And 16-bit products without AVX-512."""
     calls, step = [], Learner.step
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(corrections, "dead_weights", lambda *a: calls.append("check") or "the weights are dead")
     monkeypatch.setattr(Learner, "step", lambda *a: calls.append("step") or step(*a))
-    train_here(flags(solvers, tmp_path / "run", objective="seq_tis", steps=2, actor="none", eval_every=-1))
+    run = dict(objective="seq_tis", steps=2, actor="none", eval_every=-1)
+    train_here(flags(solvers, tmp_path / "run", **run, dtype="bfloat16"))
     assert calls == ["check", "step", "step"]
-    assert capsys.readouterr().err.count("warning: the weights are dead") == 1
+    warnings = capsys.readouterr().err
+    assert warnings.count("warning: the weights are dead") == warnings.count("--dtype=float32 is faster") == 1
+    train_here(flags(solvers, tmp_path / "float32", **run))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    train_here(flags(solvers, tmp_path / "avx512", **run, dtype="bfloat16"))
+    assert "is faster" not in capsys.readouterr().err
 
 
 # other frameworks' presets combine the same rows; the bounds of decoupled_geo_rs are narrow
