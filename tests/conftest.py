@@ -8,7 +8,7 @@ import random
 import shutil
 import sys
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -221,23 +221,12 @@ class One:
         return x
 
 
-@dataclass
-class TinyBatch:
-    """A stand-in for Batch with the fields that objectives read."""
+COLUMNS = "logp_ref logp_inf mask adv group mask_uniforms support_logp support_logp_ref tail_ref z_ref"
+COLUMNS += " actor_logp_ref logp_start staleness"
 
-    logp_ref: torch.Tensor = None
-    logp_inf: torch.Tensor = None
-    mask: torch.Tensor = None
-    adv: torch.Tensor = None
-    group: torch.Tensor = None
-    mask_uniforms: torch.Tensor = None
-    support_logp: torch.Tensor = None
-    support_logp_ref: torch.Tensor = None
-    tail_ref: torch.Tensor = None
-    z_ref: torch.Tensor = None
-    actor_logp_ref: torch.Tensor = None
-    logp_start: torch.Tensor = None
-    staleness: torch.Tensor = None
+
+class TinyBatch(make_dataclass("Columns", [(name, torch.Tensor, None) for name in COLUMNS.split()])):
+    """A stand-in for Batch with the fields that objectives read."""
 
     @property
     def log_r(self):

@@ -19,6 +19,7 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 {% endif %}{% endif %}"""
 
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
 # settings of each family in addition to COMMON; none is neutral, such as a factor of 1
 FAMILIES = {
     "qwen2": dict(tie_word_embeddings=True),
@@ -30,27 +31,10 @@ FAMILIES = {
     "granite": dict(logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7, attention_multiplier=0.2),
     "cohere": dict(logit_scale=0.4),
     "phi": dict(tie_word_embeddings=False),
-    "qwen3_moe": dict(
-        tie_word_embeddings=False,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        norm_topk_prob=True,
-    ),
+    "qwen3_moe": dict(tie_word_embeddings=False, head_dim=32, **EXPERTS),
 }
-COMMON = dict(
-    hidden_size=64,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    max_position_embeddings=256,
-    initializer_range=0.2,
-    bos_token_id=None,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+COMMON = dict(hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+COMMON |= dict(max_position_embeddings=256, initializer_range=0.2, bos_token_id=None, eos_token_id=2, pad_token_id=0)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
