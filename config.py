@@ -304,8 +304,8 @@ class OptimizerFlags:
     grad_clip: float | None = None
     """Maximum gradient norm per model (default 1; toy models 0.3)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Learner's compute dtype; default: the checkpoint's. 16-bit dtypes use autocast with float32
-    weights, float16 also a loss scaler."""
+    """Dtype of the learner's products and of saved models; default: the checkpoint's. 16-bit dtypes use
+    autocast with float32 weights, float16 also a loss scaler."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Wrapper under torchrun."""
     lora_rank: int = 0

@@ -52,7 +52,7 @@ class Source:
 @pytest.fixture
 def run(tmp_path):
     return SimpleNamespace(
-        cfg=SimpleNamespace(out=str(tmp_path), keep=2),
+        cfg=SimpleNamespace(out=str(tmp_path), keep=2, dtype="float32"),
         folder=tmp_path,
         configs={"policy": tiny_model(0).config},
         tokenizer=arithmetic_tokenizer(),
@@ -87,6 +87,17 @@ def test_a_checkpoint_restores_its_state(run):
         assert repr(pending) == repr(minibatches)
     assert (step, controllers, learner.version, source.loaded) == (50, CONTROLLERS, 7, {"sequence": 12})
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("own, dtype", [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")])
+def test_a_policy_is_saved_in_the_dtype_that_trained_it(own, dtype, run):
+    """Whatever the starting folder has: the rounding of a different dtype would be a different policy."""
+    learner, run.cfg.dtype, run.configs["policy"].dtype = make_learner(), dtype, getattr(torch, own)
+    saved = checkpoint.save(run, 1, learner, Source(), [], {}) / "policy"
+    weights = load_file(saved / "model.safetensors")
+    assert weights and models.own_dtype(str(saved)) == dtype
+    trained = learner.models.policy.state_dict()
+    assert all(torch.equal(x, trained[name].to(getattr(torch, dtype))) for name, x in weights.items())
 
 
 def test_pending_groups_are_distributed_again():
@@ -154,13 +165,13 @@ def contents(folder) -> dict:
     ],
 )
 def test_an_export_equals_save_pretrained(family, dtype, tmp_path):
-    """From float32, in the precision of the starting folder."""
+    """From float32, in this dtype."""
     model = standins.model(family).to(dtype)
     standins.save(model, tmp_path / "theirs")
     config = models.read_config(tmp_path / "theirs")
     weights = {name: x.float() for name, x in model.state_dict().items()}
     weights |= {name: weights[name].clone() for name in model.all_tied_weights_keys}  # gathered from ranks
-    models.save_model(config, weights.items(), standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
+    models.save_model(config, weights.items(), dtype, standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
     modes = {path.stat().st_mode for path in (tmp_path / "ours").iterdir()}
     assert len(modes) == 1  # all files are readable by the same users
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
@@ -178,7 +189,8 @@ def test_biases_of_routers_are_exported_in_float32(tmp_path):
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     weights[name] = torch.tensor([1.0, 1.0 + 2**-12, 1.0 - 2**-12, 0.5])
     config = models.read_config(tmp_path / "theirs")
-    models.save_model(config, weights.items(), standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
+    where = (standins.tokenizer(), tmp_path / "ours", str(tmp_path / "theirs"))
+    models.save_model(config, weights.items(), torch.bfloat16, *where)
     assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")[name], weights[name])
     loaded = models.load_model(tmp_path / "ours", "auto").state_dict()
     assert torch.equal(loaded[name], weights[name]) and loaded["model.norm.weight"].dtype == torch.bfloat16

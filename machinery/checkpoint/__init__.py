@@ -1,6 +1,6 @@
 """Checkpoints between updates: atomic, and sufficient to resume without any difference.
 
-    OUT/checkpoints/step_000050/policy/      Hugging Face folder in the model's own precision, for eval.py or vLLM
+    OUT/checkpoints/step_000050/policy/      Hugging Face folder in the learner's --dtype, for eval.py or vLLM
                                 actor/       the same for the actor, if there is one
                                 policy_adapter/
                                              with LoRA: adapters in peft's format (model/lora.py)
@@ -90,7 +90,12 @@ def write(folder: Path, run, learner, shared: dict, rank_state: dict) -> None:
         origin = getattr(run, name)
         if rank == 0:
             save_model(
-                run.configs[name], gathered, run.tokenizer, folder / name, origin
+                run.configs[name],
+                gathered,
+                getattr(torch, run.cfg.dtype),
+                run.tokenizer,
+                folder / name,
+                origin,
             )
         elif learner.sharded:
             for _ in gathered:

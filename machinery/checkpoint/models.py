@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import fcntl
 import importlib.util
-import itertools
 import re
 import shutil
 from collections.abc import Iterable
@@ -45,23 +44,28 @@ def model_in(name: str, which: str) -> str | None:
 
 
 def save_model(
-    config, named_tensors: Iterable, tokenizer, folder: Path, origin: str
+    config,
+    named_tensors: Iterable,
+    dtype: torch.dtype,
+    tokenizer,
+    folder: Path,
+    origin: str,
 ) -> None:
-    """Write (name, whole tensor) pairs into a Hugging Face folder, in the precision that the config
-    names. A tensor is rounded before the next one is read, so that memory holds one in full.
+    """Write (name, whole tensor) pairs into a Hugging Face folder in this dtype.
+
+    dtype: the learner's, because weights rounded differently are a different policy. A tensor is
+    rounded before the next one is read, so that memory holds one in full.
 
     Buffers are not rounded: a resumed run reads routing biases from these files, and rounded biases
     may route to different experts. origin: the folder of the starting model. Its
     generation_config.json, which lists the stop tokens, is copied unchanged."""
     config = copy.deepcopy(config)
-    named_tensors = iter(named_tensors)
-    first = next(named_tensors)
-    config.dtype = config.dtype or first[1].dtype
+    config.dtype = dtype
     model = on_meta(config)
     buffers = dict(model.named_buffers())
     kept = {
-        name: x.to(model.dtype) if x.is_floating_point() and name not in buffers else x
-        for name, x in itertools.chain([first], named_tensors)
+        name: x.to(dtype) if x.is_floating_point() and name not in buffers else x
+        for name, x in named_tensors
         if name not in model.all_tied_weights_keys
     }
     model.save_pretrained(folder, state_dict=kept)
