@@ -154,16 +154,9 @@ def contents(folder) -> dict:
     return {"weights": weights, **{path.name: path.read_bytes() for path in folder.glob("*.json")}}
 
 
-@pytest.mark.parametrize(
-    "family, dtype",
-    [
-        ("qwen2", torch.float32),  # tied
-        ("phi", torch.bfloat16),  # biases, and an untied head
-        ("gemma2", torch.bfloat16),
-        ("qwen3_moe", torch.float32),  # experts
-        ("qwen3_moe", torch.bfloat16),
-    ],
-)
+# tied; biases and an untied head; experts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2", "phi", "qwen3_moe"])
 def test_an_export_equals_save_pretrained(family, dtype, tmp_path):
     """From float32, in this dtype."""
     model = standins.model(family).to(dtype)
