@@ -231,10 +231,15 @@ def open_source(cfg: Config, run, comm, sleeps: bool = True):
 
 
 def open_eval_engine(cfg: Config, run, comm):
-    """A second engine, which samples from the unquantized policy when the first engine samples from
-    the actor. It never sleeps: vLLM's sleep mode supports one engine per process."""
+    """A second engine, which samples from the policy as the learner computes it when the first engine
+    samples from the actor. It never sleeps: vLLM's sleep mode supports one engine per process."""
     plain = dataclasses.replace(
-        cfg, rollout_quant="none", router_replay=False, delay="none"
+        cfg,
+        rollout_quant="none",
+        rollout_dtype=cfg.dtype,
+        kv_cache_dtype="auto",
+        router_replay=False,
+        delay="none",
     )
     return make_engine(
         plain, run.policy, run.eval_context, 0, comm.device, run.vocabulary

@@ -152,7 +152,8 @@ def plan_of(
     asleep = gpu_gib > 0 and cfg.rollout == "vllm"
     # it evaluates the policy, and stays awake: only one engine of a process can sleep
     if cfg.eval_every >= 0 and evaluated_by(cfg, "policy") == "second":
-        second = engine(cfg, configs["policy"], width, ranks, gpu_gib)
+        learners = replace(cfg, rollout_dtype=cfg.dtype)
+        second = engine(learners, configs["policy"], width, ranks, gpu_gib)
     # also the gradient of the largest layer before it is reduced over ranks
     if sharded:
         largest = max(model.layer for model in models.values())

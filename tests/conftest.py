@@ -102,15 +102,14 @@ def solvers():
 def vllm_engines(folders):
     """vLLM engines of the tiny actor by their settings, each started once, with the weights of its folder.
 
-    The first engine that closes ends the process group: all stay open until the end. vLLM then collects garbage twice
-    for each, which takes a second."""
+    The first engine that closes ends the process group: all stay open until the end."""
     from model import in_vllm
     from model.engines import VLLMEngine
 
     in_vllm.import_vllm()
     from vllm.model_executor.models import registry
 
-    # inspect each new family in this process: in a subprocess, vLLM is imported again for 10 s
+    # a subprocess would import vLLM again for 10 s
     registry._run_in_subprocess = lambda inspect: inspect()
     engines = {}
 
@@ -201,9 +200,7 @@ def same_draws():
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    """A run in the test's process draws no curves: drawing takes as long as the rest of a small run.
-
-    test_train checks the curves of a separate process."""
+    """A run in this process draws no curves, because that takes long; test_train checks those of another process."""
     monkeypatch.setattr(plot, "draw", lambda runs, out: out)
 
 

@@ -245,6 +245,8 @@ def test_an_evaluation_by_hand(unmeasured):
     assert second.categories["evaluation"] == second.categories["second engine"] == 2.5 * plan.GIB
     assert all("second engine" in needed for needed in second.stages.values())
     assert peaks(TWO, gpu_gib=10.0, eval_every=-1, **vllm).categories["second engine"] == 0
+    sizes = [peaks(TWO, rollout_dtype=x, **vllm).categories for x in ("float32", "bfloat16")]  # in the learner's dtype
+    assert sizes[0]["second engine"] == sizes[1]["second engine"] and sizes[0]["engine"] > sizes[1]["engine"]
     remote = evaluation(TWO, samplers="folder", gpu_gib=1e-6, **vllm)  # plain torch evaluates the actor
     assert remote == max(4 * P + 127 * OF_A_TOKEN, cache // 2)
     half, whole = 2 * 2**30 // OF_A_TOKEN, 4 * 2**30 // OF_A_TOKEN  # of the tokens held at once

@@ -14,6 +14,7 @@ from conftest import make_cfg, make_groups, tiny_model
 import batching
 from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
+from machinery.run import open_eval_engine
 from model import engines, in_vllm
 from model.engines import HFEngine, make_engine
 from rollout import Response, uniforms
@@ -66,8 +67,7 @@ def test_prompts_of_more_tokens_than_vllm_reads_at_once(engine):
 def test_a_group_reads_the_full_blocks_of_its_prompt_once(vllm_engines, monkeypatch):
     """32 of 40 tokens of a prompt; a response has the log-probabilities that it has alone."""
     engine = vllm_engines()
-    core, cached = engine.llm.llm_engine, []
-    step = core.step
+    core, step, cached = engine.llm.llm_engine, engine.llm.llm_engine.step, []
     monkeypatch.setattr(core, "step", lambda: [cached.append(o) or o for o in step()])
     prompt = np.random.default_rng(1).integers(2, 256, 40)
     (group,) = sample(engine, [[1, 2, 3, 4]], prompts=[prompt])
@@ -145,6 +145,9 @@ def test_flags_reach_the_engines(folders, monkeypatch):
     wanted = dict(max_len=64, max_logprobs=5, seed=9, memory_gib=0.5, rows=2 * cfg.rollout_batch)  # two ranks
     wanted |= dict(kv_cache="fp8", dtype="bfloat16", logprobs_mode="raw", head_fp32=True, fmt=plain.fmt)
     assert settings == {**wanted, "vocabulary": 99, "tp": 2, "routing": True, "sleep_level": 1}
+    opened = SimpleNamespace(policy="f", eval_context=64, vocabulary=99)
+    learners = open_eval_engine(replace(cfg, **changes), opened, SimpleNamespace(device="cpu"))
+    assert (learners["dtype"], learners["fmt"], learners["kv_cache"]) == ("float32", None, "auto")
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM has no 8-bit cache here")
