@@ -287,7 +287,9 @@ def mean_se(values: list[float], single: float) -> str:
 # worth, own, own_reward: written into the JSON file by hand, measured with worth.py and with eval.py
 CELLS = {
     "seeds": lambda row: str(len(row["seeds"])),
-    "pass": lambda row: mean_se(row["pass"], row["se"][0]),
+    "pass": lambda row: (
+        "" if "withdrawn" in row else mean_se(row["pass"], row["se"][0])
+    ),
     "best": lambda row: mean_se(row["best"], row["se"][1]),
     "own": lambda row: mean_se(row.get("own", []), math.nan),
     "own_reward": lambda row: mean_se(row.get("own_reward", []), math.nan),
