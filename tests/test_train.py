@@ -301,13 +301,13 @@ def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatc
 
 
 def test_a_run_resumes_from_unrounded_weights(solvers, tmp_path, train_here):
-    """A folder in bfloat16: the export has its precision, but a resumed run starts from the unrounded weights. A step
-    below half a unit in the last place leaves the engine's matrices equal, and passes the weight check."""
+    """In bfloat16: the export is rounded, but a resumed run starts from the unrounded weights. A step below half a unit
+    in the last place leaves the engine's matrices equal, and passes the weight check."""
     start = tmp_path / "start"
     AutoModelForCausalLM.from_pretrained(solvers / "policy").bfloat16().save_pretrained(start)
     arithmetic_tokenizer().save_pretrained(start)
     changes = {"model": start, "actor": "none", "objective": "tis", "steps": 4, "save_every": 2, "eval_every": -1}
-    changes |= {"lr": 1e-6, "rollout_dtype": "bfloat16", "warmup_steps": 0}
+    changes |= {"lr": 1e-6, "dtype": "bfloat16", "warmup_steps": 0}
     whole, again = tmp_path / "whole", tmp_path / "again"
     train_here(flags(solvers, whole, **changes))
     shutil.copytree(whole, again)
