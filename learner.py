@@ -70,7 +70,7 @@ class Learner:
         self.device = comm.device
         self.names = ["policy"] if actor is None else ["policy", "actor"]
         self.lr = {"policy": cfg.lr, "actor": cfg.actor_lr}
-        self.rollout_format = quant.format_of(cfg.rollout_quant, cfg.quant_group)
+        self.rollout_format = quant.engine_format(cfg)
         own_format = quant.learner_format(cfg)
         sampler = policy if actor is None else actor
         quant.align(sampler, own_format)

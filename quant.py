@@ -2,7 +2,8 @@
 
 A quantized engine samples from a different policy than the learner's. A correction (corrections.py)
 adds variance; QaRL (arXiv 2604.07853) removes the difference. The learner keeps high-precision
-master weights W, but its linear layers compute with the engine's low-bit numbers:
+master weights W, but its linear layers compute with the engine's low-bit numbers. With --dtype in 16
+bits, W below is W rounded to it, as in a saved model:
 
     forward     y  = Xq Wq^T   Wq = s_w q_w; int8, fp8: Xq = s_x q_x, the product uses q_x, q_w;
                                the other formats: Xq = x
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -49,6 +50,8 @@ class Format:
     group: int = 0  # entries of a row that share a scale; 0: the whole row
     # scales are rounded to this type, stored in float32
     scales: torch.dtype = torch.float32
+    # the learner's dtype, to which weights are rounded first; not a property of the numbers
+    weights: torch.dtype = field(default=torch.float32, compare=False)
 
     @property
     def activation_qmax(self) -> float:
@@ -56,23 +59,26 @@ class Format:
         return 127.0 if self.dtype == torch.int8 else self.qmax
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q_w, s_w) of a weight (..., K); see `quantize`."""
+        """(q_w, s_w) of a weight (..., K), rounded to `weights` first; see `quantize`."""
+        weight = weight.to(self.weights)
         return quantize(weight, self.qmax, self.dtype, self.group, self.scales)
 
 
-def format_of(name: str, group: int = 64) -> Format | None:
-    """The format of a value of --rollout_quant or --learner_quant; None for "none"."""
+def format_of(name: str, group: int = 64, dtype: str | None = None) -> Format | None:
+    """The format of a value of --rollout_quant or --learner_quant; None for "none". dtype: --dtype
+    of the learner, whose weights are rounded to it before they are quantized; None: float32."""
     if name == "none":
         return None
+    weights = getattr(torch, dtype or "float32")
     if name == "int8":
-        return Format(name, int8_qmax(), torch.int8, True)
+        return Format(name, int8_qmax(), torch.int8, True, weights=weights)
     if name == "fp8":
-        return Format(name, 448.0, torch.float8_e4m3fn, True)
+        return Format(name, 448.0, torch.float8_e4m3fn, True, weights=weights)
     weights_only = {"w4a16": 7.0, "w2a16": 1.0}
     # on a GPU vLLM stores int4 scales in the model dtype, here bfloat16; on a CPU vLLM gets
     # dequantized weights
     scales = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return Format(name, weights_only[name], torch.int8, False, group, scales)
+    return Format(name, weights_only[name], torch.int8, False, group, scales, weights)
 
 
 @functools.cache
@@ -364,7 +370,12 @@ def matrices_of(model) -> dict[str, tuple[nn.Module, str]]:
 def learner_format(cfg: PrecisionFlags) -> Format | None:
     """The learner's format of the rollout model; None: high precision."""
     name = cfg.rollout_quant if cfg.learner_quant == "aligned" else cfg.learner_quant
-    return format_of(name, cfg.quant_group)
+    return format_of(name, cfg.quant_group, cfg.dtype)
+
+
+def engine_format(cfg: PrecisionFlags) -> Format | None:
+    """The engine's format; None: high precision."""
+    return format_of(cfg.rollout_quant, cfg.quant_group, cfg.dtype)
 
 
 def align(model, fmt: Format | None):

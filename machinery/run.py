@@ -102,7 +102,7 @@ class Run:
         """The check of the engine's weights (sync.py); None with --check_sync=False."""
         if not self.cfg.check_sync:
             return None
-        fmt = quant.format_of(self.cfg.rollout_quant, self.cfg.quant_group)
+        fmt = quant.engine_format(self.cfg)
         ids = probe_ids(self.context, self.vocabulary)
         return WeightCheck(self.configs[self.rollout_model], ids, fmt, self.vocabulary)
 

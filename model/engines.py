@@ -676,7 +676,7 @@ def make_engine(
         dtype=cfg.rollout_dtype,
         logprobs_mode=cfg.logprobs_mode,
         head_fp32=cfg.lm_head_fp32,
-        fmt=quant.format_of(cfg.rollout_quant, cfg.quant_group),
+        fmt=quant.engine_format(cfg),
         vocabulary=vocabulary,
         routing=cfg.router_replay,
     )

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import quant
-from config import OptimizerFlags
+from config import PrecisionFlags
 from machinery.checkpoint.models import load_model, read_config
 from machinery.flags import need
 from model import exact, lora
@@ -114,12 +114,12 @@ def shard(
     return fully_shard(models, mesh=mesh)
 
 
-def compute_type(cfg: OptimizerFlags) -> torch.dtype | None:
+def compute_type(cfg: PrecisionFlags) -> torch.dtype | None:
     """The 16-bit dtype of the learner's products; None: float32."""
     return None if cfg.dtype == "float32" else getattr(torch, cfg.dtype)
 
 
-def slow_dtype(cfg: OptimizerFlags) -> str:
+def slow_dtype(cfg: PrecisionFlags) -> str:
     """A warning if this processor multiplies 16-bit matrices slowly and --dtype needs it; else ""."""
     fast = (
         torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX2"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import quant
 from batching import Batch
-from config import Config, OptimizerFlags, RunFlags
+from config import Config, RunFlags
 from machinery.optim import learning
 from model import (
     Needs,
@@ -248,7 +248,7 @@ def sampler_of(cfg: RunFlags) -> str:
     return "policy" if cfg.actor == "none" else "actor"
 
 
-def layers_travel_in(cfg: OptimizerFlags, model) -> int:
+def layers_travel_in(cfg: Config, model) -> int:
     """Bytes of one number of the layers' weights in computation: with FSDP they may be gathered in
     16 bits."""
     return (

@@ -95,7 +95,7 @@ class Recipe:
     @classmethod
     def of_engine(cls, cfg: RolloutFlags, folder: str) -> Recipe:
         """The engine's recipe. cfg: the flags of the engine, as make_engine takes them."""
-        fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
+        fmt = quant.engine_format(cfg)
         raw = cfg.logprobs_mode == "raw"
         cut = "sets" if cfg.keep_sampling_mask == "replay" else "rule"
         return cls(

@@ -298,7 +298,7 @@ def open_source(
         "cuda" if torch.cuda.is_available() else "cpu",
         vocabulary,
     )
-    fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
+    fmt = quant.engine_format(cfg)
     task = make_task(cfg)
     # drops the problems that the learner drops
     task.fit(tokenizer, cfg.max_prompt_tokens)

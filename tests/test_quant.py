@@ -324,6 +324,19 @@ def test_the_tensors_of_the_forward_are_the_ones_published(name):
     assert sent["lm_head.weight"].dtype == torch.float32 and "model.embed_tokens.weight" in sent
 
 
+@pytest.mark.parametrize("own", ["none", "aligned"])
+def test_a_bfloat16_learner_publishes_the_quantized_policy_that_it_trains(own):
+    """Low-bit numbers are those of the rounded weights, the learner's forward pass and saved model; masters differ."""
+    learner = Learner(tiny_model(0), None, make_cfg(rollout_quant="int8", learner_quant=own, dtype="bfloat16"), Comm())
+    learner.models.load_state_dict({n: x * 1.003 for n, x in learner.models.state_dict().items()})
+    sent, unrounded = dict(learner.published("policy", False)), format_of("int8")
+    for n, m in quant.quantized_linears(learner.models.policy).items():
+        master = m.weight.detach()
+        q, s = unrounded.quantize(master.bfloat16())
+        assert torch.equal(sent[f"{n}.weight"], dequantize(q, s)) and not torch.equal(s, unrounded.quantize(master)[1])
+        assert own == "none" or torch.equal(m.quantized()[1], s)
+
+
 def test_a_learner_in_a_different_format_publishes_the_engines_format():
     """An int8 learner and a w4a16 engine: published weights have sixteen levels, rounded from the master weights."""
     (learner,) = learners("int8", "aligned")
