@@ -195,8 +195,7 @@ def test_layers_gathered_in_16_bits_equal_one_process(family, one_rank):
 
 
 def test_dtypes_of_gathered_parameters(one_rank):
-    """Matrices in 16 bits, gradients summed in float32; low-bit layers in float32: they must quantize the published
-    weights, which are rounded from the master weights."""
+    """Matrices in 16 bits, gradients summed in float32; low-bit layers in float32, quantized as published."""
     aligned = {"dtype": "bfloat16", **LOW_BITS, "rollout_quant": "int8"}
     for flags, types in (({"dtype": "bfloat16"}, {torch.bfloat16}), (aligned, {None})):
         cfg = make_cfg(objective="tis", parallel="fsdp", **flags)
@@ -207,8 +206,7 @@ def test_dtypes_of_gathered_parameters(one_rank):
         assert {x.dtype for x in grads.values()} == {torch.float32}
     layer = learner.models.policy.model.layers[0].mlp.up_proj
     sent = dict(learner.published("policy", True))
-    master = layer.weight.full_tensor()
-    q, s = quant.quantize(master.bfloat16(), learner.rollout_format.qmax, torch.int8)
+    q, s = quant.quantize(layer.weight.full_tensor().bfloat16(), quant.int8_qmax(), torch.int8)
     assert torch.equal(sent["model.layers.0.mlp.up_proj.weight"], q)
     learner.wrapped.unshard()
     learner.models.policy.model.layers[0].unshard()

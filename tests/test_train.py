@@ -301,8 +301,7 @@ def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatc
 
 
 def test_a_run_resumes_from_unrounded_weights(solvers, tmp_path, train_here):
-    """In bfloat16: the export is rounded, but a resumed run starts from the unrounded weights. A step below half a unit
-    in the last place leaves the engine's matrices equal, and passes the weight check."""
+    """In bfloat16 the export is rounded. A step of less than half a unit in the last place passes the weight check."""
     start = tmp_path / "start"
     AutoModelForCausalLM.from_pretrained(solvers / "policy").bfloat16().save_pretrained(start)
     arithmetic_tokenizer().save_pretrained(start)
