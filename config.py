@@ -217,8 +217,9 @@ class PrecisionFlags:
     """Precision on both sides"""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the learner's products and of saved models; default: the checkpoint's. 16-bit dtypes use
-    autocast with float32 weights, float16 also a loss scaler."""
+    """Dtype of the learner's products, of saved models, and of weights before they are quantized;
+    default: the checkpoint's. 16-bit dtypes use autocast with float32 weights, float16 also a loss
+    scaler."""
     lm_head_fp32: bool = False
     """Compute the language-model head in float32 on both sides, also with 16-bit layers."""
     rollout_quant: Literal["none", "int8", "fp8", "w4a16", "w2a16"] = "none"
