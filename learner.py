@@ -359,9 +359,8 @@ class Learner:
         reading is collective.
 
         With --rollout_quant, packed publishes q_w and s_w; otherwise a local engine gets
-        dequantized weights, and remote samplers get unquantized weights, which they quantize. If
-        all engine weights have one 16-bit dtype (`engine_type`), unquantized matrices of dense
-        models are cast to it before gathering."""
+        dequantized weights, and remote samplers get unquantized weights, which they quantize. Other
+        matrices of dense models are cast to `engine_type` before gathering."""
         model = getattr(self.models, name)
         if self.rollout_format is not None and (self.cfg.samplers == "local" or packed):
             fmt = self.rollout_format
@@ -436,15 +435,13 @@ class Learner:
 
 
 def engine_type(cfg: Config) -> torch.dtype | None:
-    """The 16-bit dtype of all engine weights; None if the engine uses float32 or several dtypes, or if
-    adapters are merged or weights are quantized in float32 first."""
+    """The 16-bit dtype in which weights are published: the learner's, to which it rounds them, or the
+    engine's if the learner uses float32. None: float32, for engines of several dtypes, merged
+    adapters, and weights that are quantized later."""
     quantizes = cfg.samplers != "local" and cfg.rollout_quant != "none"
     others = quantizes or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
-    return (
-        None
-        if others or cfg.rollout_dtype == "float32"
-        else getattr(torch, cfg.rollout_dtype)
-    )
+    dtype = cfg.rollout_dtype if cfg.dtype == "float32" else cfg.dtype
+    return None if others or dtype == "float32" else getattr(torch, dtype)
 
 
 def whole_in(dtype: torch.dtype | None, x: torch.Tensor) -> torch.Tensor:

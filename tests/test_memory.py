@@ -219,12 +219,13 @@ def test_dtypes_of_gathered_parameters(one_rank):
     [
         ({"rollout_dtype": "bfloat16"}, torch.bfloat16),
         ({"rollout_dtype": "float32"}, torch.float32),
+        ({"rollout_dtype": "float32", "dtype": "bfloat16"}, torch.bfloat16),
         ({"rollout_dtype": "bfloat16", "lm_head_fp32": True}, torch.float32),
         ({"rollout_dtype": "bfloat16", "dtype": "bfloat16", "exact": True}, torch.float32),
     ],
 )
 def test_weights_travel_to_an_engine_in_its_precision(changes, matrix, one_rank, monkeypatch):
-    """A matrix is rounded before it is gathered, unless the engine keeps it in float32."""
+    """A matrix is rounded to the learner's or the engine's 16 bits before it is gathered."""
     cfg = make_cfg(objective="tis", parallel="fsdp", **changes)
     learner, gathered = Learner(model("qwen3"), None, cfg, Comm()), []
     masters = dict(learner.named_tensors("policy"))
@@ -239,7 +240,6 @@ def test_weights_travel_to_an_engine_in_its_precision(changes, matrix, one_rank,
 
 
 def test_routers_reach_an_engine_in_full():
-    """A few engines keep routers in float32, in every dtype."""
     learner = Learner(model("qwen3_moe"), None, make_cfg(objective="tis", rollout_dtype="bfloat16"), Comm())
     sent, name = dict(learner.published("policy", False)), "model.layers.1.mlp.gate.weight"
     assert torch.equal(sent[name], dict(learner.named_tensors("policy"))[name])
