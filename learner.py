@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from functools import partial
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -43,7 +43,6 @@ from model import (
     memory,
     needs_of_ref_pass,
     needs_of_update,
-    routers_of,
 )
 
 COUNTERS = ("version", "skipped", "skipped_in_a_row", "rejected")  # in a checkpoint
@@ -333,10 +332,10 @@ class Learner:
 
     # -- weights in and out ------------------------------------------------------------------------
 
-    def named_tensors(self, name: str, whole=whole):
+    def named_tensors(self, name: str, gather=lambda _, x: whole(x)):
         """Yield (Hugging Face name, full detached tensor) of one model, including `lm_head.weight`.
-        Collective."""
-        return lora.merged(getattr(self.models, name), self.model_state(name), whole)
+        gather: (name, this rank's shard) -> full tensor. Collective."""
+        return lora.merged(getattr(self.models, name), self.model_state(name), gather)
 
     def model_state(self, name: str) -> dict[str, torch.Tensor]:
         """One model's parameters and buffers on this rank, with adapters and `lm_head.weight`."""
@@ -360,16 +359,26 @@ class Learner:
 
         With --rollout_quant, packed publishes q_w and s_w; otherwise a local engine gets
         dequantized weights, and remote samplers get unquantized weights, which they quantize. Other
-        matrices of dense models are cast to `engine_type` before gathering."""
-        model = getattr(self.models, name)
-        if self.rollout_format is not None and (self.cfg.samplers == "local" or packed):
+        matrices are cast to `published_type` before gathering, except routers and, with
+        --lm_head_fp32, the head, which engines may keep in float32."""
+        model, cfg = getattr(self.models, name), self.cfg
+        if self.rollout_format is not None and (cfg.samplers == "local" or packed):
             fmt = self.rollout_format
+            if lora.learns(cfg, name):  # the learner does not round W + B A
+                fmt = replace(fmt, weights=torch.float32)
             return Published(
                 lambda: quant.for_engine(self.named_tensors(name), model, fmt, packed)
             )
-        # some engines keep routers in float32
-        dtype = None if routers_of(model) else engine_type(self.cfg)
-        return Published(lambda: self.named_tensors(name, partial(whole_in, dtype)))
+        dtype, kept = published_type(cfg, name), {*quant.ROUTERS}
+        if cfg.lm_head_fp32:
+            tied = model.config.tie_word_embeddings
+            kept |= {"lm_head", "embed_tokens"} if tied else {"lm_head"}
+
+        def gather(key, x):
+            cast = dtype and x.ndim > 1 and not {*key.split(".")} & kept
+            return whole(x.detach().to(dtype) if cast else x)
+
+        return Published(lambda: self.named_tensors(name, gather))
 
     def state_dict(self) -> dict:
         """Counters and the state of the loss scaler; `trained` returns weights and optimizer
@@ -434,16 +443,12 @@ class Learner:
 # -- Published tensors
 
 
-def engine_type(cfg: Config) -> torch.dtype | None:
-    """The 16-bit dtype in which weights are published: the learner's, to which it rounds them, or the
-    engine's if the learner uses float32. None: float32, for engines of several dtypes, merged
-    adapters, and weights that are quantized later."""
-    quantizes = cfg.samplers != "local" and cfg.rollout_quant != "none"
-    others = quantizes or cfg.exact or cfg.lm_head_fp32 or cfg.lora_rank
-    dtype = cfg.rollout_dtype if cfg.dtype == "float32" else cfg.dtype
-    return None if others or dtype == "float32" else getattr(torch, dtype)
-
-
-def whole_in(dtype: torch.dtype | None, x: torch.Tensor) -> torch.Tensor:
-    """`whole`, with matrices cast to this dtype first, if there is one."""
-    return whole(x.detach().to(dtype) if dtype and x.ndim > 1 else x)
+def published_type(cfg: Config, name: str) -> torch.dtype | None:
+    """The 16-bit dtype in which a model is published: the learner's, to which it rounds weights, or
+    the engine's if the learner uses float32 and samplers do not quantize. None: float32, also for
+    merged adapters and --exact."""
+    dtype = cfg.dtype
+    if dtype == "float32" and cfg.rollout_quant == "none":
+        dtype = cfg.rollout_dtype
+    full = cfg.exact or lora.learns(cfg, name) or dtype == "float32"
+    return None if full else getattr(torch, dtype)

@@ -103,18 +103,17 @@ def switched_off(model):
             layer.set_scale(NAME, 1.0)
 
 
-def merged(model, state: dict, whole):
+def merged(model, state: dict, gather):
     """Yield (name, tensor) of the model's state dict under the names of the base model, with
-    W + (alpha / rank) B A in place of W, A and B. whole: gathers a tensor from all ranks."""
+    W + (alpha / rank) B A in place of W, A and B. gather: (name, shard) -> tensor of all ranks."""
     for name, x in state.items():
         if is_adapters(name):
             continue
-        x = whole(x)
+        x = gather(name, x)
         layer, is_base, part = name.partition(".base_layer.")
         if is_base and part == "weight":
-            A, B = (
-                whole(state[f"{layer}.lora_{matrix}.{NAME}.weight"]) for matrix in "AB"
-            )
+            adapters = (f"{layer}.lora_{matrix}.{NAME}.weight" for matrix in "AB")
+            A, B = (gather(adapter, state[adapter]) for adapter in adapters)
             config = model.peft_config[NAME]
             x = x + (config.lora_alpha / config.r) * (B @ A)
         yield f"{layer}.{part}" if is_base else layer, x

@@ -44,7 +44,7 @@ def adapted(model=None, dtype=torch.float32):
 
 
 def merged(model) -> dict:
-    return dict(lora.merged(model, model.state_dict(), torch.Tensor.detach))
+    return dict(lora.merged(model, model.state_dict(), lambda _, x: x.detach()))
 
 
 def logits(model, ids=IDS):
@@ -75,16 +75,15 @@ def test_experts_and_routers_have_no_adapters():
     assert moved == layers and tensors.keys() == start.keys()
 
 
-def test_low_bit_rollouts_use_the_merged_weights():
-    cfg = make_cfg(**FLAGS, rollout_quant="w4a16", quant_group=32)
-    model = adapted()
-    learner = Learner(model, None, cfg, Comm())
-    got = dict(learner.published("policy", packed=False))
-    fmt = quant.format_of("w4a16", 32)
-    name = "model.layers.1.mlp.up_proj.weight"
-    want = quant.dequantize(*quant.quantize(merged(model)[name], fmt.qmax, fmt.dtype, fmt.group))
-    assert torch.equal(got[name], want)
-    assert list(got) == list(tiny_model(0, layers=2).state_dict())
+@pytest.mark.parametrize("quantized, dtype", [("w4a16", "float32"), ("w4a16", "bfloat16"), ("none", "bfloat16")])
+def test_rollouts_use_the_merged_weights(quantized, dtype):
+    """Not rounded to 16 bits: the learner adds W x and B A x."""
+    cfg, model = make_cfg(**FLAGS, rollout_quant=quantized, quant_group=32, dtype=dtype), adapted()
+    got = dict(Learner(model, None, cfg, Comm()).published("policy", packed=False))
+    fmt, name = quant.format_of(quantized, 32), "model.layers.1.mlp.up_proj.weight"
+    W = merged(model)[name]
+    want = quant.dequantize(*quant.quantize(W, fmt.qmax, fmt.dtype, fmt.group)) if fmt else W
+    assert torch.equal(got[name], want) and list(got) == list(tiny_model(0, layers=2).state_dict())
 
 
 # -- The learner ------------------------------------------------------------------------------------------------------
@@ -102,9 +101,7 @@ def updated(cfg, model, steps=2):
 
 def test_the_gradient_of_the_factors_follows_from_the_merged_weights():
     """dA = scale B^T dW and dB = scale dW A^T, with dW of a full learner with the merged weights."""
-    cfg = make_cfg(**FLAGS)
-    model = adapted(dtype=f64)
-    plain = tiny_model(0, layers=2, dtype=f64)
+    cfg, model, plain = make_cfg(**FLAGS), adapted(dtype=f64), tiny_model(0, layers=2, dtype=f64)
     plain.load_state_dict(merged(model))
     batch = batching.collate(make_groups(2, seed=8), cfg)
     for one in (model, plain):
@@ -113,8 +110,7 @@ def test_the_gradient_of_the_factors_follows_from_the_merged_weights():
     adapters = dict(model.named_parameters())
     for name, p in plain.named_parameters():
         layer = name.removesuffix(".weight")
-        A = adapters.get(f"{layer}.lora_A.default.weight")
-        if A is None:
+        if (A := adapters.get(f"{layer}.lora_A.default.weight")) is None:
             continue
         B = adapters[f"{layer}.lora_B.default.weight"]
         assert torch.allclose(A.grad, ALPHA / RANK * B.detach().T @ p.grad, atol=1e-12), name

@@ -220,26 +220,30 @@ def test_dtypes_of_gathered_parameters(one_rank):
         ({"rollout_dtype": "bfloat16"}, torch.bfloat16),
         ({"rollout_dtype": "float32"}, torch.float32),
         ({"rollout_dtype": "float32", "dtype": "bfloat16"}, torch.bfloat16),
-        ({"rollout_dtype": "bfloat16", "lm_head_fp32": True}, torch.float32),
+        ({"rollout_dtype": "bfloat16", "lm_head_fp32": True}, torch.bfloat16),
         ({"rollout_dtype": "bfloat16", "dtype": "bfloat16", "exact": True}, torch.float32),
     ],
 )
-def test_weights_travel_to_an_engine_in_its_precision(changes, matrix, one_rank, monkeypatch):
-    """A matrix is rounded to the learner's or the engine's 16 bits before it is gathered."""
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_travel_to_an_engine_in_its_precision(changes, matrix, tied, one_rank, monkeypatch):
+    """A matrix is rounded to the learner's or the engine's 16 bits before it is gathered, but not a float32 head."""
     cfg = make_cfg(objective="tis", parallel="fsdp", **changes)
-    learner, gathered = Learner(model("qwen3"), None, cfg, Comm()), []
+    learner, gathered = Learner(model("qwen2" if tied else "qwen3"), None, cfg, Comm()), []
     masters = dict(learner.named_tensors("policy"))
     full_tensor = DTensor.full_tensor
     monkeypatch.setattr(DTensor, "full_tensor", lambda x: gathered.append((x.ndim, x.dtype)) or full_tensor(x))
     sent = dict(learner.published("policy", False))
-    assert set(gathered) == {(1, torch.float32), (2, matrix)}
+    head = ["lm_head.weight", "model.embed_tokens.weight"][: (1 + tied) * cfg.lm_head_fp32]
+    assert set(gathered) == {(1, torch.float32), (2, matrix), *[(2, torch.float32) for _ in head]}
     assert list(sent) == list(masters)
     for name, x in sent.items():
-        want = masters[name].to(matrix) if masters[name].ndim > 1 else masters[name]
+        want = masters[name].to(matrix) if masters[name].ndim > 1 and name not in head else masters[name]
         assert x.dtype == want.dtype and torch.equal(x, want), name
 
 
 def test_routers_reach_an_engine_in_full():
     learner = Learner(model("qwen3_moe"), None, make_cfg(objective="tis", rollout_dtype="bfloat16"), Comm())
-    sent, name = dict(learner.published("policy", False)), "model.layers.1.mlp.gate.weight"
-    assert torch.equal(sent[name], dict(learner.named_tensors("policy"))[name])
+    sent, masters = dict(learner.published("policy", False)), dict(learner.named_tensors("policy"))
+    assert {name for name, x in sent.items() if x.ndim > 1 and torch.equal(x, masters[name])} == {
+        f"model.layers.{i}.mlp.gate.weight" for i in range(2)
+    }

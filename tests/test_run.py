@@ -241,7 +241,7 @@ def test_prompts_are_checked_before_models_load(folders, tmp_path, no_models):
         ("files", "int8", "aligned", "bfloat16"),
         ("local", "w4a16", "aligned", "float32"),
         ("files", "w4a16", "none", "bfloat16"),
-        ("files", "w2a16", "aligned", "float32"),
+        ("files", "w2a16", "aligned", "bfloat16"),
     ],
 )
 def test_published_weights_have_the_engines_format(samplers, quant, learner_quant, dtype, folders, tmp_path):

@@ -86,7 +86,7 @@ def write(folder: Path, run, learner, shared: dict, rank_state: dict) -> None:
     for name in learner.names:
         if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
             # collective
-            gathered = learner.named_tensors(name, lambda x: whole(x).cpu())
+            gathered = learner.named_tensors(name, lambda _, x: whole(x).cpu())
         origin = getattr(run, name)
         if rank == 0:
             save_model(
