@@ -9,7 +9,8 @@ the same functions on a CPU with float32 weights, and with bfloat16 both run und
 
     operation                         order depends on      fixed by
     linear layers, head               rows of the batch     `product`: ROWS rows at a time, padded
-    q k, sum over a head's entries    number of queries     torch's attention, one query at a time
+    q k, sum over a head's entries    number of queries     torch's attention, one query and PAIR
+                                                                heads at a time
     p v and softmax, sums over keys   number of keys        `room`: padding to fixed numbers of keys;
                                                                 padded keys add exactly 0
     p v, with a padded prompt         place of the padding  `Seen`: puts the keys in order first
@@ -58,6 +59,9 @@ ROWS = 96
 AT_ONCE = 128  # queries in one call of attention
 # the number of keys is a multiple of this: different code would sum a remainder
 KEYS = 16
+# query heads of one key head at a time. On AVX2 sums over more than 128 keys depend on the number of
+# keys from four heads on; an odd number aligns the threads' buffers differently, which changes sums
+PAIR = 2
 # number of keys that torch's kernel processes at a time; if more than half of this number remain,
 # the kernel's split of the sum depends on the number of keys
 WHOLE = 512
@@ -277,9 +281,11 @@ def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, 
     B, heads, Q, D = query.shape
     H, K = key.shape[1:3]
     shared = heads // H  # query heads per key head
-    # (B H, 1, room(K), D)
+    pairs = -(-shared // PAIR)
+    # key, value (B H, 1, room(K), D); query (B H, Q, pairs PAIR, D)
     key, value = (seen.in_order(x).flatten(0, 1)[:, None] for x in (key, value))
     query = query.float().reshape(B * H, shared, Q, D).transpose(1, 2)
+    query = pad(query, (0, 0, 0, pairs * PAIR - shared))
     added = seen.added[:, :, :, None, None]  # (B, 1, Q, 1, 1, room(K))
     outs, last = [], 0
     for chunk, mask in zip(
@@ -290,13 +296,15 @@ def exact_attention(seen: Seen, scaling: float, dtype: torch.dtype, query, key, 
         n = min(key.shape[2], room(K - Q + last))  # these queries see no later key
         mask = (
             mask[..., :n]
-            .expand(B, H, n_queries, shared, 1, n)
-            .reshape(B * H, n_queries, -1, n)
+            .expand(B, H, n_queries, pairs, PAIR, n)
+            .reshape(B * H, -1, PAIR, n)
         )
-        keys, values = (x[:, :, :n].expand(-1, n_queries, -1, -1) for x in (key, value))
-        outs.append(
-            scaled_dot_product_attention(chunk, keys, values, mask, scale=scaling)
+        chunk = chunk.reshape(B * H, -1, PAIR, D)
+        keys, values = (
+            x[:, :, :n].expand(-1, chunk.shape[1], -1, -1) for x in (key, value)
         )
+        out = scaled_dot_product_attention(chunk, keys, values, mask, scale=scaling)
+        outs.append(out.reshape(B * H, n_queries, -1, D)[:, :, :shared])
     return torch.cat(outs, 1).transpose(1, 2).reshape(B, heads, Q, D).to(dtype)
 
 

@@ -41,17 +41,16 @@ FORMATS = {
 DISTRIBUTIONS = {"temperature": {"temperature": 0.7}, "kept sets": {"temperature": 1.3, "top_p": 0.9, "top_k": 40}}
 BF16 = {"dtype": "bfloat16", "rollout_dtype": "bfloat16"}
 TOKENS = 24  # longest response
+SLOW = pytest.mark.slow
 
 
 def make_pair(hidden: int = 32, comm=None, **changes):
     """(engine, learner) of one tiny model, with the learner's weights published."""
     cfg = make_cfg(**{"objective": "tis", "exact": True, "micro_tokens": 2500, **changes})
     learner = Learner(tiny_model(0, layers=2, hidden=hidden), None, cfg, comm or Comm())
-    model = tiny_model(0, layers=2, hidden=hidden)
-    if not cfg.exact:
-        model = model.to(getattr(torch, cfg.rollout_dtype))
-    settings = {"dtype": cfg.rollout_dtype, "exact": cfg.exact, "device": learner.comm.device}
-    engine = HFEngine(model, **settings, fmt=quant.format_of(cfg.rollout_quant, cfg.quant_group))
+    model = tiny_model(0, layers=2, hidden=hidden).to(getattr(torch, "float32" if cfg.exact else cfg.rollout_dtype))
+    fmt = quant.format_of(cfg.rollout_quant, cfg.quant_group)
+    engine = HFEngine(model, dtype=cfg.rollout_dtype, exact=cfg.exact, device=learner.comm.device, fmt=fmt)
     engine.load(learner.published("policy", engine.packed))
     return engine, learner
 
@@ -77,9 +76,6 @@ def gap(learner, groups) -> float:
     """The largest |log p_inf - log p_ref|."""
     batch = batching.collate(groups, learner.cfg)
     return float((learner.score(batch, Needs()).logp - batch.logp_inf)[batch.exists].abs().max())
-
-
-SLOW = pytest.mark.slow
 
 
 # -- Zero -------------------------------------------------------------------------------------------------------------
@@ -121,14 +117,20 @@ def test_a_single_row_equals_a_batch(dtype, fmt):
     assert gap(learner, groups) == 0
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """The number of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(("dtype", "fmt"), [({}, "plain"), (BF16, "w4a16")])
-def test_tokens_with_two_threads(dtype, fmt):
+def test_tokens_with_threads(dtype, fmt, threads):
     """The model is wide enough that products and sums are divided between threads."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(2)
-        engine, learner = make_pair(hidden=256, **dtype, **FORMATS[fmt])
-        assert gap(learner, sample(engine, n=60)) == 0
+    engine, learner = make_pair(hidden=256, **dtype, **FORMATS[fmt])
+    assert gap(learner, sample(engine, n=60)) == 0
 
 
 @pytest.mark.parametrize("dtype", [{}, BF16], ids=["float32", "bfloat16"])
@@ -141,14 +143,12 @@ def test_without_exact_the_gap_is_not_zero(dtype):
 @pytest.mark.parametrize(("family", "head_fp32"), [*((name, False) for name in exact.FAMILIES), ("llama", True)])
 def test_every_supported_family(family, head_fp32):
     """Biases, scaled logits, untied heads, a head dimension from the config, embeddings with unused rows."""
-    changes = {"sliding_window": None} if family == "mistral" else {}
-    vocabulary = 290
+    changes, vocabulary = {"sliding_window": None} if family == "mistral" else {}, 290
     models = [standins.model(family, vocab_size=vocabulary + 9, **changes) for _ in range(2)]
     cfg = make_cfg(objective="tis", exact=True, lm_head_fp32=head_fp32, temperature=0.6, **BF16)
     learner = Learner(models[0], None, cfg, Comm(), vocabulary)
     engine = HFEngine(models[1], dtype="bfloat16", exact=True, head_fp32=head_fp32, vocabulary=vocabulary)
-    groups = sample(engine, vocabulary=vocabulary, temperature=0.6)
-    assert gap(learner, groups) == 0
+    assert gap(learner, sample(engine, vocabulary=vocabulary, temperature=0.6)) == 0
 
 
 def test_the_sampling_actor_equals_the_scored_actor():
@@ -162,9 +162,8 @@ def test_the_sampling_actor_equals_the_scored_actor():
 
 def test_recomputed_truncation_equals_the_samplers():
     """--keep_sampling_mask=recompute truncates no sampled token. Many responses end early and leave the cache."""
-    cut = {"top_p": 0.8, "min_p": 0.02}
-    engine, learner = make_pair(keep_sampling_mask="recompute", **cut, **BF16)
-    assert gap(learner, sample(engine, n=40, stop=range(0, VOCAB, 9), **cut)) == 0
+    engine, learner = make_pair(keep_sampling_mask="recompute", top_p=0.8, min_p=0.02, **BF16)
+    assert gap(learner, sample(engine, n=40, stop=range(0, VOCAB, 9), top_p=0.8, min_p=0.02)) == 0
 
 
 # -- The same function and the same gradient as without --exact -------------------------------------------------------
@@ -191,11 +190,11 @@ def test_exact_attention_against_plain_attention(at_once, monkeypatch):
 
 
 ALONE = [(shared, 70, 1, 16) for shared in (1, 3, 4, 7)]  # heads with the same keys, tokens, stride, size
-ALONE += [(2, 1100, 37, 32), (1, 700, 23, 128)]
+ALONE += [(2, 1100, 37, 32), (1, 700, 23, 128), (7, 700, 23, 64)]
 
 
 @pytest.mark.parametrize(("shared", "T", "stride", "D"), ALONE)
-def test_a_single_query_equals_the_same_query_in_a_batch(shared, T, stride, D):
+def test_a_single_query_equals_the_same_query_in_a_batch(shared, T, stride, D, threads):
     """Bit for bit: T queries of a row at once against single queries in a different batch, with places after their
     keys. The longest rows have more keys than the kernel processes at a time."""
     B, heads = 5 if T < 100 else 2, 2
@@ -286,9 +285,8 @@ def test_unsupported_models_are_refused(family, tmp_path):
 
 def test_a_run_stops_at_a_gap_above_zero(folders, tmp_path):
     """One batch of two updates; then one log-probability is changed in its last bit."""
-    (tmp_path / "run").mkdir()
     size = dict(rollout_batch=16, train_batch=8, group_size=4, steps=8, eval_every=-1, max_tokens=8, objective="tis")
-    paths = dict(model=str(folders / "policy"), out=str(tmp_path / "run"), overwrite=True)
+    paths = dict(model=str(folders / "policy"), out=str(tmp_path), overwrite=True)
     t = Training(make_cfg(exact=True, **paths, **size), Comm())
     t.roll_out()
     assert [t.update()["rollout_corr/largest_gap"] for _ in range(2)] == [0, 0]
@@ -312,8 +310,10 @@ def test_a_nan_gap_is_not_zero(gap, is_zero):
 # -- Ranks ------------------------------------------------------------------------------------------------------------
 
 RANK_CASES = [{"parallel": "ddp"}, {"parallel": "fsdp", **FORMATS["int8"], **DISTRIBUTIONS["temperature"]}]
-RANK_CASES += [{**BF16, "parallel": "fsdp", **FORMATS["w4a16"]}]
-RANK_CASES += [{**BF16, "parallel": "ddp", **DISTRIBUTIONS["kept sets"]}]
+RANK_CASES += [
+    BF16 | {"parallel": "fsdp", **FORMATS["w4a16"]},
+    BF16 | {"parallel": "ddp", **DISTRIBUTIONS["kept sets"]},
+]
 
 
 @pytest.mark.timeout(300)
