@@ -358,18 +358,12 @@ class Learner:
         reading is collective.
 
         With --rollout_quant, packed publishes q_w and s_w; otherwise a local engine gets
-        dequantized weights, and remote samplers get unquantized weights, which they quantize. Other
-        matrices are cast to `published_type` before gathering, except routers and, with
-        --lm_head_fp32, the head, which engines may keep in float32."""
+        dequantized weights, and remote samplers get unquantized weights, which they quantize.
+        Matrices are cast to `published_type` before gathering, except the head with --lm_head_fp32
+        and a float32 learner's routers, which engines may keep in float32."""
         model, cfg = getattr(self.models, name), self.cfg
-        if self.rollout_format is not None and (cfg.samplers == "local" or packed):
-            fmt = self.rollout_format
-            if lora.learns(cfg, name):  # the learner does not round W + B A
-                fmt = replace(fmt, weights=torch.float32)
-            return Published(
-                lambda: quant.for_engine(self.named_tensors(name), model, fmt, packed)
-            )
-        dtype, kept = published_type(cfg, name), {*quant.ROUTERS}
+        dtype = published_type(cfg, name)
+        kept = {*quant.ROUTERS} if cfg.dtype == "float32" else set()
         if cfg.lm_head_fp32:
             tied = model.config.tie_word_embeddings
             kept |= {"lm_head", "embed_tokens"} if tied else {"lm_head"}
@@ -378,7 +372,16 @@ class Learner:
             cast = dtype and x.ndim > 1 and not {*key.split(".")} & kept
             return whole(x.detach().to(dtype) if cast else x)
 
-        return Published(lambda: self.named_tensors(name, gather))
+        fmt = self.rollout_format
+        if fmt is None or (cfg.samplers != "local" and not packed):
+            return Published(lambda: self.named_tensors(name, gather))
+        if lora.learns(cfg, name):  # the learner does not round W + B A
+            fmt = replace(fmt, weights=torch.float32)
+        return Published(
+            lambda: quant.for_engine(
+                self.named_tensors(name, gather), model, fmt, packed
+            )
+        )
 
     def state_dict(self) -> dict:
         """Counters and the state of the loss scaler; `trained` returns weights and optimizer

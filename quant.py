@@ -430,7 +430,7 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
     X.weight becomes q_w and s_w: X.weight and X.weight_scale, or for int4 X.weight_packed (eight
     numbers per int32), X.weight_scale and X.weight_shape. If the layers of `model` are aligned in
     this format, the tensors of their forward pass are yielded. packed False, for engines without a
-    kernel: X.weight is the exactly dequantized weight in its original dtype."""
+    kernel: X.weight is the exactly dequantized weight in float32."""
     matrices = matrices_of(model)
     for name, x in named_tensors:
         if name not in matrices:
@@ -444,7 +444,7 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
         else:
             q, s = fmt.quantize(x)
         if not packed:
-            yield name, dequantize(q, s, x.dtype)
+            yield name, dequantize(q, s)
         elif fmt.activations:
             yield name, q
             yield f"{name}_scale", s

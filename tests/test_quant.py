@@ -333,6 +333,7 @@ def test_a_learner_publishes_the_engines_numbers_of_its_rounded_weights(own):
         q, s = unrounded.quantize(master.bfloat16())
         assert torch.equal(sent[f"{n}.weight"], dequantize(q, s)) and not torch.equal(s, unrounded.quantize(master)[1])
         assert own != "aligned" or torch.equal(m.quantized()[1], s)
+    assert torch.equal(sent["lm_head.weight"], learner.models.policy.lm_head.weight.bfloat16())
 
 
 def test_only_the_sampling_model_is_aligned():
