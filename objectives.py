@@ -306,16 +306,17 @@ def prepare(batch, comm, cfg: LossFlags, controllers: dict) -> StepStats:
         values = row.statistic(batch.log_r, cfg.log_ratio_clamp)[batch.mask]
         stats.largest_kept = corrections.largest_kept(comm.cat(values), bound)
     if cfg.advantage == "otb":
-        weight, *_ = corrections.weight_and_mask(None, batch, stats, cfg)
-        of_rewards = (
+        weight, keep, _ = apply_correction(None, batch, stats, cfg)
+        if cfg.ratio_base == "inf":
+            weight = weight * token_ratio(batch.log_r, cfg.log_ratio_clamp)
+        batch.adv = optimal_token_baseline(
             batch.reward,
             batch.group,
             batch.logp_ref,
             batch.sum_p2_ref,
-            batch.mask,
-        )
-        adv = optimal_token_baseline(*of_rewards, weight.expand_as(batch.logp_ref))
-        batch.adv = adv.to(batch.reward)
+            batch.mask & (keep > 0),
+            (weight * keep).expand_as(batch.logp_ref),
+        ).to(batch.reward)
     if cfg.loss_denominator == "kept" and can_drop(cfg):
         prepare_kept(stats, batch, comm, cfg)
     return stats

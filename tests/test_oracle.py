@@ -589,38 +589,45 @@ def test_gradients_in_logits_of_the_learners_update(case):
     assert all(not table.any() for table in tables)  # no gradient elsewhere
 
 
-@pytest.mark.parametrize("correction", ["none", "tis", "seq_tis"])
-def test_the_optimal_token_baseline(correction):
-    """The advantage of each token, from the fixture's distributions, in loops; with weights of the correction."""
-    cap = {} if correction == "none" else {"is_cap": 1.2}
-    cfg = make_cfg(advantage="otb", correction=correction, actor="none", **cap)
+OTB = [{}, {"ratio_base": "inf"}, {"reject": "token:0.6:inf"}, {"correction": "seq_mis", "rs_low": 0.7, "rs_high": 9}]
+OTB += [{"correction": name, "is_cap": 1.2} for name in ("tis", "seq_tis")]
+
+
+@pytest.mark.parametrize("flags", OTB, ids=str)
+def test_the_optimal_token_baseline(flags):
+    """The advantage of each kept token, from the fixture's distributions, in loops; with the applied weights."""
+    cfg = make_cfg(**{"advantage": "otb", "actor": "none", "correction": "none", **flags})
     assert objectives.needs_ref_pass(cfg, {}, 1)
     batch = batch_of(cfg, False, [0, 1, 2, 3], True)
     objectives.prepare(batch, Comm(), cfg, {})
     responses = FIXTURE[False]
 
+    def weight(r, token) -> float:
+        """The weight of a token; 0: dropped."""
+        ratio, R = (math.exp(sum(oracle.log_ratio(x, "ref", "inf") for x in on)) for on in ([token], r.on))
+        weights = {"tis": min(ratio, 1.2), "seq_tis": min(R, 1.2), "seq_mis": R * (0.7 <= R <= 9)}
+        w = ratio if cfg.ratio_base == "inf" else weights.get(cfg.correction, 1.0)
+        return w * token.on * (cfg.reject == "none" or ratio >= 0.6)
+
     def energy(r, t) -> float:
         """Squared norm of the weighted gradient of the log-probabilities up to t in the logits."""
-        total, R = 0.0, math.exp(sum(oracle.log_ratio(x, "ref", "inf") for x in r.on))
-        for token in [x for x in r.tokens[: t + 1] if x.on]:
-            ratio = math.exp(oracle.log_ratio(token, "ref", "inf"))
-            w = {"none": 1.0, "tis": min(ratio, 1.2), "seq_tis": min(R, 1.2)}[correction]
-            total += w**2 * sum(((v == token.id) - p) ** 2 for v, p in enumerate(token.ref))
-        return total
+        norms = [sum(((v == token.id) - p) ** 2 for v, p in enumerate(token.ref)) for token in r.tokens[: t + 1]]
+        return sum(weight(r, token) ** 2 * norm for token, norm in zip(r.tokens[: t + 1], norms, strict=True))
 
-    some_differ = False
+    some_differ, some_dropped = False, False
     for b in range(len(batch)):
         r = responses[row_of(batch, b)]
         group = [x for x in responses if x.group == r.group]
         for t in range(batch.tokens.shape[1]):
-            here = [x for x in group if t < len(x.tokens) and x.tokens[t].on]
+            here = [x for x in group if t < len(x.tokens) and weight(x, x.tokens[t])]
+            some_dropped |= any(not weight(x, token) for x in group for token in x.on)
             want = 0.0
-            if t < len(r.tokens) and r.tokens[t].on and len({x.reward for x in group}) > 1:
+            if r in here and len({x.reward for x in group}) > 1:
                 W = [energy(x, t) for x in here]
                 want = r.reward - sum(w * x.reward for w, x in zip(W, here, strict=True)) / sum(W)
                 some_differ |= abs(want - (r.reward - sum(x.reward for x in group) / len(group))) > 0.01
             assert close(float(batch.adv[b, t]), want), (b, t)
-    assert some_differ
+    assert some_differ and some_dropped == (cfg.reject != "none" or cfg.correction == "seq_mis")
     batch.reward.fill_(0.1)  # equal rewards: exactly 0, without rounding
     objectives.prepare(batch, Comm(), cfg, {})
     assert not batch.adv.any()
