@@ -114,6 +114,7 @@ class DelaySource(LocalSource):
         self.samplers: list[SimulatedSampler] = []
         self.broadcast: set[int] = set()  # the versions on disk
         self.pinned = [set(), set()]  # versions that the last two checkpoints need
+        self.made: list[int] = []  # groups made by each sampler at the last `mark`
 
     def now(self, learner_version: int) -> float:
         """The virtual time in seconds."""
@@ -179,6 +180,15 @@ class DelaySource(LocalSource):
         """The next n groups, with the weights that the samplers have now."""
         self.reload(learner_version)
         return super().next(n_groups, learner_version)
+
+    def mark(self) -> None:
+        super().mark()
+        self.made = [sampler.groups for sampler in self.samplers]
+
+    def give_back(self) -> None:
+        super().give_back()
+        for sampler, groups in zip(self.samplers, self.made, strict=True):
+            sampler.groups = groups
 
     def sample_next(self, n_groups: int) -> list[Rollout]:
         """The next n groups, each by the sampler with the fewest groups."""

@@ -79,7 +79,7 @@ def solve(
     right, lengths, chunk = [], [], tasks.at_once(samples)
     rounds = -(-len(indices) // chunk)
     bar = tqdm(total=rounds, desc="evaluate", leave=False, disable=rounds < 2)
-    start = 0
+    start = poisoned = 0
     # ranks sharing one engine must all call generate, even with no prompts
     while engine.any_rank(start < len(indices)):
         problems = [task.problem("test", i) for i in indices[start : start + chunk]]
@@ -90,19 +90,17 @@ def solve(
         ]
         tools = (engine, task, tokenizer)
         groups = turns.sample(*tools, problems, prompts, seeds, sampling, 0, ends)
-        check_poisoned(
-            sum(map(set_aside_if_poisoned, chain(*groups))),
-            samples * len(problems) or 1,
-        )
         grade_all(task, tokenizer, problems, groups)
         for problem, group in zip(problems, groups, strict=True):
             right.append([float(r.reward > 0.5) for r in group])
             lengths += [len(r.tokens) for r in group]
             if write is not None:
                 write(problem, group)
+        poisoned += sum(map(set_aside_if_poisoned, chain(*groups)))
         start += chunk
         bar.update(1)
     bar.close()
+    check_poisoned(poisoned, samples * len(indices))
     return np.array(right), float(np.mean(lengths)) if lengths else math.nan
 
 

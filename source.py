@@ -58,7 +58,7 @@ def set_aside_if_poisoned(r: Response) -> bool:
 def check_poisoned(poisoned: float, n: int) -> None:
     """Raise UserError if at least half of n responses are poisoned (`set_aside_if_poisoned`)."""
     need(
-        poisoned < n / 2,
+        not poisoned or poisoned < n / 2,
         f"of {n} responses {poisoned:.0f} have log-probabilities from the engine that are non-finite, positive or "
         f"below {LEAST_LOGP:g}; use --rollout_dtype=float32 or a different --rollout_quant, or copy the model again",
     )
@@ -100,6 +100,7 @@ class LocalSource:
         self.packed = self.engine.packed
         self.incarnation = 0
         self.sequence = 0  # groups taken so far, the source's position in the task
+        self.before = 0  # `sequence` at the last `mark`
         # version, digest and publication time (learner's clock, seconds) of the engine's weights
         self.version = -1
         self.digest = ""
@@ -145,6 +146,14 @@ class LocalSource:
         self.engine.sleep()
         return groups + aside[:missing]
 
+    def mark(self) -> None:
+        """Remember the position, to which `give_back` returns."""
+        self.before = self.sequence
+
+    def give_back(self) -> None:
+        """Take back the groups since the last `mark`, which will not be trained on now."""
+        self.sequence = self.before
+
     def sample_next(self, n_groups: int) -> list[Rollout]:
         numbers = range(self.sequence, self.sequence + n_groups)
         self.sequence += n_groups
@@ -179,6 +188,7 @@ class LocalSource:
             grade_all(self.task, self.tokenizer, problems, groups, known)
         )
         self.grading_seconds += time.perf_counter() - graded_from
+        self.counts["sampled"] += sum(map(len, groups))
         self.counts["poisoned"] += sum(
             set_aside_if_poisoned(r) for group in groups for r in group
         )
@@ -214,11 +224,13 @@ class LocalSource:
     def metrics(self, summed=Counter) -> dict[str, float]:
         """Metrics of grading, and of the last weight sync if they are not reported yet.
 
-        summed: sums named counts over ranks (Comm.sum_counts); default: this rank only."""
+        summed: sums named counts over ranks (Comm.sum_counts); default: this rank only. UserError:
+        half of the responses are poisoned."""
         synced, self.synced = self.synced, None
         counts = summed({**self.counts, "no_spread": self.no_spread})
         self.counts, self.no_spread = Counter(), 0
         values = grading_metrics(counts)
+        check_poisoned(counts["poisoned"], counts["sampled"])
         if counts["poisoned"]:
             values["poisoned"] = float(counts["poisoned"])
         if self.resample:

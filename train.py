@@ -28,7 +28,6 @@ from machinery.ranks import Comm
 from machinery.run import locked
 from machinery.session import Session, due, timer
 from model import exact
-from source import check_poisoned
 
 SAMPLES_EVERY = 10  # updates between two writes of four responses to samples.jsonl
 
@@ -75,6 +74,8 @@ class Training(Session):
             source.publish(learner.version, published)
         # 2. sample and grade whole groups
         n = self.groups_per_update
+        self.drawn_at = learner.version
+        source.mark()
         with self.rolling_out():
             wanted = n * self.updates_per_rollout
             groups = source.next(wanted, learner.version, self.signals)
@@ -84,7 +85,6 @@ class Training(Session):
             return False
         self.speed.count_sampled(groups)
         self.values |= source.metrics(self.comm.sum_counts)
-        check_poisoned(self.values.get("poisoned", 0.0), cfg.rollout_batch)
         # 3. the learner's p_ref (PPO's p_old), if needed before the first update
         updates = self.updates_per_rollout
         if objectives.needs_ref_pass(learner.cfg, self.controllers, updates):

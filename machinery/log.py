@@ -56,6 +56,9 @@ class Log:
         truncate(self.path.with_name("samples.jsonl"), step)
         # step 0 also removes the evaluation before training (step -1)
         truncate(self.path, step or -1)
+        # whether the last line has an evaluation
+        last = rows(self.path)[-1:]
+        self.evaluated = any(name.startswith("eval/") for row in last for name in row)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
         self.said = set()
 
@@ -87,7 +90,7 @@ def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
     out = []
     for group, policy in zip(groups, logp, strict=True):
         r = group.responses[0]
-        gap = (policy - r.logp_inf).astype(np.float64).round(4)
+        gap = (policy - r.logp_inf).astype(np.float64).round(4) * r.loss_mask
         texts = [tokenizer.decode([int(t)]) for t in r.tokens]
         row = {
             "step": step,
@@ -95,7 +98,8 @@ def samples_of(groups, logp: list, step: int, tokenizer) -> list[dict]:
             "response": tokenizer.decode(r.tokens.tolist()),
             "reward": r.reward,
             "finish_reason": r.finish_reason,
-            "gap": float(np.abs(gap).mean()),  # mean |log p_policy - log p_inf|, nats
+            # mean |log p_policy - log p_inf| of sampled tokens, nats
+            "gap": float(np.abs(gap).sum() / max(1, r.loss_mask.sum())),
             # position, token, gap
             "largest": [
                 [int(t), texts[t], float(gap[t])] for t in np.argsort(-np.abs(gap))[:5]

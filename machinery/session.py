@@ -63,6 +63,7 @@ class Session:
         self.groups_per_update = cfg.train_batch // (cfg.group_size * self.comm.size)
         self.step = 0
         self.pending = []  # minibatches of groups that wait for their update
+        self.drawn_at = -1  # the learner's version at the start of the last rollout
         self.controllers = {}  # carried from update to update: kappa, lambda_distill
         self.values = {}  # metrics of the last rollout, until an update reports them
         self.clock: dict[str, float] = {}  # seconds by stage
@@ -87,7 +88,9 @@ class Session:
     def start(self) -> None:
         """Catch signals, show a progress bar, and evaluate before the first update."""
         self.signals = catch_signals()
-        if self.step == 0:
+        # an error has ended the run in the last update's evaluation
+        missing = self.log and self.evaluation_due() and not self.log.evaluated
+        if self.step == 0 or self.comm.any(missing):
             self.write(self.evaluate())
         self.bar = tqdm(
             total=self.cfg.steps,
@@ -100,11 +103,13 @@ class Session:
     def after_update(self, values: dict[str, float]) -> bool:
         """Evaluate, log and save if due. Returns False if a signal or an error stops the run."""
         cfg = self.cfg
-        if due(cfg.eval_every, self.step) or self.step == cfg.steps:
-            values |= self.evaluate()
+        try:
+            if self.evaluation_due():
+                values |= self.evaluate()
+        finally:
+            self.write(values)
         # a signal to one rank stops all of them, at the same update
         stops = self.comm.any(self.signals) or bool(self.learner.error)
-        self.write(values)
         self.bar.update(1)
         self.bar.set_postfix(
             {x: f"{values[key]:.3f}" for key, x in SHOWN.items() if key in values}
@@ -190,6 +195,12 @@ class Session:
                 samples_of(firsts, rows, self.step, self.run.tokenizer)
             )
 
+    def evaluation_due(self) -> bool:
+        """Whether policy and actor are evaluated after the last update."""
+        every, last = self.cfg.eval_every, self.step == self.cfg.steps
+        wanted = every >= 0 and (last or due(every, self.step))
+        return wanted and bool(self.run.eval_sets)
+
     def evaluate(self) -> dict[str, float]:
         """Held-out pass@1 of policy and actor."""
         values = {}
@@ -241,6 +252,8 @@ class Session:
     def rescue(self) -> None:
         """Save finished updates after an error between two updates. Several ranks keep their last
         checkpoint, because the other ranks cannot take part."""
+        if self.drawn_at == self.learner.version and not self.pending:
+            self.source.give_back()
         unsaved = self.learner.version == self.step > self.saved_at
         if unsaved and self.comm.size == 1 and not not_finite(self.learner.models):
             with suppress(UserError):  # the original error is the one to report

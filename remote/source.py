@@ -286,8 +286,12 @@ class RemoteSource:
         # a copy, because the hub's thread may add entries
         return {sampler for sampler, _ in self.hub.reports.copy()}
 
+    def mark(self) -> None:
+        """Forget the groups that `give_back` would take back."""
+        self.batch = []
+
     def give_back(self) -> None:
-        """Take back the groups of the last `next`, which will not be trained on now."""
+        """Take back the groups since the last `mark`, which will not be trained on now."""
         for item in self.batch:
             self.since.remove(item.name)
             self.counts["trained"] -= 1

@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm
 
+from machinery import log, settings
 from machinery.flags import UserError, need, parse_flags, read_text, run_command
 from machinery.log import read_metrics
 from machinery.plot import pyplot
@@ -120,21 +121,22 @@ def config_of(folder: Path) -> dict:
     return json.loads(read_text(path)) if path.is_file() else {}
 
 
-def is_finished(folder: Path) -> bool:
-    """Whether a run has completed all updates."""
-    made = config_of(folder)
-    return (
-        bool(made) and read_metrics(folder)[-1]["step"] + 1 >= made["config"]["steps"]
-    )
+def left(row: dict, seed: int, folder: Path) -> list[str]:
+    """The command that starts or resumes a run; empty if the run is finished. UserError: the folder
+    has a run with other flags."""
+    argv = command(row, seed, folder)
+    if not config_of(folder):
+        return argv
+    steps = settings.parse([*argv[1:], "--resume"], installed=False).steps
+    made = [line["step"] + 1 for line in log.rows(folder / "metrics.jsonl")[-1:]]
+    return [] if made >= [steps] else [*argv, "--resume"]
 
 
 def run_one(row: dict, seed: int, folder: Path, threads: str) -> None:
     """Start or resume one run."""
-    if not is_finished(folder):
-        call(
-            command(row, seed, folder) + ["--resume"] * bool(config_of(folder)), threads
-        )
-        if not is_finished(folder):
+    if argv := left(row, seed, folder):
+        call(argv, threads)
+        if left(row, seed, folder):
             raise SystemExit(
                 f"error: {folder}: stopped by a signal; start the study again to go on"
             )

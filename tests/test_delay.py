@@ -138,6 +138,17 @@ def test_every_delay_is_a_different_draw(folders, tmp_path):
     assert draws[1][7] == distribution("lognormal").quantile(float(uniforms(1, "delay", source.cfg.seed, 1, 7)[0]))
 
 
+def test_groups_given_back_are_sampled_again(folders, tmp_path):
+    source = delayed(folders, tmp_path / "store", delay_samplers=3)
+    update(source, 0)
+    before = source.state_dict()
+    source.mark()
+    source.next(2, 0)
+    assert source.state_dict() != before
+    source.give_back()
+    assert source.state_dict() == before
+
+
 def test_two_ranks_share_clock_and_groups(folders, tmp_path):
     one, *two = (delayed(folders, tmp_path / store) for store in ("a", "b", "b"))
     for rank, source in enumerate(two):

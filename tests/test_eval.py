@@ -183,8 +183,8 @@ def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
 class GoldEngine:
     """An engine that writes the gold answer to every second problem, and a wrong answer to the rest."""
 
-    def __init__(self):
-        self.sizes, self.seeds = [], []
+    def __init__(self, poisoned=()):
+        self.sizes, self.seeds, self.poisoned = [], [], poisoned
         self.any_rank = lambda condition: condition
 
     def generate(self, prompts, seeds, *more):
@@ -195,7 +195,8 @@ class GoldEngine:
             i = self.todo.pop(0)
             answer = int(TASK.problem("test", i).answer) + i % 2
             ids = np.array(TOKENIZER.encode(f"# {answer % 200}") + [1], np.int32)
-            response = Response(ids, ids > 0, 0.0 * ids, None, 0.0 * ids[:, None], "stop")
+            logp = ids * (math.nan if i in self.poisoned else 0.0)
+            response = Response(ids, ids > 0, logp, None, 0.0 * ids[:, None], "stop")
             groups.append([replace(response) for _ in of_group])
         return groups
 
@@ -230,6 +231,14 @@ def test_ranks_of_one_engine_sample_equally_often(indices, monkeypatch):
     engine.any_rank = lambda condition: condition or len(engine.sizes) < 2
     assert engine.solve(indices, 3)[0].size == 3 * len(indices)
     assert engine.sizes == [1] * len(indices) + [0] * (2 - len(indices))
+
+
+def test_poisoned_answers_are_graded_and_counted_over_all_rounds(monkeypatch):
+    """One problem a round; half of all responses end the evaluation."""
+    monkeypatch.setattr(tasks, "at_once", lambda samples: 1)
+    assert GoldEngine({2}).solve([0, 1, 2], 2)[0].mean(1).tolist() == [1, 0, 1]
+    with pytest.raises(UserError, match="of 4 responses 2 have log-probabilities"):
+        GoldEngine({2}).solve([1, 2], 2)
 
 
 def test_every_response_has_a_different_seed():

@@ -310,6 +310,17 @@ def test_groups_without_spread_are_replaced(folders, flat, rounds, wanted, dropp
     on_two_ranks = source.metrics(lambda counts: Counter({name: 2 * n for name, n in counts.items()}))
     assert on_two_ranks == ({} if dropped is None else {"dynamic_sampling/dropped": 2 * dropped})
     assert source.metrics() == ({"dynamic_sampling/dropped": 0} if rounds else {})
+    source.give_back()
+    assert source.sequence == 0
+
+
+def test_half_of_all_sampled_responses_may_not_be_poisoned(folders):
+    source = make_source(SimpleNamespace(packed=False), folders)
+    source.counts.update(poisoned=4, sampled=9)
+    assert source.metrics() == {"poisoned": 4}
+    source.counts.update(poisoned=4, sampled=8)
+    with pytest.raises(UserError, match="of 8 responses 4 have log-probabilities"):
+        source.metrics()
 
 
 def test_two_ranks_sample_the_groups_of_one(folders):

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torchrun
-from conftest import ROOT, TINY_TASK, make_cfg
+from conftest import ROOT, TINY_TASK, make_cfg, make_groups
 from safetensors.torch import load_file
 from test_metrics import unexplained
 from transformers import AutoModelForCausalLM
@@ -31,7 +31,7 @@ from corrections import USES_Z
 from learner import Learner
 from machinery import checkpoint, plot, session, settings
 from machinery.flags import UserError
-from machinery.log import read_metrics
+from machinery.log import read_metrics, samples_of
 from machinery.log import rows as run_rows
 from machinery.ranks import Comm
 from machinery.run import checkpoint_to_resume, open_run
@@ -148,9 +148,12 @@ def train_here(monkeypatch):
 
 
 def timeless(out) -> list[dict]:
-    """Every metric except times and weight syncs: a resumed run checks its engine from the start."""
-    rows = [{k: v for k, v in row.items() if not k.endswith(("_s", "_seconds"))} for row in read_metrics(out)]
-    return [{k: v for k, v in row.items() if not k.startswith(("speed/", "sync/"))} for row in rows]
+    """Every metric of each step except times and weight syncs: a resumed run checks its engine from the start."""
+    rows = {}
+    for row in read_metrics(out):
+        kept = {k: v for k, v in row.items() if not k.endswith(("_s", "_seconds"))}
+        rows.setdefault(row["step"], {}).update(kept)
+    return [{k: v for k, v in row.items() if not k.startswith(("speed/", "sync/"))} for row in rows.values()]
 
 
 def samples(out) -> list[dict]:
@@ -212,6 +215,17 @@ def test_samples_are_logged_and_printed(whole, capsys):
     printed = capsys.readouterr().out
     assert printed.count("update 1: reward") == 2 and logged[-1]["prompt"] in printed
     assert len({plot.coloured("x", gap) for gap in (0.001, 0.02, -0.2, 2.0)}) == 4
+
+
+def test_replies_have_no_gap():
+    group = make_groups(1, 1)[0]
+    r = group.responses[0]
+    r.loss_mask[1] = False
+    (row,) = samples_of([group], [r.logp_inf + 1 + r.tokens], 0, arithmetic_tokenizer())
+    want = (1 + r.tokens) * r.loss_mask
+    assert np.allclose(row["gaps"], want, atol=1e-3) and row["gap"] == pytest.approx(
+        want.sum() / r.loss_mask.sum(), 1e-3
+    )
 
 
 def test_a_wrong_engine_is_found_at_the_first_update(solvers, tmp_path, train_here, monkeypatch):
@@ -418,6 +432,8 @@ FAULTS = {  # place of the fault: (owner, name, call, newest checkpoint afterwar
     "before an update": (train.objectives, "prepare", 5, 4, ZeroDivisionError("ours")),
     "between two models' steps": (session.Learner, "_optimize", 10, 3, ZeroDivisionError("ours")),
     "while sampling": (LocalSource, "next", 3, 4, UserError("bound it")),
+    "while grading": (LocalSource, "seeds", 17, 4, ZeroDivisionError("ours")),
+    "in the last evaluation": (session, "held_out", 4, 6, ZeroDivisionError("ours")),
 }
 
 
