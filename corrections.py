@@ -525,12 +525,13 @@ def can_drop(cfg: ObjectiveFlags) -> bool:
 def actor_is_sampler(cfg: Config) -> bool:
     """Whether the actor's distribution equals the sampler's up to numerical noise.
 
-    False if groups can come from older weights, if engine and actor use different quantization or
-    KV-cache formats, or if the engine samples from a truncated distribution and the learner scores
-    the full vocabulary. A 16-bit --rollout_dtype counts as numerical noise."""
+    False if groups can come from older weights, if the engine rounds weights that the learner does
+    not round (to 16 bits, or to low bits), or its KV cache, or if the engine samples from a
+    truncated distribution and the learner scores the full vocabulary."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
     rounded = (
         cfg.learner_quant not in ("aligned", cfg.rollout_quant)
+        or cfg.rollout_dtype not in ("float32", cfg.dtype)
         or cfg.kv_cache_dtype != "auto"
     )
     cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
@@ -689,6 +690,11 @@ def check_bounds(cfg: ObjectiveFlags) -> None:
         or cfg.reject in REJECTIONS,
         f"--rs_low={cfg.rs_low} --rs_high={cfg.rs_high}: no statistic uses these bounds; add --reject=NAME, one of "
         f"{', '.join(REJECTIONS)}; or give each statistic its bounds: --reject=token:0.5:5,geo:0.9:1.1",
+    )
+    need(
+        batch_rejection(cfg) is None or cfg.reject_of == "all",
+        f"--reject={cfg.reject} --reject_of={cfg.reject_of}: token_m2 bounds the mean over all tokens that are kept; "
+        "leave --reject_of out",
     )
     need(
         batch_rejection(cfg) is None or cfg.correction_target == "ref",

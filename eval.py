@@ -131,6 +131,7 @@ def sampler_of(learner, name: str, cfg: Config) -> HFEngine:
         model = quant.empty_model(model.config)
         quant.align(model, fmt)
         memory.fill(model, learner.device)
+        memory.round_experts(model, memory.compute_type(cfg))
     engine = HFEngine(
         model,
         device=learner.device,

@@ -81,11 +81,15 @@ class Learner:
             exact.apply(sampler)
         if cfg.router_replay:
             check_replay(sampler)
+        autocast = memory.compute_type(cfg)
+        for model in filter(None, (policy, actor, start)):
+            # FSDP gathers experts in 16 bits
+            if not (self.sharded and memory.travels_in(model, autocast)):
+                memory.round_experts(model, autocast)
         for model in filter(None, (policy, actor)):
             kernels.apply(model, cfg.kernels)
             if cfg.gradient_checkpointing:
                 memory.recompute(model)
-        autocast = memory.compute_type(cfg)
         options = (autocast, cfg.lm_head_fp32, vocabulary, cfg.router_replay)
         self.models = PolicyAndActor(policy, actor, *options, start)
         self.models.eval()  # no dropout: scoring and training use the same distribution

@@ -360,7 +360,7 @@ class Measurement:
         self.run = run = open_run(cfg, self.comm)
         self.sampler = None  # under torchrun: open until the end
         # sums over the responses of each sampler
-        self.totals = {"on_policy": np.zeros(4), "sampler": np.zeros(4)}
+        self.totals = {"on_policy": np.zeros(5), "sampler": np.zeros(5)}
         # groups of a batch on this rank
         self.groups = cfg.train_batch // (cfg.group_size * self.comm.size)
         # one model after the other, for less memory: the engine, the actor, the gradient
@@ -457,17 +457,23 @@ class Measurement:
 
     def count(self, who: str, batch, kl=0.0) -> None:
         """Add reward, length and KL of responses to the totals. kl: summed over tokens."""
-        sums = self.comm.sum([batch.reward.sum(), batch.length.sum(), kl, len(batch)])
-        self.totals[who] += np.array(sums)
+        sums = [
+            batch.reward.sum(),
+            batch.length.sum(),
+            kl,
+            batch.mask.sum(),
+            len(batch),
+        ]
+        self.totals[who] += np.array(self.comm.sum(sums))
 
     def about(self) -> dict[str, float]:
         """Mean reward and length of both samplers, and the KL between them."""
         out = {}
-        for who, (reward, tokens, kl, responses) in self.totals.items():
+        for who, (reward, tokens, kl, read, responses) in self.totals.items():
             out |= {
                 f"{who}/reward": reward / responses,
                 f"{who}/length": tokens / responses,
-                "kl": kl / tokens,
+                "kl": kl / read,
             }
         return out
 

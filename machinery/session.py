@@ -197,9 +197,9 @@ class Session:
 
     def evaluation_due(self) -> bool:
         """Whether policy and actor are evaluated after the last update."""
-        every, last = self.cfg.eval_every, self.step == self.cfg.steps
-        wanted = every >= 0 and (last or due(every, self.step))
-        return wanted and bool(self.run.eval_sets)
+        if self.cfg.eval_every < 0 or not self.run.eval_sets:
+            return False
+        return self.step == self.cfg.steps or due(self.cfg.eval_every, self.step)
 
     def evaluate(self) -> dict[str, float]:
         """Held-out pass@1 of policy and actor."""

@@ -141,6 +141,13 @@ def travels_in(model: nn.Module, compute: torch.dtype | None) -> torch.dtype | N
     return None if needs_float32 else compute
 
 
+def round_experts(model, compute: torch.dtype | None) -> None:
+    """Let autocast round the matrices of experts as it rounds linear layers: it does not apply to
+    F.grouped_mm, transformers' default."""
+    if compute is not None and quant.experts_of(model):
+        model.set_experts_implementation("eager")
+
+
 def recompute(model) -> None:
     """Make each decoder layer keep only its input for the backward pass
     (--gradient_checkpointing).

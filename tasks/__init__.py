@@ -244,13 +244,24 @@ def check(cfg: Config) -> None:
 
 def as_trained(cfg: Config, given: set[str]):
     """eval.py's flags, with prompts, length, precision, stop tokens and grading taken from the run
-    that --model names, unless they are in `given`. Raises UserError."""
+    that --model names, unless they are in `given`. A model that the run trained in low bits is
+    evaluated in these. Raises UserError."""
     saved = config_of_run(Path(cfg.model)) if cfg.model else None
     if saved is None:
         return cfg
     names = {"max_tokens", "stop", "reward", *(f.name for f in fields(PromptFlags))}
     names -= {"max_prompt_tokens"}
     names |= set() if "dtype" in given else {"dtype", "rollout_dtype"}
+    sampler = "policy" if saved.get("actor") == "none" else "actor"
+    low_bits = saved.get("learner_quant", "none") != "none"
+    if (
+        low_bits
+        and getattr(cfg, "role", "") == sampler
+        and "rollout_quant" not in given
+    ):
+        if saved["learner_quant"] != "aligned":
+            saved["rollout_quant"] = saved["learner_quant"]
+        names |= {"rollout_quant", "quant_group"}
     if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
         names.add("arith")
     of_run = {name: saved[name] for name in sorted(names - given) if name in saved}

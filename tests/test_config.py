@@ -100,6 +100,8 @@ def test_a_custom_model_needs_more_flags(solvers):
         (dict(delay="lognormal", max_staleness=0), "exact"),
         (dict(samplers="tcp://127.0.0.1:5555"), "bracket"),
         (dict(rollout_quant="w4a16"), "bracket"),
+        (dict(dtype="float32", rollout_dtype="bfloat16"), "bracket"),
+        (dict(dtype="bfloat16"), "exact"),
         (dict(rollout_quant="w4a16", learner_quant="aligned"), "exact"),
         (dict(rollout_quant="int8", learner_quant="int8"), "exact"),
         (dict(learner_quant="int8"), "bracket"),

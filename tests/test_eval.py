@@ -152,6 +152,20 @@ def test_a_run_is_evaluated_with_its_prompts(make_run, tmp_path, monkeypatch, ca
     assert "#" not in shown(run, "--prompt_template=plain", "--max_tokens=8")
 
 
+def test_a_model_trained_in_low_bits_is_evaluated_in_them(make_run):
+    """Unless a flag asks for another format; only the model that sampled."""
+    low = dict(rollout_quant="w4a16", learner_quant="aligned", quant_group=16)
+    for changes, given, want in (
+        (low, set(), ("w4a16", 16)),
+        (low | {"learner_quant": "int8"}, set(), ("int8", 16)),
+        (low, {"rollout_quant"}, ("none", 64)),
+        (low | {"learner_quant": "none"}, set(), ("none", 64)),
+        (low | {"actor": "base:actor"}, set(), ("none", 64)),
+    ):
+        cfg = tasks.as_trained(evaluation.EvalFlags(model=str(make_run(**changes))), given)
+        assert (cfg.rollout_quant, cfg.quant_group) == want
+
+
 def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
     """The run's --reward is the default for the sets of its --task and --eval_task."""
     sums, more = table(tmp_path / "x.jsonl", "1"), table(tmp_path / "y.jsonl", "1")

@@ -16,6 +16,7 @@ from torchrun import torchrun
 import batching
 import quant
 import train
+from eval import sampler_of
 from learner import Learner
 from machinery.checkpoint.models import read_config
 from machinery.flags import UserError
@@ -119,6 +120,26 @@ def test_published_experts_equal_those_of_the_forward(name):
     engine.load(learner.published("policy", engine.packed))
     ids = np.arange(40).reshape(2, 20)
     assert np.allclose(engine.logprobs(ids), logprobs(learner, "policy", ids), atol=2e-4)
+
+
+def test_a_16_bit_learner_rounds_its_experts():
+    """Updates of less than half a bfloat16 step change neither its policy nor the evaluated one, also under FSDP."""
+    cfg, ids = make_cfg(objective="tis", dtype="bfloat16"), np.arange(40).reshape(2, 20)
+    learner = Learner(moe().bfloat16().float(), None, cfg, Comm())
+    sharded = SimpleNamespace(
+        **{**vars(learner), "comm": SimpleNamespace(on=True)}, named_tensors=learner.named_tensors
+    )
+    found = []
+    for change in (0.0, 0.9 * 2**-9):
+        learner.models.policy.set_experts_implementation("eager")
+        with torch.no_grad():
+            for module, kind in quant.expert_parameters(learner.models.policy).values():
+                getattr(module, kind).mul_(1 + change)
+        found.append([logprobs(learner, "policy", ids), sampler_of(learner, "policy", cfg).logprobs(ids)])
+        learner.models.policy.set_experts_implementation("grouped_mm")  # as under FSDP
+        found[-1].append(sampler_of(sharded, "policy", dataclasses.replace(cfg, parallel="fsdp")).logprobs(ids))
+    for before, after in zip(*found, strict=True):
+        assert np.array_equal(before, after)
 
 
 def test_published_names_of_experts_are_the_hubs(tmp_path):

@@ -429,7 +429,7 @@ CONTRADICTIONS = [
     lambda c: c["dual_clip"] and (not c["clip"] or c["surrogate"] not in ("ppo", "gspo")),
     lambda c: c["reject"] != "none" and c["correction"] in REJECTS,
     lambda c: c["reject_of"] == "negative" and c["reject"] == "none",
-    lambda c: c["reject"] == "token_m2" and c["correction_target"] == "new",
+    lambda c: c["reject"] == "token_m2" and (c["correction_target"] == "new" or c["reject_of"] == "negative"),
     lambda c: c["is_floor"] and c["correction"] not in HAS_FLOOR,
     lambda c: c["obrs_z"] == "exact" and (c["actor"] == "none" or c["obrs_target"] == "new" or c["obrs_accept_rate"]),
     lambda c: late(c) and c["loss_denominator"] == "kept",

@@ -265,7 +265,7 @@ def test_all_batches_are_counted_and_the_sampler_ends_first(measured, monkeypatc
     measured_entries = sum(len(x) for x in m.weights.flat)
     assert measured_entries <= 0.3 * sum(p.numel() for p in m.scorer.models.policy.parameters())
     list(m.slopes(m.reference()))
-    assert [m.totals[who][3] for who in ("on_policy", "sampler")] == [24 * 32, 6 * 32]
+    assert [m.totals[who][4] for who in ("on_policy", "sampler")] == [24 * 32, 6 * 32]
     batches = [by_row["tis"] for by_row in m.batches]
     assert m.totals["sampler"][1] == sum(int(batch.length.sum()) for batch in batches)
     assert len({tuple(batch.tokens.flatten().tolist()) for batch in batches}) == 6
