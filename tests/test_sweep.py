@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT, TINY_TASK
 from tools import conform
 
+from machinery.flags import UserError
 from machinery.log import read_metrics
 from machinery.settings import parse
 from results import atlas, exact, ladder, long, pair_z, plans, sweep
@@ -104,9 +105,12 @@ def test_a_row_of_a_study_runs_resumes_and_is_summarised(tiny, tmp_path, monkeyp
     again = {**tiny, "rows": {"g": {"Jackpot": {key: row[key] for key in ("config", "flags", "seeds")}}}}
     sweep.run(again, tmp_path / "runs", only="g: Jack")
     assert again == tiny
+    changed = {**row, "flags": {**row["flags"], "lr": 2e-3}}
+    with pytest.raises(UserError, match="--lr was 0.001 and is now 0.002"):
+        sweep.run({**tiny, "rows": {"g": {"Jackpot": changed}}}, tmp_path / "runs")
 
     monkeypatch.setattr(sweep, "RESULTS", tmp_path)
-    sweep.rewrite("tiny", sweep.table(tiny))
+    sweep.rewrite(tmp_path / "tiny.md", sweep.table(tiny))
     sweep.draw("tiny", tiny)
     assert f"| Jackpot | 2 | {sweep.cell(row, 'pass')} |" in (tmp_path / "tiny.md").read_text(encoding="utf-8")
     assert (tmp_path / "tiny.png").stat().st_size > 1000
