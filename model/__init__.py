@@ -118,9 +118,8 @@ class PolicyAndActor(nn.Module):
         self.casts: dict | None = None  # head weights in 16 bits, inside `casts_kept`
         # bytes of GPU memory that set the head's chunk size; None: of the weights' device
         self.gpu_memory: int | None = None
-        self.routing = (
-            Routing(policy if actor is None else actor).__enter__() if replay else None
-        )
+        sampling = (policy, start) if actor is None else (actor,)
+        self.routing = Routing(*sampling).__enter__() if replay else None
 
     @property
     def can_share(self) -> bool:
@@ -288,8 +287,10 @@ class Routing:
 
     without the division for models that do not normalize. Source: R3, arXiv 2510.11370."""
 
-    def __init__(self, model):
+    def __init__(self, model, start=None):
+        """start: a second model whose tokens go to the same given experts; --kl_coef's start model."""
         self.routers = routers_of(model)
+        self.of_start = [] if start is None else routers_of(start)
         # (n, layers, k) experts of the tokens in input order; -1: unknown
         self.given: torch.Tensor | None = None
         # for each layer (n, k): the model's own choice
@@ -297,10 +298,10 @@ class Routing:
         self.hooks = []
 
     def __enter__(self) -> Routing:
-        for layer, router in enumerate(self.routers):
-            self.hooks.append(
-                router.register_forward_hook(functools.partial(self._route, layer))
-            )
+        for routers in (self.routers, self.of_start):
+            for layer, router in enumerate(routers):
+                route = functools.partial(self._route, layer)
+                self.hooks.append(router.register_forward_hook(route))
         return self
 
     def __exit__(self, *exception) -> None:

@@ -1,6 +1,7 @@
 """Mixtures of experts, on a tiny Qwen3-MoE: expert matrices are quantized, aligned, published and optimized like
 other matrices; routers stay in full precision; the learner routes tokens like the engine."""
 
+import copy
 import dataclasses
 import sys
 from types import SimpleNamespace
@@ -301,9 +302,10 @@ def vllm_records_experts(folder: str) -> None:
     assert np.mean(alike) > 0.99, alike
 
 
-def replaying(lm, **changes) -> Learner:
+def replaying(lm, start=None, **changes) -> Learner:
     sizes = dict(group_size=3, train_batch=6, rollout_batch=6)
-    return Learner(lm, None, make_cfg(objective="tis", router_replay=True, **sizes, **changes), Comm())
+    cfg = make_cfg(objective="tis", router_replay=True, **sizes, **changes)
+    return Learner(lm, None, cfg, Comm(), start=start)
 
 
 @pytest.mark.parametrize("divided", [True, False])
@@ -331,9 +333,10 @@ def test_tokens_use_the_replayed_experts():
     routes = [r.routed.copy() for g in groups for r in g.responses]
     for r in (r for g in groups for r in g.responses):
         r.routed = np.full_like(r.routed, e)
-    learner = replaying(lm)
+    learner = replaying(lm, copy.deepcopy(lm))
     batch = batching.collate(groups, learner.cfg)
-    got = learner.score(batch, Needs())
+    got = learner.score(batch, Needs(start=True))
+    assert torch.equal(got.logp_start, got.logp)
     want = Learner(same, None, make_cfg(objective="tis"), Comm()).score(batch, Needs())
     assert torch.allclose(got.logp, want.logp, atol=1e-5)
     assert not torch.allclose(got.logp, Learner(lm, None, make_cfg(objective="tis"), Comm()).score(batch, Needs()).logp)
