@@ -591,6 +591,7 @@ def test_gradients_in_logits_of_the_learners_update(case):
 
 OTB = [{}, {"ratio_base": "inf"}, {"reject": "token:0.6:inf"}, {"correction": "seq_mis", "rs_low": 0.7, "rs_high": 9}]
 OTB += [{"correction": name, "is_cap": 1.2} for name in ("tis", "seq_tis")]
+OTB += [{"correction": "obrs", "obrs_mask": "expected", "obrs_topk": K}]
 
 
 @pytest.mark.parametrize("flags", OTB, ids=str)
@@ -599,7 +600,7 @@ def test_the_optimal_token_baseline(flags):
     cfg = make_cfg(**{"advantage": "otb", "actor": "none", "correction": "none", **flags})
     assert objectives.needs_ref_pass(cfg, {}, 1)
     batch = batch_of(cfg, False, [0, 1, 2, 3], True)
-    objectives.prepare(batch, Comm(), cfg, {})
+    stats = objectives.prepare(batch, Comm(), cfg, {})
     responses = FIXTURE[False]
 
     def weight(r, token) -> float:
@@ -607,6 +608,8 @@ def test_the_optimal_token_baseline(flags):
         ratio, R = (math.exp(sum(oracle.log_ratio(x, "ref", "inf") for x in on)) for on in ([token], r.on))
         weights = {"tis": min(ratio, 1.2), "seq_tis": min(R, 1.2), "seq_mis": R * (0.7 <= R <= 9)}
         w = ratio if cfg.ratio_base == "inf" else weights.get(cfg.correction, 1.0)
+        if cfg.correction == "obrs" and token.on:
+            w = math.prod(oracle.obrs(token, cfg, stats.lam, stats.kappa))
         return w * token.on * (cfg.reject == "none" or ratio >= 0.6)
 
     def energy(r, t) -> float:

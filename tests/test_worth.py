@@ -269,6 +269,10 @@ def test_all_batches_are_counted_and_the_sampler_ends_first(measured, monkeypatc
     batches = [by_row["tis"] for by_row in m.batches]
     assert m.totals["sampler"][1] == sum(int(batch.length.sum()) for batch in batches)
     assert len({tuple(batch.tokens.flatten().tolist()) for batch in batches}) == 6
+    batches[0].mask[:, 0] = False  # masked tokens are in no sum
+    m.totals["sampler"][:] = 0
+    m.count("sampler", batches[0], 2.0)
+    assert m.about()["kl"] == pytest.approx(2.0 / int(batches[0].mask.sum()))
 
 
 def test_the_engine_records_the_largest_top_k_of_all_rows(measured):
