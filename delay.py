@@ -96,7 +96,6 @@ class SimulatedSampler:
     version: int  # of its current weights
     until: float  # virtual seconds: when the sampler loads the newest version
     draws: int  # delays drawn so far
-    groups: int = 0  # groups made so far
 
 
 class DelaySource(LocalSource):
@@ -114,7 +113,6 @@ class DelaySource(LocalSource):
         self.samplers: list[SimulatedSampler] = []
         self.broadcast: set[int] = set()  # the versions on disk
         self.pinned = [set(), set()]  # versions that the last two checkpoints need
-        self.made: list[int] = []  # groups made by each sampler at the last `mark`
 
     def now(self, learner_version: int) -> float:
         """The virtual time in seconds."""
@@ -181,23 +179,18 @@ class DelaySource(LocalSource):
         self.reload(learner_version)
         return super().next(n_groups, learner_version)
 
-    def mark(self) -> None:
-        super().mark()
-        self.made = [sampler.groups for sampler in self.samplers]
-
-    def give_back(self) -> None:
-        super().give_back()
-        for sampler, groups in zip(self.samplers, self.made, strict=True):
-            sampler.groups = groups
+    def sampler_of(self, number: int) -> SimulatedSampler:
+        """The sampler of this source's group with this number: samplers take turns over the groups
+        of all ranks. The ranks of one engine use the same sampler."""
+        turn = self.identify(number)[0] // self.engine.tp
+        return self.samplers[turn % len(self.samplers)]
 
     def sample_next(self, n_groups: int) -> list[Rollout]:
-        """The next n groups, each by the sampler with the fewest groups."""
-        made_with = {}  # number of a group -> version of the sampling weights
-        for _ in range(n_groups):
-            sampler = min(self.samplers, key=lambda sampler: sampler.groups)
-            sampler.groups += 1
-            made_with[self.sequence] = sampler.version
-            self.sequence += 1
+        """The next n groups."""
+        numbers = range(self.sequence, self.sequence + n_groups)
+        self.sequence += n_groups
+        # number of a group -> version of the sampling weights
+        made_with = {number: self.sampler_of(number).version for number in numbers}
         groups: dict[int, Rollout] = {}
         for version in sorted(set(made_with.values())):
             if version != self.version:

@@ -122,11 +122,14 @@ def test_samplers_take_turns(folders, tmp_path):
     source = delayed(
         folders, tmp_path, delay="lognormal", delay_min=60.0, delay_max=1800.0, delay_samplers=3, step_seconds=100.0
     )
-    update(source, 0, 4)
-    assert [sampler.groups for sampler in source.samplers] == [2, 1, 1]
-    groups = [group for v in range(1, 12) for group in update(source, v, 4)]
-    assert [sampler.groups for sampler in source.samplers] == [16, 16, 16]
-    assert [group.uid[2] for group in groups] == list(range(4, 48))  # not in the order of their versions
+    for v in range(12):
+        groups = update(source, v, 4)
+        held = [sampler.version for sampler in source.samplers]
+        assert [(g.uid[2], g.version) for g in groups] == [(n, held[n % 3]) for n in range(4 * v, 4 * v + 4)]
+    assert len(set(held)) > 1
+    source.n_ranks, source.engine.tp = 4, 2  # the two ranks of an engine sample from one sampler
+    turns = [[source.samplers.index(source.sampler_of(n)) for n in range(3)] for source.rank in range(4)]
+    assert turns == 2 * [[0, 2, 1]] + 2 * [[1, 0, 2]]
 
 
 def test_every_delay_is_a_different_draw(folders, tmp_path):
@@ -150,7 +153,8 @@ def test_groups_given_back_are_sampled_again(folders, tmp_path):
 
 
 def test_two_ranks_share_clock_and_groups(folders, tmp_path):
-    one, *two = (delayed(folders, tmp_path / store) for store in ("a", "b", "b"))
+    changes = dict(delay="lognormal", delay_min=1.0, delay_max=6.0, delay_samplers=3)
+    one, *two = (delayed(folders, tmp_path / store, **changes) for store in ("a", "b", "b"))
     for rank, source in enumerate(two):
         source.rank, source.n_ranks = rank, 2
     for v in range(5):
@@ -158,6 +162,7 @@ def test_two_ranks_share_clock_and_groups(folders, tmp_path):
         for source in two:
             source.publish(v, weights(v).items())
         assert [identity(source.next(2, v)) for source in two] == [whole[::2], whole[1::2]]
+    assert len({version for _, version, *_ in whole}) > 1
     assert {p.name for p in (tmp_path / "a").iterdir()} == {p.name for p in (tmp_path / "b").iterdir()}
 
 

@@ -91,12 +91,6 @@ TESTS = {
         "'first_response or of_the_thread or a_signal_ends or are_refused or separate_settings or before_a_model or "
         "only_finished or is_evaluated_with_its'"
     ),
-    "tasks/arith.py": "test_tasks.py -k verifiable",
-    "tasks/rewards.py": (
-        "test_overlap.py test_preflight.py test_grading.py -k "
-        "'first_response or inexact or think or weights_and or its_row'"
-    ),
-    "tasks/grading.py": "test_grading.py -k 'waiting or raises or ends_its_process or endless'",
     "eval.py": "test_eval.py test_poison.py::test_temperature_0_samples_the_most_likely_token",
     "probe/gaps.py": "test_mismatch.py -k by_hand",
     "probe/floor.py": "test_mismatch.py -k 'by_hand or floor'",
@@ -111,10 +105,6 @@ TESTS = {
     ),
     "tasks/turns.py": "test_turns.py -k 'not vllm and (conversation or draws or replies or allowed)'",
     "machinery/checkpoint/tensors.py": "test_weights.py",
-    "machinery/checkpoint/models.py": (
-        "test_config.py::test_a_run_as_model_is_its_newest_checkpoint test_checkpoint.py test_models.py -k 'not vllm'"
-    ),
-    "machinery/run.py": "test_run.py test_train.py::test_resume_with_deleted_checkpoints_is_refused",
     "worth.py": "test_worth.py -k 'not worth_1 and not different_models'",
     "train.py": "test_train.py -k 'logs_every or counters or in_order or dead_weights'",
     "machinery/session.py": "test_train.py -k 'too_many or signals_save or fault or deleted_checkpoints'",
@@ -331,11 +321,11 @@ MUTANTS = {
         ("core.abort_request(requested, internal=True)", "pass"),
     ],
     "rollout.py": [
-        ("prompt_ids=prompt,", "prompt_ids=prompts[0],"),
         ("repr(key).encode(), digest_size=16", "repr(key[:1]).encode(), digest_size=16"),
     ],
     "delay.py": [
-        ("min(self.samplers, key=lambda sampler: sampler.groups)", "self.samplers[0]"),
+        ("turn % len(self.samplers)", "0"),
+        ("[0] // self.engine.tp", "[0]"),
         ("v for v in self.broadcast if self.now(v) <= sampler.until", "self.broadcast"),
         ("if learner_version - sampler.version > self.oldest:", "if False:"),
         ("sampler, draw", "sampler"),
@@ -347,23 +337,8 @@ MUTANTS = {
         ("sorted(names - given)", "sorted(names)"),
         ("not of_the_run.issuperset(names_of(cfg.task))", "False"),
         ('response.finish_reason == "stop"', "True"),
-        ("            call.result()", "            pass"),
-        ("graders().stopped.set()", "pass"),
         ("(problems[i], response) for", "(problems[0], response) for"),
         ("    if evaluates:\n        reward = replace(", "    if False:\n        reward = replace("),
-    ],
-    "tasks/arith.py": [('if held_out == (split == "test"):', "if True:")],
-    "tasks/rewards.py": [
-        ("+= value == 1 and not exact", "+= value == 1"),
-        ('part.name == "think" and self.opened', 'part.name == "think"'),
-        ("total[i] += part.weight * x", "total[i] += x"),
-        ("            row = answer.problem.row", "            pass"),
-        ("if call and k not in known\n", "if call\n"),
-    ],
-    "tasks/grading.py": [
-        ("if code in (-signal.SIGPROF, -signal.SIGALRM):", "if False:"),
-        ("signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)", "pass"),
-        ("os.killpg(self.process.pid, signal.SIGKILL)", "pass"),
     ],
     "eval.py": [
         ("temperature=1.0, top_k=1,", "temperature=1.0, top_k=2,"),
@@ -392,19 +367,6 @@ MUTANTS = {
     ],
     "machinery/checkpoint/tensors.py": [
         ("name if name in stored else embedding", "name if name in stored else order[0]"),
-    ],
-    "machinery/checkpoint/models.py": [
-        (" and name not in buffers", ""),
-        ('config._attn_implementation = "eager"', "pass"),
-        ("        if name not in model.all_tied_weights_keys\n", ""),
-        ("next(reversed(folders(out)), None)", "next(iter(folders(out)), None)"),
-        ("for folder in (root, root / which, (newest(root) or root) / which):", "for folder in (root, root / which):"),
-    ],
-    "machinery/run.py": [
-        ("math.ceil(cfg.epochs * task.size * cfg.group_size / cfg.train_batch)", "math.ceil(cfg.epochs * task.size)"),
-        ('            not made.get("saved"),', "            True,"),
-        ("        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "        pass"),
-        ("[path for pattern in WRITTEN for path in folder.glob(pattern)]", 'folder.glob("*")'),
     ],
     "train.py": [
         ("        self.values = {}\n        self.step += 1", "        self.step += 1"),
