@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 
 from remote import wire
@@ -65,6 +66,7 @@ class FilesHub(Intake):
         self.welcome = welcome
         self.closed = threading.Event()
         self.beat = 0.0  # time of the learner's last sign of life
+        self.last = ""  # the sampler of the last group that was read
         # messages that wait for room on the disk
         self.unwritten: dict[Path, bytes] = {}
 
@@ -94,11 +96,7 @@ class FilesHub(Intake):
                     fault = f"a hello of {hello.sampler}, under the name of a different sampler"
                     wire.need(hello.sampler == sampler, fault)
                     self.report(sampler, hello.incarnation, hello.handed)
-        return [
-            group
-            for sampler in self._samplers("rollouts")
-            for group in self._fetch(sampler)
-        ]
+        return self._fetch()
 
     def close(self) -> None:
         self.closed.set()
@@ -160,19 +158,29 @@ class FilesHub(Intake):
         """The groups in a sampler's folder, oldest first."""
         return names_of_files(sampler, os.listdir(self.folder / "rollouts" / sampler))
 
-    def _fetch(self, sampler: str) -> list[Arrived]:
-        """Read new groups while there is room, and list the fetched groups."""
-        names, out = [], []
-        with self._guarded(sampler):
-            names = self._names(sampler)
-        for name in names:
-            with self._guarded(sampler):
-                if name not in self.got and (arrived := self._read_group(name)):
-                    self.got.add(name)
-                    out.append(arrived)
-        if out:
+    def _fetch(self) -> list[Arrived]:
+        """Read new groups while there is room, and list the fetched groups. Samplers take turns, also
+        from call to call, so that all have the same share of the room."""
+        out = []
+        after_last = lambda sampler: (sampler <= self.last, sampler)  # noqa: E731
+        samplers = sorted(self._samplers("rollouts"), key=after_last)
+        for turn in zip_longest(*map(self._new, samplers)):
+            for name in filter(None, turn):
+                sampler = split(name)[0]
+                with self._guarded(sampler):
+                    if arrived := self._read_group(name):
+                        self.got.add(name)
+                        self.last = sampler
+                        out.append(arrived)
+        for sampler in sorted({split(arrived.name)[0] for arrived in out}):
             self._write_receipt(sampler)
         return out
+
+    def _new(self, sampler: str) -> list[str]:
+        """A sampler's groups that are not fetched yet, oldest first."""
+        with self._guarded(sampler):
+            return [name for name in self._names(sampler) if name not in self.got]
+        return []
 
     def _read_group(self, name: str) -> Arrived | None:
         """The group, or its fate; None if there is no room for it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import threading
 import time
 from collections import deque
@@ -44,6 +45,8 @@ class Peer:
     sampler: str
     incarnation: int
     pulls: dict[str, wire.Pull] = field(default_factory=dict)
+    # the weights that the sampler is fetching, and when it last asked for them
+    asked: tuple[str, float] = ("", -math.inf)
 
 
 class Hub(threading.Thread, Intake):
@@ -128,12 +131,20 @@ class Hub(threading.Thread, Intake):
             self.socket.close(linger=0)  # closed by the thread that uses it
 
     def _publish(self, offer: wire.Offer, data, change: bytes | None) -> None:
-        """Offer new weights, and keep the previous weights for samplers that still fetch them."""
+        """Offer new weights. Keep the previous weights and all that a sampler still fetches: a slow
+        connection may need several broadcasts for its first copy."""
         self.chain.add(offer.of, change)
         deltas = [step for step, _ in self.chain.steps]
         self.newest = msgspec.structs.replace(offer, deltas=deltas)
         weights = [name for name in self.objects if name.endswith(".safetensors")]
-        kept = {name: self.objects[name] for name in weights[-1:]}
+        now = time.monotonic()
+        asked = [peer.asked for peer in self.peers.values()]
+        fetched = {name for name, when in asked if now - when < UNANSWERED}
+        kept = {
+            name: data
+            for name, data in self.objects.items()
+            if name in fetched.union(weights[-1:])
+        }
         served = {step.of.name: delta for step, delta in self.chain.steps}
         self.objects = kept | served | {offer.of.name: data}
         for identity in self.peers:
@@ -210,7 +221,8 @@ class Hub(threading.Thread, Intake):
             and peer.sampler == hello.sampler
             and peer.incarnation == hello.incarnation
         )
-        if not same or hello.session != self.welcome.session:
+        is_new = not same or hello.session != self.welcome.session
+        if is_new:
             peer = self._let_in(identity, key, hello)
         self.report(hello.sampler, hello.incarnation, hello.handed)
         for name in hello.lost:
@@ -218,7 +230,8 @@ class Hub(threading.Thread, Intake):
                 if name in peer.pulls:
                     self._drop(peer, name)
                 self._enter(Arrived(name, fate="lost"))
-        if self.newest is not None and hello.newest != self.newest.version:
+        # a new peer may have this version from before the learner's resume
+        if self.newest and (is_new or hello.newest != self.newest.version):
             self._send(identity, self.newest)
         held = [name for name in hello.lost if name in self.held]
         # also shows that the learner is alive
@@ -304,6 +317,9 @@ class Hub(threading.Thread, Intake):
         self.free(peer.pulls.pop(name).of.nbytes)
 
     def _on_ask(self, peer: Peer, ask: wire.Ask) -> None:
-        chunk = wire.chunk_of(self.objects.get(ask.name, b""), ask)
+        data = self.objects.get(ask.name, b"")
+        chunk = wire.chunk_of(data, ask)
+        unfinished = ask.start + len(chunk.data) < len(data)
+        peer.asked = ask.name if unfinished else "", time.monotonic()
         self.counts["bytes_out"] += len(chunk.data)
         self._send(peer.identity, chunk)

@@ -201,7 +201,8 @@ class RemoteSource:
         elif version - self.broadcast_at < self.cfg.sync_every:
             return
         self.broadcast_at = version
-        path, change = self.store.publish(version, named_tensors)
+        restored = version in self.published  # from a checkpoint
+        path, change = self.store.publish(version, named_tensors, restored)
         if self.comm.rank == 0:
             self.published[version] = path.stat().st_mtime
             of = wire.manifest(path.name, mapped(path))
@@ -230,9 +231,8 @@ class RemoteSource:
         groups = [item.group for item in self.batch]
         if self.comm.size == 1:
             return groups
-        parts = [
-            groups[i * n_groups : (i + 1) * n_groups] for i in range(self.comm.size)
-        ]
+        # the earliest groups are in the first minibatch of all ranks
+        parts = [groups[rank :: self.comm.size] for rank in range(self.comm.size)]
         received: list = [None]
         dist.scatter_object_list(received, parts if self.comm.rank == 0 else None)
         return received[0]

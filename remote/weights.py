@@ -26,26 +26,28 @@ class Store:
     with_deltas: bool  # also return the delta from the previous file
     files: list[Path] = field(default_factory=list)  # of this session
 
-    def publish(self, version: int, named_tensors) -> tuple[Path, bytes | None]:
+    def publish(
+        self, version: int, named_tensors, restored: bool = False
+    ) -> tuple[Path, bytes | None]:
         """Write a version; return (its file, the delta from the previous file), which only the
-        first rank has. Collective."""
+        first rank has. Collective. restored: a resumed run publishes its checkpoint's weights again."""
         path, change = self.folder / f"v{version:06d}.safetensors", None
         if self.comm.rank > 0:
             deque(named_tensors, maxlen=0)
             return path, None
-        self._write_if_new(path, named_tensors)
+        self._write(path, named_tensors, restored)
         if self.with_deltas and self.files:
             change = delta.encode(mapped(self.files[-1]), mapped(path))
         self.files = retain_weights(path, self.files)
         return path, change
 
-    def _write_if_new(self, path: Path, named_tensors) -> None:
-        """Write the file unless it exists with the same bytes. A restarted learner publishes its
-        checkpoint's weights a second time; the unchanged file keeps groups that these weights
-        sampled from becoming orphans."""
+    def _write(self, path: Path, named_tensors, restored: bool) -> None:
+        """Write the file. A restored version with the same bytes keeps its file and its time, so that
+        groups sampled from it do not become orphans. Another run in the same folder replaces the
+        file: its groups may have different prompts and rewards."""
         fresh = path.with_suffix(".new")
         write_tensors(fresh, named_tensors)
-        if path.exists() and filecmp.cmp(fresh, path, shallow=False):
+        if restored and path.exists() and filecmp.cmp(fresh, path, shallow=False):
             fresh.unlink()
         else:
             fresh.replace(path)

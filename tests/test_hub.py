@@ -217,6 +217,15 @@ def test_weights_are_served_in_chunks(opened, tmp_path):
         assert isinstance(early.hear((wire.Offer, wire.Receipt)), wire.Offer) == offered
     early.say(wire.Ask("v000005.safetensors", 10**17), wire.Ask("v000005.safetensors", 0))
     assert [early.hear(wire.Chunk).data for _ in range(2)] == [b"", BLOB[:500]]
+    broadcast(h, tmp_path, 6)
+    early.say(wire.Ask("v000006.safetensors", 0))
+    early.hear(wire.Chunk)
+    for v in (7, 8, 9):  # a slow fetch lasts longer than several broadcasts
+        broadcast(h, tmp_path, v, BLOB[:v])
+    assert until(lambda: list(h.objects) == [f"v00000{v}.safetensors" for v in (6, 8, 9)])
+    assert until(lambda: late.hear(within=0.2) is None)
+    late.hello(session="of an earlier start", newest=9)  # its version 9 can have other weights
+    assert isinstance(late.hear((wire.Offer, wire.Receipt)), wire.Offer)
 
 
 def test_messages_that_a_hub_refuses(opened):
@@ -369,12 +378,12 @@ def source(folder, room=256 << 20, **changes):
     return remote.RemoteSource(end, cfg, Store(folder / "models", Comm(), False), Comm())
 
 
-def hand_over(folder, source, n, version=0, **changes):
+def hand_over(folder, source, n, version=0, name="box", **changes):
     """Write a group like a sampler."""
-    g = replace(group(), uid=("box", 1, n), version=version, t_published=source.published.get(version, 0.0))
+    g = replace(group(), uid=(name, 1, n), version=version, t_published=source.published.get(version, 0.0))
     data = account.with_digest(encode_group(replace(g, **changes)))
-    (folder / "rollouts" / "box").mkdir(parents=True, exist_ok=True)
-    account.write_atomically(folder / "rollouts" / "box" / f"1-{n}", data)
+    (folder / "rollouts" / name).mkdir(parents=True, exist_ok=True)
+    account.write_atomically(folder / "rollouts" / name / f"1-{n}", data)
 
 
 def weights(x):
@@ -447,13 +456,28 @@ def test_groups_given_back_are_returned_again(tmp_path):
     assert numbers(s.next(1, 0)) == [2] and s.counts["trained"] == 3
 
 
+def test_ranks_share_the_earliest_groups(tmp_path, monkeypatch):
+    """The first minibatch of two ranks has the groups that arrived first."""
+    s, dealt = started(tmp_path, 4), []
+    monkeypatch.setattr(remote.dist, "scatter_object_list", lambda received, parts: dealt.extend(parts))
+    s.comm.size = 2
+    s.next(2, 0)
+    assert [numbers(part) for part in dealt] == [[0, 2], [1, 3]]
+
+
 def test_memory_for_groups_of_a_folder(tmp_path):
-    """Groups beyond the limit stay in the folder, and the sampler is not told that they were fetched."""
+    """Groups beyond the limit stay in the folder, and the sampler is not told that they were fetched. Samplers take
+    turns."""
     s = started(tmp_path, 4, room=int(2.5 * len(encode_group(group()))))
     assert fates(s.hub) == [("box/1/0", ""), ("box/1/1", "")] and s.hub.drain() == []
     assert message_in(tmp_path / "receipts" / "box").got == ["box/1/0", "box/1/1"]
     s.hub.free(s.hub.size)
     assert fates(s.hub) == [("box/1/2", ""), ("box/1/3", "")]
+    for n in range(12):
+        hand_over(tmp_path, s, n // 3, name="abc"[n % 3])
+    for pair in ("c/1/0", "a/1/0"), ("b/1/0", "c/1/1"), ("a/1/1", "b/1/1"):
+        s.hub.free(s.hub.size)
+        assert fates(s.hub) == [(name, "") for name in pair]
 
 
 def test_a_folder_without_a_learner_and_a_full_disk(opened, tmp_path, monkeypatch):

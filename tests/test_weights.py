@@ -63,12 +63,15 @@ def test_a_restarted_learner_keeps_its_file_and_drops_the_delta(tmp_path):
         path, _ = first.publish(v, Stream(n=2, add=v * (v < 2)))
     os.utime(path, (50.0, 50.0))
     again = Store(tmp_path, Comm(), True)
-    path, change = again.publish(2, Stream(n=2))
+    path, change = again.publish(2, Stream(n=2), restored=True)
     assert path.stat().st_mtime == 50.0 and change is None
     assert [p.name for p in tmp_path.glob("v*.safetensors")] == [path.name]
     before = path.read_bytes()
     path, change = again.publish(3, Stream(n=2, add=1.0))
     assert change == delta.encode(before, path.read_bytes()) is not None
+    os.utime(path, (50.0, 50.0))
+    path, _ = Store(tmp_path, Comm(), True).publish(3, Stream(n=2, add=1.0))  # a different run
+    assert path.stat().st_mtime > 50.0
 
 
 FORMS = [  # dtype of the published weights, --rollout_quant of the learner, --rollout_quant of the sampler
