@@ -67,14 +67,23 @@ def mean_se(x) -> tuple[float, float]:
 
 
 def solve(
-    engine, one: EvalSet, tokenizer, indices, sampling: Sampling, seed, ends, write=None
+    engine,
+    one: EvalSet,
+    tokenizer,
+    indices,
+    sampling: Sampling,
+    seed,
+    ends,
+    write=None,
+    summed=list,
 ):
     """Sample and grade responses to problems of a held-out set. Returns correctness (0 or 1),
     (len(indices), one.samples), and the mean length in tokens.
 
     indices: problem numbers. sampling: top_p, top_k and min_p; temperature and maximum length are
     the set's. ends: tokens that end a response
-    (prompts.stop_ids). write(problem, group): callback for each problem's graded responses."""
+    (prompts.stop_ids). write(problem, group): callback for each problem's graded responses.
+    summed: sums a list of counts over ranks; default: this rank only."""
     task, samples, sampling = one.task, one.samples, drawn_as(one, sampling)
     right, lengths, chunk = [], [], tasks.at_once(samples)
     rounds = -(-len(indices) // chunk)
@@ -100,7 +109,7 @@ def solve(
         start += chunk
         bar.update(1)
     bar.close()
-    check_poisoned(poisoned, samples * len(indices))
+    check_poisoned(*summed([poisoned, samples * len(indices)]))
     return np.array(right), float(np.mean(lengths)) if lengths else math.nan
 
 
@@ -157,7 +166,7 @@ def held_out(learner, name: str, run, engine=None) -> dict[str, float]:
         n = n_problems(eval_set.task, cfg.eval_problems)
         indices = list(range(learner.comm.rank, n, learner.comm.size))
         request = (run.tokenizer, indices, Sampling(), cfg.seed, run.stop_ids)
-        right, _ = solve(engine, eval_set, *request)
+        right, _ = solve(engine, eval_set, *request, summed=learner.comm.sum)
         score = right.mean(1) if indices else np.zeros(0)
         total, squares = learner.comm.sum([score.sum(), (score**2).sum()])
         mean = total / n

@@ -55,11 +55,11 @@ def set_aside_if_poisoned(r: Response) -> bool:
     return True
 
 
-def check_poisoned(poisoned: float, n: int) -> None:
+def check_poisoned(poisoned: float, n: float) -> None:
     """Raise UserError if at least half of n responses are poisoned (`set_aside_if_poisoned`)."""
     need(
         not poisoned or poisoned < n / 2,
-        f"of {n} responses {poisoned:.0f} have log-probabilities from the engine that are non-finite, positive or "
+        f"of {n:.0f} responses {poisoned:.0f} have log-probabilities from the engine that are non-finite, positive or "
         f"below {LEAST_LOGP:g}; use --rollout_dtype=float32 or a different --rollout_quant, or copy the model again",
     )
 

@@ -36,6 +36,7 @@ from machinery.flags import (
     need,
     read_json,
 )
+from machinery.ranks import from_all
 from model import exact, lora
 from model.engines import make_engine, sleep_level
 from model.head import check_head, memory_of
@@ -116,6 +117,11 @@ def open_run(cfg: Config, comm) -> Run:
 
     Raises UserError."""
     task = make_task(cfg)
+    need(
+        not isinstance(task, tasks.OwnTask) or len(set(from_all(task.digest()))) == 1,
+        f"--task={cfg.task}: ranks have different problems under the same numbers; give the problems a fixed order, "
+        "without sets and unseeded draws",
+    )
     held_out = held_out_sets(cfg, task)
     tasks.warn_if_shared(task, held_out)
     if cfg.resume:

@@ -133,12 +133,13 @@ class Session:
                 if self.step == self.cfg.steps
                 else f"stopped after update {self.step}, saved: continue with --resume --out={self.cfg.out}"
             )
-        if self.second_engine is not None:
-            self.second_engine.close()
         error = self.source.error or self.learner.error
         # all ranks stop together, so that no rank waits forever
         failed = self.comm.any(error)
-        self.source.close()  # last: vLLM's shutdown also ends the process group
+        # last: vLLM's shutdown also ends the process group
+        if self.second_engine is not None:
+            self.second_engine.close()
+        self.source.close()
         need(
             not failed,
             error or "another rank has stopped this run, and prints the reason",

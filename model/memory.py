@@ -83,6 +83,8 @@ def read(model, folder: Path | str) -> None:
         empty = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         # the first rank's is used
         lora.copy_into(x, loaded[names[i]] if loaded else empty)
+        if sharded and not hasattr(x, "to_local"):  # a buffer: every rank has all of it
+            dist.broadcast(x, src=0)
 
 
 def shard(

@@ -1,6 +1,6 @@
 """Ranks of test_memory, started by tests/torchrun.py, which read model folders into shards.
 
-shards.py FOLDERS OUT    rank 0 saves the gathered tensors of each model"""
+shards.py FOLDERS OUT    rank 1 saves the gathered tensors of each model"""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import torch
 from conftest import make_cfg
-from torch.distributed.tensor import DTensor
 from torchrun import as_rank
 
 from learner import Learner
@@ -25,9 +24,9 @@ def learner_of(folder: str, comm, **changes):
 
 def whole(learner) -> dict:
     """All tensors of the policy, gathered."""
-    state = learner.models.policy.state_dict()
-    assert all(isinstance(x, DTensor) for x in state.values())
-    return {name: x.full_tensor() for name, x in state.items()}
+    policy = learner.models.policy
+    buffers = dict(policy.named_buffers())
+    return {name: x if name in buffers else x.full_tensor() for name, x in policy.state_dict().items()}
 
 
 def values(folders: str, out: str, comm) -> None:
@@ -36,7 +35,7 @@ def values(folders: str, out: str, comm) -> None:
         tensors[folder] = whole(learner_of(folder, comm))
     adapted = learner_of(folders.split(",")[0], comm, lora_rank=3)
     tensors["adapters"] = {name: x for name, x in whole(adapted).items() if lora.is_adapters(name)}
-    if comm.rank == 0:
+    if comm.rank == 1:
         torch.save(tensors, out)
 
 

@@ -9,6 +9,7 @@ import torch
 from conftest import make_cfg, make_groups, tiny_model
 from ranks import LOW_BITS, make_learner, one_update, relative
 from standins import model, save, tokenizer
+from test_models import OWN_PARAMETERS
 from torch.distributed.tensor import DTensor
 from torchrun import torchrun
 
@@ -103,6 +104,9 @@ def test_routes_are_replayed_in_recomputed_layers():
 def stored(family: str, folder, **changes) -> str:
     """A model of this family on disk, in bfloat16, in several files."""
     lm = model(family, **changes)
+    for name, x in lm.named_buffers():
+        if name.endswith("bias"):  # of a router, saved with the weights
+            x.copy_(torch.arange(1.0, 1 + len(x)))
     save(lm, folder)
     lm.to(torch.bfloat16).save_pretrained(folder, max_shard_size="100KB")
     (folder / "model.safetensors").unlink(missing_ok=True)
@@ -133,10 +137,11 @@ def same(a: dict, b: dict) -> bool:
 
 @pytest.mark.timeout(400)
 def test_three_ranks_read_the_weights_that_transformers_reads(tmp_path):
-    """Tied and untied heads, biases and experts, from bfloat16 files, and folders in different formats; by one process
-    too; and adapters."""
+    """Tied and untied heads, biases, experts and buffers, from bfloat16 files, and folders in different formats; by one
+    process too; and adapters."""
     families = ("qwen2", "phi", "gemma2", "qwen3_moe")
     folders = [stored(family, tmp_path / family) for family in families] + odd_folders(tmp_path)
+    folders.append(stored("glm4_moe", tmp_path / "glm4_moe", **OWN_PARAMETERS["glm4_moe"]))
     torchrun("shards.py", ",".join(folders), str(tmp_path / "found.pt"), ranks=3)
     read = torch.load(tmp_path / "found.pt")
     for folder in folders:

@@ -571,7 +571,7 @@ def test_engines_evaluate_policy_and_actor(solvers, tmp_path, train_here, monkey
     changes = {"steps": 2, "eval_every": 1, "save_every": 0, "eval_problems": 64, "rollout_quant": "int8"}
     changes |= {"model": solvers / "actor", "actor": solvers / "policy", "lr": 0.02, "actor_lr": 0.1}
     used, rows, solve = [], {}, evaluation.solve
-    monkeypatch.setattr(evaluation, "solve", lambda engine, *more: used.append(engine) or solve(engine, *more))
+    monkeypatch.setattr(evaluation, "solve", lambda *more, **m: used.append(more[0]) or solve(*more, **m))
     for kind in ("second", "own", "torch"):
         _, rows[kind] = train_here(
             flags(solvers, tmp_path / kind, eval_engine=kind, learner_quant="aligned", **changes)
