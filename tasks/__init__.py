@@ -243,24 +243,29 @@ def check(cfg: Config) -> None:
 
 
 def as_trained(cfg: Config, given: set[str]):
-    """eval.py's flags, with prompts, length, precision, stop tokens and grading taken from the run
-    that --model names, unless they are in `given`. A model that the run trained in low bits is
-    evaluated in these. Raises UserError."""
+    """Flags of eval.py or the probe, with prompts, length, precision, stop tokens and grading taken
+    from the run that --model names, unless they are in `given`. Raises UserError.
+
+    eval.py evaluates the policy as the learner computes it: in --dtype, and in low bits if it was
+    trained in them. The probe compares the run's engine with the run's learner."""
     saved = config_of_run(Path(cfg.model)) if cfg.model else None
     if saved is None:
         return cfg
-    names = {"max_tokens", "stop", "reward", *(f.name for f in fields(PromptFlags))}
-    names -= {"max_prompt_tokens"}
-    names |= set() if "dtype" in given else {"dtype", "rollout_dtype"}
+    names = {"max_tokens", "stop", "reward", "lm_head_fp32", "dtype"}
+    names |= {f.name for f in fields(PromptFlags)} - {"max_prompt_tokens"}
+    probes = hasattr(cfg, "actor")
+    other = probes and cfg.actor not in ("", "none")  # an actor samples
     sampler = "policy" if saved.get("actor") == "none" else "actor"
-    low_bits = saved.get("learner_quant", "none") != "none"
-    if (
-        low_bits
-        and getattr(cfg, "role", "") == sampler
-        and "rollout_quant" not in given
-    ):
-        if saved["learner_quant"] != "aligned":
-            saved["rollout_quant"] = saved["learner_quant"]
+    learner_quant = saved.get("learner_quant", "none")
+    matches = sampler == ("actor" if other else getattr(cfg, "role", "policy"))
+    matches = matches and "rollout_quant" not in given
+    if matches and probes:
+        names |= {"rollout_quant", "quant_group"}
+        names |= set() if other else {"learner_quant"}
+        names |= set() if "dtype" in given else {"rollout_dtype"}
+    elif matches and learner_quant != "none":
+        if learner_quant != "aligned":
+            saved["rollout_quant"] = learner_quant
         names |= {"rollout_quant", "quant_group"}
     if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
         names.add("arith")

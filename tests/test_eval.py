@@ -24,6 +24,7 @@ from machinery.flags import UserError, parse_flags
 from machinery.ranks import Comm
 from machinery.run import held_out_sets, open_run
 from model.engines import HFEngine
+from probe import ProbeFlags
 from remote import wire
 from remote.sampler import SamplerFlags, open_source
 from remote.source import describe_run
@@ -129,7 +130,7 @@ def make_run(folders, tmp_path):
 def solved(monkeypatch):
     """The arguments of each call of `solve` after the engine."""
     calls, solve = [], evaluation.solve
-    monkeypatch.setattr(evaluation, "solve", lambda engine, *more: calls.append(more) or solve(engine, *more))
+    monkeypatch.setattr(evaluation, "solve", lambda engine, *more, **m: calls.append(more) or solve(engine, *more, **m))
     return calls
 
 
@@ -145,16 +146,15 @@ def test_a_run_is_evaluated_with_its_prompts(make_run, tmp_path, monkeypatch, ca
 
     for model in (run, run / "checkpoints" / "step_000001" / "policy"):
         printed = shown(model)
-        assert (
-            "--max_tokens=9 --prompt_template={problem} # --rollout_dtype=float32\n" in printed
-            and "1 + 0 : #" in printed
-        )
+        assert "--dtype=float32 --max_tokens=9 --prompt_template={problem} #\n" in printed and "1 + 0 : #" in printed
     assert "#" not in shown(run, "--prompt_template=plain", "--max_tokens=8")
 
 
 def test_a_model_trained_in_low_bits_is_evaluated_in_them(make_run):
-    """Unless a flag asks for another format; only the model that sampled."""
-    low = dict(rollout_quant="w4a16", learner_quant="aligned", quant_group=16)
+    """Unless a flag asks for another format; only the model that sampled. The probe has the engine and the learner."""
+    low = dict(
+        rollout_quant="w4a16", learner_quant="aligned", quant_group=16, rollout_dtype="float16", dtype="bfloat16"
+    )
     for changes, given, want in (
         (low, set(), ("w4a16", 16)),
         (low | {"learner_quant": "int8"}, set(), ("int8", 16)),
@@ -162,8 +162,16 @@ def test_a_model_trained_in_low_bits_is_evaluated_in_them(make_run):
         (low | {"learner_quant": "none"}, set(), ("none", 64)),
         (low | {"actor": "base:actor"}, set(), ("none", 64)),
     ):
-        cfg = tasks.as_trained(evaluation.EvalFlags(model=str(make_run(**changes))), given)
+        run = str(make_run(**changes, lm_head_fp32=True))
+        cfg = tasks.as_trained(evaluation.EvalFlags(model=run), given)
         assert (cfg.rollout_quant, cfg.quant_group) == want
+        assert (cfg.dtype, cfg.rollout_dtype, cfg.lm_head_fp32) == ("bfloat16", None, True)
+        for actor in ("", "base:actor"):
+            cfg = tasks.as_trained(ProbeFlags(model=run, actor=actor), given)
+            seen = (cfg.rollout_quant, cfg.learner_quant, cfg.quant_group, cfg.rollout_dtype)
+            own = not given and actor == changes.get("actor", "")  # the engine that is probed is the run's
+            learner = "none" if actor else changes["learner_quant"]
+            assert seen == (("w4a16", learner, 16, "float16") if own else ("none", "none", 64, None))
 
 
 def test_a_run_is_evaluated_with_its_reward(make_run, solved, tmp_path, capsys):
@@ -214,10 +222,10 @@ class GoldEngine:
             groups.append([replace(response) for _ in of_group])
         return groups
 
-    def solve(self, indices, samples: int, seed=0):
+    def solve(self, indices, samples: int, seed=0, **more):
         self.todo = list(indices)
         one = tasks.EvalSet(TASK, "arith", samples, 1.0, 32)
-        return evaluation.solve(self, one, TOKENIZER, indices, Sampling(), seed, [1])
+        return evaluation.solve(self, one, TOKENIZER, indices, Sampling(), seed, [1], **more)
 
 
 TASK, TOKENIZER = Arithmetic(), arithmetic_tokenizer()
@@ -253,6 +261,7 @@ def test_poisoned_answers_are_graded_and_counted_over_all_rounds(monkeypatch):
     assert GoldEngine({2}).solve([0, 1, 2], 2)[0].mean(1).tolist() == [1, 0, 1]
     with pytest.raises(UserError, match="of 4 responses 2 have log-probabilities"):
         GoldEngine({2}).solve([1, 2], 2)
+    GoldEngine({2}).solve([1, 2], 2, summed=lambda counts: [counts[0], 2 * counts[1]])  # fewer over two ranks
 
 
 def test_every_response_has_a_different_seed():
@@ -271,12 +280,12 @@ def test_held_out_sums_over_ranks(monkeypatch):
     """Two ranks with equal scores: the same mean, and the standard error of twice as many problems."""
     cfg, seen = make_cfg(objective="grpo", eval_problems=20, max_tokens=8), []
     scores = np.array([[1.0]] * 3 + [[0.0]] * 7)
-    monkeypatch.setattr(evaluation, "solve", lambda *args: seen.append(args[3]) or (scores, 4.0))
+    monkeypatch.setattr(evaluation, "solve", lambda *args, summed: seen.append([args[3], summed([3])]) or (scores, 4.0))
     comm = SimpleNamespace(on=False, rank=1, size=2, sum=lambda values: [2 * float(x) for x in values])
     learner = SimpleNamespace(comm=comm, device="cpu", models=SimpleNamespace(policy=tiny_model(0), vocabulary=None))
     run = SimpleNamespace(cfg=cfg, tokenizer=TOKENIZER, stop_ids=[1], eval_sets=held_out_sets(cfg, TASK))
     result = evaluation.held_out(learner, "policy", run)
-    assert seen == [list(range(1, 20, 2))]
+    assert seen == [[list(range(1, 20, 2)), [6]]]
     assert (result["pass@1"], result["se"]) == pytest.approx((0.3, math.sqrt(0.21 / 19)))
 
 
