@@ -264,8 +264,8 @@ class StalenessFlags:
     step_seconds: float = 28.125
     """--delay: virtual seconds per update (default: 1800 s of delay are 64 updates)."""
     max_staleness: int | None = None
-    """Maximum age of weights in updates: caps delays, and the learner drops older groups of remote
-    samplers; 0: synchronous; default: no bound."""
+    """Maximum age of weights at a rollout, in updates: caps delays, and the learner drops older groups
+    of remote samplers; 0: synchronous; default: no bound."""
     window_seconds: float = math.inf
     """Remote samplers, with synchronized clocks (NTP): drop groups older than this many seconds.
     No effect with --delay: simulated groups are trained on at once."""

@@ -526,8 +526,9 @@ def actor_is_sampler(cfg: Config) -> bool:
     """Whether the actor's distribution equals the sampler's up to numerical noise.
 
     False if groups can come from older weights, if the engine rounds weights that the learner does
-    not round (to 16 bits, or to low bits), or its KV cache, or if the engine samples from a
-    truncated distribution and the learner scores the full vocabulary."""
+    not round (to 16 bits, or to low bits), or its KV cache, if the engine samples from a truncated
+    distribution and the learner scores the full vocabulary, or if the engine records
+    log-probabilities of a different temperature."""
     late = cfg.samplers != "local" or (cfg.delay != "none" and cfg.max_staleness != 0)
     rounded = (
         cfg.learner_quant not in ("aligned", cfg.rollout_quant)
@@ -535,7 +536,8 @@ def actor_is_sampler(cfg: Config) -> bool:
         or cfg.kv_cache_dtype != "auto"
     )
     cut = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "off"
-    return not (late or rounded or cut)
+    raw = cfg.logprobs_mode == "raw" and cfg.temperature != 1
+    return not (late or rounded or cut or raw)
 
 
 def exact_z_known(cfg: Config) -> bool:
@@ -699,6 +701,12 @@ def check_bounds(cfg: ObjectiveFlags) -> None:
     need(
         batch_rejection(cfg) is None or cfg.correction_target == "ref",
         f"--reject={cfg.reject}: token_m2 needs all ratios before the update starts; use --correction_target=ref",
+    )
+    need(
+        cfg.advantage != "otb"
+        or (cfg.reject_of == "all" and cfg.correction != "vespo"),
+        "--advantage=otb: --reject_of=negative and --correction=vespo need the signs of the advantages before otb "
+        "computes them; use a different --advantage",
     )
     need(
         cfg.reject_of == "all" or cfg.reject != "none",

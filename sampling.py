@@ -166,7 +166,7 @@ def check_kl(cfg: Config) -> None:
     separately."""
     recomputes = Sampling.of(cfg).truncates and cfg.keep_sampling_mask == "recompute"
     need(
-        (cfg.actor == "none" and cfg.kl_coef == 0) or not recomputes,
-        "--keep_sampling_mask=recompute with an --actor or --kl_coef: the KL between two truncated distributions is "
-        "infinite; use replay",
+        not (cfg.actor != "none" or cfg.kl_coef or cfg.cppo_beta) or not recomputes,
+        "--keep_sampling_mask=recompute with an --actor, --kl_coef or --cppo_beta: the KL between two truncated "
+        "distributions is infinite; use replay",
     )

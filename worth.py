@@ -9,7 +9,8 @@ training.
 
 worth.py also takes train.py's flags, except --objective and --correction: --rows names objectives
 (default: 22). These settings cannot be measured and raise an error: --delay, --samplers,
---learner_quant, --router_replay, --advantage=otb, --obrs_target=new and --obrs_z=approx.
+--learner_quant, --router_replay, --advantage=otb, --obrs_target=new, --obrs_z=approx and
+--keep_sampling_mask=recompute.
 
     g      expected on-policy gradient of the policy
     g_c    gradient of one batch of B sampler responses under row c
@@ -180,6 +181,8 @@ def check_row(cfg: Config) -> None:
     rounded = (
         "shifted weights cannot measure the gradient through rounded weights; use none"
     )
+    recut = "shifted weights change the set of allowed tokens; use replay or off"
+    truncates = sampling.Sampling.of(cfg).truncates
     of_policy = "needs the policy's top-K, which is unknown here"
     uses_z = cfg.correction in objectives.USES_Z
     flags.need_each(
@@ -197,6 +200,11 @@ def check_row(cfg: Config) -> None:
         (cfg.samplers == "local", "samplers", from_weights),
         (cfg.delay == "none", "delay", from_weights),
         (cfg.learner_quant == "none", "learner_quant", rounded),
+        (
+            not truncates or cfg.keep_sampling_mask != "recompute",
+            "keep_sampling_mask",
+            recut,
+        ),
         (cfg.obrs_target == "ref", "obrs_target", of_policy),
         (not uses_z or cfg.obrs_z != "approx", "obrs_z", of_policy),
     )
@@ -535,6 +543,12 @@ def weigh(
     groups = measurement.groups * measurement.comm.size
     measured = {name: with_errors(samples[name], reference, groups) for name in rows}
     about = measurement.about() | {"halves": reference.halves()}
+    about["unlike_g"] = [
+        name
+        for name, cfg in rows.items()
+        if (cfg.advantage, cfg.reduction)
+        != (on_policy_cfg.advantage, on_policy_cfg.reduction)
+    ]
     about["seconds"] = time.perf_counter() - start
     results = {"about": about, "rows": measured}
     if measurement.sampler is not None:
@@ -567,6 +581,10 @@ def table(results: dict) -> str:
         worth = f"{x['worth']:.3f} +- {x['worth_se']:.3f}"
         lines.append(
             f"{name:32s} {worth:>16s} {numbers} {x['bias']:8.3f} {x['noise']:8.3f}"
+        )
+    if about["unlike_g"]:
+        lines.append(
+            f"--advantage or --reduction differ from g's, which scale and bias include: {'; '.join(about['unlike_g'])}"
         )
     return "\n".join(lines)
 

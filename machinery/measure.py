@@ -38,15 +38,16 @@ class View:
         self.sampled = self.responses | batch.cut if cfg.mask_cut else self.responses
         # tokens
         self.log_r = batch.log_r.masked_fill(~batch.mask, 0.0)
-        self.r = batch.log_r.clamp(-self.clamp, self.clamp).exp()
+        # float64: squares of weights at the clamp overflow in float32
+        self.r = batch.log_r.double().clamp(-self.clamp, self.clamp).exp()
         # |p_inf - p_ref|
         self.gap = (self.inf.exp() - self.ref.exp()).abs() * batch.mask
         self.keep, self.clipped = logs["keep"], logs["clipped"]
-        self.applied = logs["weight"] * self.keep
+        self.applied = logs["weight"].double() * self.keep
         # responses
         self.n = batch.mask.sum(1).clamp_min(1)
         self.sum_log_r = self.log_r.sum(1)
-        self.R = self.sum_log_r.clamp(-self.clamp, self.clamp).exp()
+        self.R = self.sum_log_r.double().clamp(-self.clamp, self.clamp).exp()
         # OBRS to the ref policy
         self.to_ref = "z" in logs and cfg.obrs_target == "ref"
         # the learner truncates its own distribution

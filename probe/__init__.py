@@ -47,7 +47,7 @@ from model import FLOOR, Needs
 from model.engines import make_engine
 from probe.figures import draw_ladder, draw_mismatch
 from probe.floor import floors
-from probe.gaps import by_turn, exists, overview
+from probe.gaps import by_turn, exists, overview, without_replies
 from probe.ladder import explain
 from probe.page import text
 from probe.verdicts import judged, weights
@@ -205,12 +205,6 @@ def score(learner, groups: list[Rollout], cfg: Config) -> ScoredTokens:
     columns = (batch.logp_inf.double(), batch.logp_ref.double(), turn)
     inf, ref, turn = (without_replies(x, batch.mask).numpy() for x in columns)
     return ScoredTokens(inf, ref, batch.mask.sum(1).numpy(), turn, groups, batch)
-
-
-def without_replies(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Values of the sampled tokens only, (B, T): moved to the front of each row, followed by 0."""
-    order = torch.argsort(~mask, dim=1, stable=True)
-    return (x * mask).gather(1, order)
 
 
 def retokenized(tokenizer, groups: list[Rollout]) -> float:

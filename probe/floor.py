@@ -17,7 +17,7 @@ import torch
 
 from batching import pad
 from model import Needs
-from probe.gaps import distances, exists
+from probe.gaps import distances, exists, without_replies
 from probe.verdicts import uneven
 from rollout import request_seed
 from sampling import Sampling
@@ -65,7 +65,11 @@ def learner_row(name: str, batch, again, clamp: float) -> dict:
         batch.reward.double().numpy(),
     )
     moved = float(abs((R * reward).sum() / R.sum() - reward.mean()))
-    return {"reward": moved} | compare(name, logp, other, batch.length.numpy(), clamp)
+    sampled = (
+        without_replies(x, batch.mask).double().numpy() for x in (batch.logp_ref, again)
+    )
+    length = batch.mask.sum(1).numpy()
+    return {"reward": moved} | compare(name, *sampled, length, clamp)
 
 
 def in_pieces(learner, batch) -> torch.Tensor:

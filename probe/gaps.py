@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
 
 from model import FLOOR
 
@@ -16,6 +17,12 @@ EDGES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 3
 def exists(x, length) -> np.ndarray:
     """(B, T) bool, T as in x (B, T): the positions that hold a token."""
     return np.arange(x.shape[1])[None] < length[:, None]
+
+
+def without_replies(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Values of the sampled tokens only, (B, T): moved to the front of each row, followed by 0."""
+    order = torch.argsort(~mask, dim=1, stable=True)
+    return (x * mask).gather(1, order)
 
 
 def ess(w) -> float:

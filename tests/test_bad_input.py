@@ -75,7 +75,9 @@ ROWS = [
 --rollout_batch=300 | --rollout_batch=300: not a multiple of --train_batch=256
 --group_size=1 --train_batch=4 --rollout_batch=4 | --group_size=1: must be between 2 and 1e+06
 --logprobs_mode=raw --top_k=5 | --logprobs_mode=raw: raw ... use processed, or --keep_sampling_mask=off
---keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor or --kl_coef: ... use replay
+--keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute with an --actor, --kl_coef or --cppo_beta:
+--objective=gepo --actor=none --cppo_beta=0.1 --keep_sampling_mask=recompute --top_k=5 | --keep_sampling_mask=recompute
+--objective=spare --advantage=otb | --advantage=otb: --reject_of=negative and --correction=vespo need the signs
 --learner_quant=aligned | --learner_quant=aligned: the rollouts are ... name a --rollout_quant, or name the learner's
 --objective=icepop --reject=geo | --reject=geo: --correction=icepop ... --reject=geo:LOW:HIGH, or use --reject=none
 --objective=tis --rs_high=2 | --rs_low=None --rs_high=2.0: no statistic ... add --reject=NAME, one of token,
@@ -166,7 +168,8 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
         "worth.py --rollout=hf --model=POLICY --actor=none --task=arith --max_tokens=8 --rollout_dtype=float32",
         r"""
 --rows='jackpot obrs_topk=5; z_tis obrs_topk=6' | --rows: the rows have different --obrs_topk; measure ... separate runs
---advantage=otb | --advantage=otb: g is computed without a ref pass
+--rows=tis --advantage=otb | --advantage=otb: g is computed without a ref pass
+--keep_sampling_mask=recompute --top_p=0.9 | --keep_sampling_mask=recompute: shifted weights ... use replay or off
 --rollout_quant=int8 --learner_quant=aligned | --learner_quant=aligned: shifted weights cannot ... use none
         """,
     ),

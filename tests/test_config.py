@@ -107,6 +107,8 @@ def test_a_custom_model_needs_more_flags(solvers):
         (dict(learner_quant="int8"), "bracket"),
         (dict(top_p=0.9, keep_sampling_mask="off"), "bracket"),
         (dict(top_p=0.9), "exact"),
+        (dict(logprobs_mode="raw", temperature=0.6), "bracket"),
+        (dict(logprobs_mode="raw"), "exact"),
     ],
 )
 def test_exact_z_needs_the_actor_that_sampled(flags, z):

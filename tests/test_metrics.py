@@ -361,7 +361,14 @@ def test_steps_that_end_in_a_warning():
     assert [(usual[name], m[name]) for name in names] == [(0, 1)] * 3
     assert m["rollout_corr/seq_eff_sample_size"] == pytest.approx(1)  # equal weights, and meaningless
     drawn[0].reward, drawn[1].reward = 1.0, -1.0  # their mean is 0
-    assert observed(*tensors(drawn, actor), stats, cfg)["no_reward"] == 0
+    new, batch = tensors(drawn, actor)
+    assert observed(new, batch, stats, cfg)["no_reward"] == 0
+    batch.logp_ref = batch.logp_ref.float()
+    batch.logp_inf = batch.logp_ref - 60  # squares of weights are above float32's range
+    m = observed(new, batch, stats, replace(cfg, log_ratio_clamp=80.0, correction="is"))
+    assert m["rollout_corr/seq_eff_sample_size"] == pytest.approx(0.8)  # one response has one token
+    assert m["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1)
+    assert m["rollout_corr/chi2_token"] == pytest.approx(math.exp(120), rel=1e-4)
 
 
 # -- One row a metric, and the page of all metrics --------------------------------------------------------------------

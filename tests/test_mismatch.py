@@ -57,17 +57,17 @@ def test_distances_by_hand():
 
 
 def test_the_floor_of_the_estimated_reward():
-    """sum R reward / sum R, minus the mean reward: R is over unmasked tokens."""
+    """sum R reward / sum R, minus the mean reward: R, as all distances, is over unmasked tokens."""
     batch = SimpleNamespace(
         logp_ref=torch.log(torch.tensor([[0.5, 0.8], [0.4, 0.5], [0.2, 0.7]])),
-        mask=torch.tensor([[True, True], [True, False], [True, False]]),
+        mask=torch.tensor([[True, True], [False, True], [True, False]]),
         reward=torch.tensor([1.0, 0.0, 0.3]),
         length=torch.tensor([2, 2, 1]),
     )
-    again = torch.log(torch.tensor([[0.25, 0.4], [0.6, 0.1], [0.6, 0.1]]))  # R = 1/4, 3/2 and 3
+    again = torch.log(torch.tensor([[0.25, 0.4], [0.6, 0.1], [0.6, 0.1]]))  # R = 1/4, 1/5 and 3
     row = floor.learner_row("learner", batch, again, 20.0)
-    assert row["ratio"] == pytest.approx((0.5 + 0.5 + 1.5 + 0.2 + 3 - 5) / 5)
-    assert row["reward"] == pytest.approx(1.3 / 3 - (0.25 + 0.9) / 4.75) and row["name"] == "learner"
+    assert row["ratio"] == pytest.approx(0.05, 1e-4) and row["name"] == "learner"
+    assert row["reward"] == pytest.approx(abs(1.3 / 3 - (0.25 + 0.9) / 3.45))
 
 
 def test_the_floor_of_an_engine(folders):

@@ -11,7 +11,6 @@ from standins import tokenizer as chat_tokenizer
 import batching
 import eval as evaluation
 import objectives
-import probe
 import train
 from config import SampleFlags
 from learner import Learner
@@ -257,9 +256,9 @@ def test_a_cut_turn_keeps_the_experts_of_its_tokens():
 def test_turns_and_tables_by_hand():
     mask = torch.tensor([[1, 1, 0, 1, 0, 0, 1], [1, 0, 1, 1, 1, 0, 0]], dtype=torch.bool)
     assert turns.turns_of(mask).tolist() == [[0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 2, 2]]
-    packed = probe.without_replies(torch.arange(1.0, 8.0).repeat(2, 1), mask)
+    packed = gaps.without_replies(torch.arange(1.0, 8.0).repeat(2, 1), mask)
     assert packed.tolist() == [[1, 2, 4, 7, 0, 0, 0], [1, 3, 4, 5, 0, 0, 0]]
-    turn = probe.without_replies(torch.from_numpy(turns.turns_of(mask)), mask).numpy()
+    turn = gaps.without_replies(torch.from_numpy(turns.turns_of(mask)), mask).numpy()
     inf = np.log(packed.numpy().clip(1) / 8)  # p_inf = 1/8, 2/8, ...; p_ref = 1
     rows = gaps.by_turn(inf, 0 * inf, turn, np.array([4, 4]))
     assert [row["tokens"] for row in rows] == [3, 4, 1]
