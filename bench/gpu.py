@@ -1,6 +1,6 @@
 """The GPU list: measurements that need a GPU. Each part runs in a process for at most 60 seconds.
 
-    python -m bench                              # all parts, at most 25 minutes: results/gpu.json and gpu.md
+    python -m bench                              # all parts, at most 26 minutes: results/gpu.json and gpu.md
     python -m bench                              # again: the parts that have not succeeded yet
     python -m bench --parts=learner,linears-8B   # some parts (all of learner-*), measured again
     python -m bench --device=cpu --scale=tiny    # the script itself, on a CPU: out/gpu.json
