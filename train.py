@@ -13,7 +13,10 @@ actor is the sampler (`corrections.exact_z_known` has the conditions, model.TwoM
 Otherwise a factor kappa (`obrs.kappa_from`) scales Z_low or Z_approx, sums over the top-K:
 `objectives.prepare_obrs` computes kappa before the update. With --obrs_target=new `prepare_obrs`
 takes the kappa of the previous update (`objectives.update_controllers`), except in the first
-update. All flags are in config.py; --help prints the most common ones, --help=all prints all."""
+update. All flags are in config.py; --help prints the most common ones, --help=all prints all.
+
+torchrun kills its ranks 30 seconds after a signal; `torchrun --shutdown-timeout=3600` lets them
+finish the update and save."""
 
 from __future__ import annotations
 
