@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import tasks
+from machinery import run
 from tasks import eval_sets, make_task
 from tasks.data import Table, digest_of, final_answer, read_rows
 from tasks.prompts import TEMPLATES, Answer, Chat, Problem, Style, encode, encode_all
@@ -66,8 +67,8 @@ def test_a_number_is_written_in_digits(tmp_path):
         assert rows_of(write(tmp_path / "x.jsonl", {"question": "?", "answer": value})) == [("?", wanted)]
 
 
-def test_changed_files_are_refused_at_a_resume(tmp_path):
-    """A changed file is named, for every flag that reads it; an unchanged file passes."""
+def test_changed_files_are_refused_at_a_resume(tmp_path, monkeypatch):
+    """A changed file is named, for every flag that reads it; an unchanged file passes. Ranks have the same problems."""
     data = write(tmp_path / "x,y.jsonl", {"question": "1?", "answer": "1"})
     system = write(tmp_path / "system.txt", "Be brief.")
     reward = write(tmp_path / "mine.py", "def score(answer):\n    return 1.0\n")
@@ -89,6 +90,9 @@ def test_changed_files_are_refused_at_a_resume(tmp_path):
     task.made.n = 2  # other problems of the same class
     with pytest.raises(ValueError, match="--resume: the problems of .*own.py:T .* changed since the run began"):
         tasks.check_unchanged(cfg, task)
+    monkeypatch.setattr(run, "from_all", lambda x: [x, "of another rank"])
+    with pytest.raises(ValueError, match="own.py:T: ranks have different problems under the same numbers; give"):
+        run.open_run(cfg, None)
 
 
 CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
