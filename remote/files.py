@@ -162,8 +162,8 @@ class FilesHub(Intake):
         """Read new groups while there is room, and list the fetched groups. Samplers take turns, also
         from call to call, so that all have the same share of the room."""
         out = []
-        after_last = lambda sampler: (sampler <= self.last, sampler)  # noqa: E731
-        samplers = sorted(self._samplers("rollouts"), key=after_last)
+        samplers = self._samplers("rollouts")
+        samplers.sort(key=lambda sampler: (sampler <= self.last, sampler))
         for turn in zip_longest(*map(self._new, samplers)):
             for name in filter(None, turn):
                 sampler = split(name)[0]
