@@ -188,11 +188,12 @@ def test_one_rank_writes_versions_for_all(folders, tmp_path):
 
 def test_state_is_restored_in_the_middle_of_a_run(folders, tmp_path):
     """Also the last checkpoint but one, after a run that continues and dies: the last one may be incomplete."""
-    changes = dict(delay="weibull", delay_min=1.0, delay_max=6.0, delay_samplers=2)
+    changes = dict(delay="weibull", delay_min=1.0, delay_max=4.0, delay_samplers=6)
     whole, part = (delayed(folders, tmp_path / name, **changes) for name in "ab")
     for v in range(4):
         assert identity(update(whole, v, 2)) == identity(update(part, v, 2))
     state = part.state_dict()
+    assert any(sampler.until > 4 and sampler.version for sampler in part.samplers)  # it keeps an old version
     for v in range(4, 8):
         update(part, v, 2)
         if v == 5:

@@ -324,7 +324,6 @@ MUTANTS = {
         ("repr(key).encode(), digest_size=16", "repr(key[:1]).encode(), digest_size=16"),
     ],
     "delay.py": [
-        ("turn % len(self.samplers)", "0"),
         ("[0] // self.engine.tp", "[0]"),
         ("v for v in self.broadcast if self.now(v) <= sampler.until", "self.broadcast"),
         ("if learner_version - sampler.version > self.oldest:", "if False:"),
