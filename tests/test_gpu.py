@@ -13,7 +13,7 @@ import torch
 from conftest import at, log_probabilities, make_cfg, make_groups, tiny_model
 from ranks import make_learner, one_update, relative
 from standins import model, save
-from test_quant import check_alignment, check_stale_engine, moved
+from test_quant import check_alignment, check_stale_engine, moved, test_an_int8_product_is_exact  # noqa: F401
 from torchrun import torchrun
 
 import quant
@@ -143,15 +143,6 @@ def test_a_low_bit_product_and_its_gradient_equal_the_cpus(name, shape, dtype):
         (y * up.to(device)).sum().backward()
         results.append({"y": y.detach(), "dx": leaf.grad, "dw": layer.weight.grad})
     assert relative(*results) < (1e-5 if name == "int8" and dtype == f32 else 0.02)
-
-
-@pytest.mark.parametrize("shape", [(1, 4096, 24), (20, 4099, 30)])
-def test_an_int8_product_is_exact(shape):
-    """Sums beyond 2^24, which float32 additions would round."""
-    M, K, N = shape
-    qx, qw = torch.full((M, K), 127, dtype=torch.int8), torch.randint(40, 64, (N, K), dtype=torch.int8)
-    y = quant.product(*(x.to(DEVICE) for x in (qx, torch.ones(M, 1), qw, torch.ones(N, 1))))
-    assert torch.equal(y.cpu(), (qx.long() @ qw.long().t()).float())
 
 
 @pytest.mark.parametrize("name", FORMATS)

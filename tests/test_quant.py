@@ -163,6 +163,15 @@ def test_layers_that_are_quantized(folders):
 NOT_WHOLE = ".*q_proj has rows of 32, not a multiple of the group"
 
 
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+@pytest.mark.parametrize(("M", "K", "N"), [(1, 4096, 24), (20, 4099, 30)])
+def test_an_int8_product_is_exact(M, K, N, device):
+    """Sums beyond 2^24, which float32 additions would round."""
+    qx, qw = torch.full((M, K), 127, dtype=torch.int8), torch.randint(96, 128, (N, K), dtype=torch.int8)
+    y = quant.product(*(x.to(device) for x in (qx, torch.ones(M, 1), qw, torch.ones(N, 1))))
+    assert torch.equal(y.cpu(), (qx.long() @ qw.long().t()).float())
+
+
 @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
 @pytest.mark.parametrize(("M", "K", "N"), [(3, 64, 48), (20, 576, 96), (1, 1536, 16)])
 def test_the_fp8_product_on_a_cpu_equals_vllms(M, K, N):
