@@ -456,7 +456,7 @@ def for_engine(named_tensors, model, fmt: Format, packed: bool = True):
 
             yield f"{name}_packed", pack_to_int32(q, 4)
             yield f"{name}_scale", s
-            yield f"{name}_shape", torch.tensor(x.shape)
+            yield f"{name}_shape", torch.tensor(x.shape, device=x.device)
 
 
 def dequantize_in_place(model, fmt: Format):

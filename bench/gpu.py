@@ -1,6 +1,7 @@
-"""The GPU list: measurements that need a GPU. Each part runs in a process for at most 60 seconds.
+"""The GPU list: measurements that need a GPU. Each part runs in a process for at most 60 seconds,
+engine and pair for at most 180.
 
-    python -m bench                              # all parts, at most 26 minutes: results/gpu.json and gpu.md
+    python -m bench                              # all parts, at most 30 minutes: results/gpu.json and gpu.md
     python -m bench                              # again: the parts that have not succeeded yet
     python -m bench --parts=learner,linears-8B   # some parts (all of learner-*), measured again
     python -m bench --device=cpu --scale=tiny    # the script itself, on a CPU: out/gpu.json
@@ -14,8 +15,7 @@ linears-*    speed of aligned linear layers over bfloat16 layers, on shapes of Q
              vLLM's kernels over plain torch
 tests-*      tests/test_gpu.py: rollouts, sync and check, low bits, sleep, FSDP2, a run
 obrs         time of a Jackpot update over a plain PPO update
-pair         four updates of configs/real_pair.toml: seconds of each stage; after 40 s the run saves,
-             and the next start resumes it
+pair         four updates of configs/real_pair.toml: seconds of each stage
 trl, ours    TRL's step (PYTHONPATH=.trl, see results/against_trl.py) and our step
 micro        updates with 4,096 tokens in a micro-batch and with the most that the plan allows
 memory-*     checkpointing, two models, FSDP2 on one rank, aligned learners: time, memory and plan
@@ -48,7 +48,7 @@ from typing import Literal
 
 import torch
 
-from bench.gpu_parts import LIMIT, PARTS, Setting, ours_over_trl
+from bench.gpu_parts import LIMIT, LONG, PARTS, Setting, ours_over_trl
 from machinery.flags import UserError, check_output, need, parse_flags, read_text
 from results.sweep import markdown, rewrite
 
@@ -71,7 +71,7 @@ class GpuFlags:
     out: str = ""
     """File to which the rows are appended, with the page next to it; by default results/gpu.json,
     and out/gpu.json for a trial."""
-    minutes: float = 26.0
+    minutes: float = 30.0
     """Time limit for all parts together; parts that have not begun by then are skipped."""
     part: str = ""
     """Run one part in this process, and print its lines as JSON."""
@@ -172,7 +172,7 @@ def run_list(flags: GpuFlags) -> None:
             continue
         command = [sys.executable, "-m", "bench", f"--part={name}"]
         command += [f"--device={flags.device}", f"--scale={flags.scale}"]
-        rows, why = said_by(command, min(LIMIT, end - start))
+        rows, why = said_by(command, min(LONG.get(name, LIMIT), end - start))
         for row in rows:
             write({"part": name, **row})
         if rows and name in ("ours", "trl"):

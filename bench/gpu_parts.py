@@ -668,13 +668,12 @@ def ours_over_trl(lines: list[dict]) -> list[dict]:
 
 def pair(s: Setting) -> Iterator[dict]:
     """Four updates of configs/real_pair.toml (tiny: of two random models): seconds of the stages
-    after the first update, and memory. After 40 seconds the run saves, and the next start of the
-    part resumes it. out/gsm8k_train.jsonl, if it exists, replaces the hub's GSM8K."""
+    after the first update, and memory. out/gsm8k_train.jsonl, if it exists, replaces the hub's
+    GSM8K."""
     with tempfile.TemporaryDirectory() as scratch:
         flags = {"config": "configs/real_pair.toml"}
         if (ROOT / "out/gsm8k_train.jsonl").is_file():
             flags |= {"task": "out/gsm8k_train.jsonl", "eval_task": ""}
-        folder = ROOT / "out/bench_pair"
         if s.tiny:
             bench.shaped(f"{scratch}/model", layers=2)
             bench.shaped(f"{scratch}/actor", layers=1)
@@ -682,25 +681,29 @@ def pair(s: Setting) -> Iterator[dict]:
             flags |= {"rollout": "hf", "task": "arith", "max_tokens": 8}
             flags |= {"train_batch": 16, "rollout_batch": 16, "objective": "jackpot"}
             flags |= {"lr": 1e-3, "actor_lr": 1e-3}
-            folder = Path(scratch, "run")
-        flags |= {"steps": 4, "eval_every": -1, "save_every": 0, "out": folder}
+        flags |= {
+            "steps": 4,
+            "eval_every": -1,
+            "save_every": 0,
+            "out": f"{scratch}/run",
+        }
         argv = [
             sys.executable,
             "train.py",
             *(f"--{key}={x}" for key, x in flags.items()),
         ]
-        argv += ["--resume"] * (folder / "config.json").is_file()
         with tempfile.TemporaryFile("w+") as errors:
             run = subprocess.Popen(
                 argv, cwd=ROOT, stdout=errors, stderr=errors, text=True
             )
             try:
-                run.wait(40)
+                run.wait(LONG["pair"] - 20)
             except subprocess.TimeoutExpired:
-                run.terminate()  # the run finishes its update and saves
+                run.kill()
                 run.wait()
             errors.seek(0)
             last = [line.strip() for line in errors if line.strip()][-1:]
+        folder = Path(scratch, "run")
         if not (folder / "metrics.jsonl").is_file():
             raise UserError(f"the pair: no update ({''.join(last)[:300]})")
         rows = [r for r in read_metrics(folder) if r["step"] > 0]
@@ -710,12 +713,11 @@ def pair(s: Setting) -> Iterator[dict]:
             unit = "s" if key.endswith("_s") else "GiB"
             yield repeats_row(key.removesuffix("_s"), values, unit)
     if len(rows) < 3:
-        raise UserError(
-            f"the pair: {len(rows) + 1} of 4 updates; start this part again"
-        )
+        raise UserError(f"the pair: {len(rows) + 1} of 4 updates")
 
 
 LIMIT = 60  # seconds of a part
+LONG = {"engine": 180, "pair": 180}  # seconds of parts that compile
 # name -> part; the most important first
 PARTS = {
     "engine": partial(vllm, lambda *_: ()),

@@ -326,6 +326,7 @@ class VLLMEngine:
     def held(self) -> tuple[dict, dict]:
         """Checksums of the engine's tensors by vLLM's names (sync.py), summed over its ranks: of
         the tensors in memory, and of tensors before a kernel packed them."""
+        self._wake()
         of_ranks, _ = self._of_all_ranks(self.llm.apply_model(in_vllm.checksums_of)[0])
         return tuple(in_vllm.summed(parts) for parts in zip(*of_ranks, strict=True))
 

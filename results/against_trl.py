@@ -51,7 +51,7 @@ def our_step(folder: str, engine, cfg: Config, device: str = "cpu"):
     )
 
     def step():
-        source.publish(learner.version, learner.named_tensors("policy"))
+        source.publish(learner.version, learner.published("policy", engine.packed))
         update(learner, source.next(cfg.train_batch // cfg.group_size, learner.version))
 
     return step

@@ -217,6 +217,11 @@ def test_an_engine_with_weights_wakes_at_the_next_call(monkeypatch):
         for _ in range(2):
             engine.generate([], [], Sampling(), 0, [1])
         assert llm.mock_calls == [*before, *GENERATES, *GENERATES]
+    engine, llm = recorded(1, monkeypatch)
+    engine._of_all_ranks = lambda parts: ([parts], None)
+    engine.sleep()
+    engine.held()  # reads the engine's memory
+    assert llm.wake_up.called
 
 
 def test_sleep_levels():

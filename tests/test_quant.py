@@ -241,6 +241,12 @@ def test_scales_of_int4_are_bfloat16_numbers_on_a_gpu(monkeypatch):
     assert ((dequantize(q, s) - x).abs() <= error_bound(x, fmt, s)).all()
 
 
+def test_packed_tensors_are_on_the_weights_device():
+    model = tiny_model(1).to("meta")
+    packed = quant.for_engine(model.named_parameters(), model, format_of("w4a16", 32), packed=True)
+    assert {x.device.type for _, x in packed} == {"meta"}
+
+
 def test_int8_range_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     for flags, qmax in (("avx2 sse", 63.0), ("avx2 avx_vnni", 127.0), ("avx512_vnni", 127.0), ("amx_int8", 127.0)):
