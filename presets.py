@@ -42,7 +42,8 @@ PAPERS = {
         **{"correction": "retrace_seq", "surrogate": "ppo", "reject": "token"},
         **{"reject_of": "negative", "rs_low": 0.9, "rs_high": math.inf},
     },
-    "m2po": {"correction": "none", "surrogate": "ppo", "reject": "token_m2"},
+    # as in AReaL: the paper has no PPO clip, and its mask is that of p_new / p_inf
+    "m2po": {"correction": "is", "surrogate": "ppo", "reject": "token_m2"},
     "seq_mis": {"correction": "seq_mis", "surrogate": "ppo"},
     "mis_gspo": {
         "correction": "seq_mis",
@@ -179,12 +180,9 @@ SLIME = {
     "slime_tis": {"correction": "tis", **SLIME_LOSS},
     "slime_icepop": {"correction": "areal_drop", **SLIME_LOSS},
 }
-# AReaL's use_decoupled_loss, without and with its default rejection_sampling: metric ratio, level
-# token, action mask
-AREAL = {
-    "areal_decoupled": {**PAPERS["is"], "clip_high": 0.2},
-    "areal_token_mask": {**PAPERS["areal_drop"], "is_cap": 5.0, "clip_high": 0.2},
-}
+# AReaL's use_decoupled_loss with its default rejection_sampling: metric ratio, level token, action
+# mask. Without rejection_sampling its weight is 1
+AREAL = {"areal_token_mask": {**PAPERS["areal_drop"], "is_cap": 5.0, "clip_high": 0.2}}
 OTHERS = {
     "seq_mask_tis": {**PAPERS["is"], "reject": "geo", "rs_low": 0.5, "rs_high": 5.0}
 }

@@ -78,6 +78,7 @@ SOURCES = {
 }
 # More settings, copied from the papers, not from the files. `batches`: rollout batch and update, in prompts
 TO_NEW = {"correction": "obrs", "obrs_target": "new", "obrs_lambda": 1, "obrs_topk": 20}
+VERL = {"weight_decay": 0.01, "warmup_steps": 0}
 PAPERS = {
     "jackpot": {
         **{"batches": (64, 64), "correction": "obrs", "obrs_target": "ref", "obrs_lambda": 1, "obrs_topk": 20},
@@ -93,10 +94,10 @@ PAPERS = {
         **{"batches": (512, 32), "group_size": 16, "correction": "tis", "clip_low": 0.2, "clip_high": 0.28},
         **{"reduction": "token-mean", "max_tokens": 20480, "overlong": 4096, "lr": 1e-6, "weight_decay": 0.1},
     },
-    "tis_int8": {"batches": (256, 64), "correction": "tis", "rollout_quant": "int8", "max_tokens": 256, "epochs": 15},
+    "tis_int8": {"batches": (256, 64), "correction": "tis", "rollout_quant": "int8", "epochs": 15, **VERL},
     "praxis": {
         **{"batches": (32, 32), "group_size": 8, "correction": "tis", "is_cap": 2, "max_tokens": 10000, "lr": 1e-6},
-        **{"logprobs_mode": "processed", "log_ratio_clamp": 20, "reward": "praxis", "temperature": 1, "top_p": 1},
+        **{"logprobs_mode": "processed", "log_ratio_clamp": 20, "temperature": 1, "top_p": 1, **VERL},
     },
     "qarl": {
         **{"batches": (512, 64), "group_size": 8, "rollout_quant": "w4a16", "learner_quant": "aligned", "is_cap": 2},

@@ -66,7 +66,7 @@ CASES = {
     "retrace": dict(correction="retrace"),
     "retrace_seq": dict(correction="retrace_seq"),
     "spare": dict(correction="retrace_seq", reject="token", reject_of="negative", rs_low=0.9),
-    "m2po": dict(reject="token_m2", rs_high=0.04),
+    "m2po": dict(correction="is", reject="token_m2", rs_high=0.04),
     "seq_mis": SEQ_MIS,
     "mis_gspo": GSPO | SEQ_MIS,
     "geo_rs": NARROW,
@@ -122,7 +122,6 @@ CASES = {
     "seq_mask_tis": dict(correction="is", reject="geo", rs_low=0.5, rs_high=5.0),
     "slime_tis": TIS | EVEN | dict(reduction=SEQ),
     "slime_icepop": DROP | EVEN | dict(is_cap=2.0, reduction=SEQ),
-    "areal_decoupled": EVEN | dict(correction="is"),
     "areal_token_mask": DROP | EVEN | dict(is_cap=5.0),
     # presets with additional flags
     "tis --is_floor=0.7": TIS | dict(is_floor=0.7),
