@@ -79,7 +79,9 @@ def overview(inf, ref, length, clamp: float) -> dict:
         "kl": kl,  # KL(inf || ref), nats a token: the larger of the two estimates
         "k1_kl": k1,  # mean of -log r
         "k3_kl": k3_kl,  # mean of r - 1 - log r
-        "kl_error": float((by_token.sum(1) / length).std() / math.sqrt(len(length))),
+        "kl_error": float(
+            np.linalg.norm(by_token.sum(1) - k3_kl * on.sum(1)) / on.sum()
+        ),
         # near 1 if the engine records its sampling distribution, and the learner's probabilities of
         # the tokens that the engine can draw sum to 1
         "ratio_mean": float(r.mean()),

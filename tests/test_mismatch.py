@@ -56,6 +56,16 @@ def test_distances_by_hand():
     assert row["cut"] == pytest.approx(2 / 3) and row["ratio"] > 1e29
 
 
+def test_the_error_of_k3_is_that_of_the_jackknife():
+    """Short responses have larger gaps."""
+    rng, length = np.random.default_rng(0), np.where(np.arange(64) % 2, 8, 200)
+    log_r = rng.normal(size=(64, 200)) * np.where(length == 8, 0.5, 0.05)[:, None]
+    found = gaps.overview(np.zeros((64, 200)), log_r, length, 20.0)
+    sums = np.where(np.arange(200) < length[:, None], np.expm1(log_r) - log_r, 0).sum(1)
+    without = (sums.sum() - sums) / (length.sum() - length)  # one response
+    assert found["kl_error"] == pytest.approx(without.std() * 63**0.5, rel=0.1)
+
+
 def test_the_floor_of_the_estimated_reward():
     """sum R reward / sum R, minus the mean reward: R, as all distances, is over unmasked tokens."""
     batch = SimpleNamespace(
