@@ -269,9 +269,11 @@ def as_trained(cfg: Config, given: set[str]):
         names |= {"rollout_quant", "quant_group"}
     if names_of(cfg.task) == [saved.get("task")] == ["arith"]:  # the run's own sums
         names.add("arith")
-    of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
     of_the_run = {saved.get("task"), *names_of(saved.get("eval_task", ""))}
-    if of_run.get("reward") and not of_the_run.issuperset(names_of(cfg.task)):
+    same_task = of_the_run.issuperset(names_of(cfg.task))
+    names |= {"columns"} if same_task else set()
+    of_run = {name: saved[name] for name in sorted(names - given) if name in saved}
+    if of_run.get("reward") and not same_task:
         print(
             f"--reward={saved['reward']} and --prompt_template of {cfg.model} are not used, because the run has a "
             "different --task and --eval_task; set both flags to use the run's values"

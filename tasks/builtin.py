@@ -113,7 +113,7 @@ def praxis(row, text, finish_reason) -> bool:
 def letter(row, text, finish_reason) -> bool:
     """Multiple choice: whether the letter in the last box, or else after the last "answer is", is
     right."""
-    box = last_box(text)
+    box = last_box(re.sub(r"\\(?:text|math|bold)[a-z]*", "", text))
     letters = re.findall(IN_BOX, box) if box else re.findall(ANSWER_IS, text)
     return bool(letters) and letters[-1].upper() == row["answer"].upper()
 

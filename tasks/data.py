@@ -6,7 +6,8 @@ A row needs a prompt and an answer. --columns=prompt=NAME,answer=NAME names the 
 nested column). Without --columns the first of these is used: problem, question, prompt (a text, or
 messages {role, content}); answer, solution with a box, reward_model.ground_truth, answerKey,
 Correct Answer. Where a row has choices (`choices`, `options`, or GPQA's wrong answers) they are
-written below the question, and the answer becomes a letter. All columns reach the reward."""
+written below the question, and the answer becomes a letter. All columns reach the reward; the
+answer as a text."""
 
 from __future__ import annotations
 
@@ -96,10 +97,7 @@ class Table:
         """Drop rows with prompts of more than `limit` tokens (0: keep all); returns the length of
         the longest remaining prompt. Raises UserError if no row remains."""
         problems = [self.find(id) for i in range(self.total) for id in self.ids(i)]
-        prompt, _ = render(tokenizer, problems[0])
-        # by chat templates of reasoning models
-        opened = prompt.rstrip().endswith("<think>")
-        self.reward = dataclasses.replace(self.reward, opened=opened)
+        self.read_template(tokenizer, problems[0])
         each = [len(ids) for ids in encode_all(tokenizer, problems)]
         n = len(each) // self.total
         lengths = [max(each[i : i + n]) for i in range(0, len(each), n)]
@@ -111,6 +109,12 @@ class Table:
             f"{min(lengths)} tokens",
         )
         return max(lengths[i] for i in self.used)
+
+    def read_template(self, tokenizer, problem: Problem) -> None:
+        """Tell the reward if prompts end with <think>, as some chat templates write it."""
+        prompt, _ = render(tokenizer, problem)
+        opened = prompt.rstrip().endswith("<think>")
+        self.reward = dataclasses.replace(self.reward, opened=opened)
 
 
 class OwnTask(Table):
@@ -186,6 +190,7 @@ class OwnTask(Table):
             f"--max_prompt_tokens: {self.name} is endless, so the length of its longest prompt is not "
             "known; give --max_prompt_tokens",
         )
+        self.read_template(tokenizer, self.problem("train", 0))
         self.tokenizer, self.limit = tokenizer, limit
         return limit
 
@@ -397,7 +402,7 @@ def read_row(row, place: str, prompt_key: str, answer_key: str, needed: bool) ->
     return {
         "prompt": prompt,
         "answer": answer,
-        "row": {**worked, **row, "answer": answer},
+        "row": {**worked, **row, **({"answer": answer} if answer else {})},
     }
 
 
@@ -460,8 +465,10 @@ def answer_of(row: dict, place: str, key: str, needed: bool) -> str:
     if answer is not None or not (needed or key):
         return ""
     named = f"`{key}`" if key else "`answer`"
-    hint = "" if key else ", or name the column with --columns=answer=NAME"
-    raise UserError(f"{place}: no {named} that is a text or a number; add one{hint}")
+    hint = "change --columns" if key else "name the column with --columns=answer=NAME"
+    raise UserError(
+        f"{place}: no {named} that is a text or a number; add one, or {hint}"
+    )
 
 
 def written(value: str | float) -> str:

@@ -12,12 +12,9 @@ import re
 from pathlib import Path
 
 from rollout import generator
+from tasks.rewards import ends_with_number
 
 NUMBER = r"(\d{1,6}(?:\.\d{1,2})?)"
-
-
-def numbers_in(text: str) -> list[int]:
-    return [int(x) for x in re.findall(r"\d{1,9}", text)]
 
 
 def conversation(*texts: str) -> list[dict]:
@@ -52,9 +49,8 @@ class Calculator:
         return f"Result: {values[call[2]]:.12g}"
 
     def reward(self, row: dict, text: str, finish_reason: str) -> dict[str, float]:
-        answers = numbers_in(text.rpartition(")")[2])
-        right = float(answers[-1:] == [int(row["answer"])])
-        return {"called": 0.2 * ("calc(" in text), "right": right}
+        right = ends_with_number(text.rpartition(")")[2], row["answer"])
+        return {"called": 0.2 * ("calc(" in text), "right": float(right)}
 
 
 class WordProblems(Calculator):

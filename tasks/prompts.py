@@ -227,12 +227,13 @@ def shown(tokenizer, problems: list[Problem], ends: list[int]) -> str:
 def stop_ids(tokenizer, folders, stop: str = "") -> list[int]:
     """Ids of the tokens that end a response, the same in every engine and in evaluation.
 
-    They are the tokenizer's end token, each `eos_token_id` in the generation_config.json of these
-    model folders, and the tokens of --stop. Raises UserError."""
+    They are the tokenizer's end token, each `eos_token_id` in the generation_config.json (without
+    one, in the config.json) of these model folders, and the tokens of --stop. Raises UserError."""
     ids = [tokenizer.eos_token_id]
     for folder in folders:
-        path = Path(folder) / "generation_config.json"
-        if not path.is_file():
+        files = [Path(folder) / f"{name}config.json" for name in ("generation_", "")]
+        path = next((path for path in files if path.is_file()), None)  # as in vLLM
+        if path is None:
             continue
         listed = read_json(path, "fix or remove it").get("eos_token_id")
         listed = listed if isinstance(listed, list) else [listed]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollout import Response, request_seed
-from tasks.grading import Failure, graders
+from tasks.grading import graders
 from tasks.prompts import Problem, as_messages, render
 from tasks.rewards import GRADE_SECONDS, tell_once
 
@@ -91,9 +91,10 @@ def with_replies(
     replies = graders().grade(environment, calls, GRADE_SECONDS)
     going_on = []
     for talk, text, reply in zip(talks, texts, replies, strict=True):
-        if isinstance(reply, Failure):
-            tell_once(environment, f"{reply.why}; the conversation ends there")
-        if not isinstance(reply, str) or not reply:  # "" is None: the end
+        if not isinstance(reply, str):  # a Failure, or None
+            why = getattr(reply, "why", "a call exceeded the time limit")
+            tell_once(environment, f"{why}; the conversation ends there")
+        if not isinstance(reply, str) or not reply:  # "": the environment's end
             continue
         ids = framed(tokenizer, talk.problem, reply, int(talk.response.tokens[-1]))
         if len(talk.response.tokens) + len(ids) >= max_tokens:
@@ -120,8 +121,8 @@ def framed(tokenizer, problem: Problem, reply: str, last: int) -> np.ndarray:
     text, templated = render(tokenizer, replace(problem, prompt=messages))
     frame = text.rpartition(MARK)[2] if templated else reply
     ids = tokenizer.encode(frame, add_special_tokens=False)
-    if ids[:1] == [last]:  # the end of the turn, which the model has sampled
-        ids = ids[1:]
+    if last in ids[:2]:  # the sampled end token; some templates write a blank before it
+        ids = ids[ids.index(last) + 1 :]
     return np.array(ids, np.int32)
 
 

@@ -162,9 +162,10 @@ def test_a_model_trained_in_low_bits_is_evaluated_in_them(make_run):
         (low | {"learner_quant": "none"}, set(), ("none", 64)),
         (low | {"actor": "base:actor"}, set(), ("none", 64)),
     ):
-        run = str(make_run(**changes, lm_head_fp32=True))
+        run = str(make_run(**changes, lm_head_fp32=True, columns="answer=b"))
+        other = tasks.as_trained(evaluation.EvalFlags(model=run, task="x.jsonl"), given)
         cfg = tasks.as_trained(evaluation.EvalFlags(model=run), given)
-        assert (cfg.rollout_quant, cfg.quant_group) == want
+        assert (cfg.rollout_quant, cfg.quant_group, cfg.columns, other.columns) == (*want, "answer=b", "")
         assert (cfg.dtype, cfg.rollout_dtype, cfg.lm_head_fp32) == ("bfloat16", None, True)
         for actor in ("", "base:actor"):
             cfg = tasks.as_trained(ProbeFlags(model=run, actor=actor), given)
@@ -411,7 +412,8 @@ def test_the_setup_of_several_sets(folders, tmp_path):
     """The largest context of all sets, which must fit the sampler too; stop tokens of learner, sampler and --stop."""
     a, b = table(tmp_path / "a.jsonl", "1", problem="7 + " * 20 + "7"), table(tmp_path / "b.jsonl", "1", problem="7")
     sets = f"{a}:max_tokens=2,{b}:max_tokens=30"
-    model = with_stop_tokens(folders / "actor", tmp_path / "model", [1, 8])
+    model = with_stop_tokens(folders / "actor", tmp_path / "pair" / "policy", [1, 8])
+    with_stop_tokens(folders / "actor", tmp_path / "pair" / "actor", [7])
     sampler = with_stop_tokens(folders / "actor", tmp_path / "sampler", [9])
 
     def setup(task, sampler=""):
@@ -421,6 +423,6 @@ def test_the_setup_of_several_sets(folders, tmp_path):
 
     alone = [setup(word).context for word in sets.split(",")]
     assert alone[0] != alone[1] and setup(sets).context == max(alone)
-    assert setup(sets).stop_ids == [1, 8, SPARE] and setup(sets, sampler).stop_ids == [1, 8, 9, SPARE]
+    assert setup(sets).stop_ids == [1, 8, 7, SPARE] and setup(sets, sampler).stop_ids == [1, 8, 9, 7, SPARE]
     with pytest.raises(UserError, match="exceeds the model's context"):
         setup(sets, copied(sampler, tmp_path / "short", max_position_embeddings=max(alone) - 1))

@@ -37,7 +37,7 @@ def graded(pool, pairs, seconds: float) -> list:
 
 
 def test_a_table_of_graded_responses():
-    """256 pairs of a gold answer and a response, labelled by hand."""
+    """258 pairs of a gold answer and a response, labelled by hand."""
     pairs = [json.loads(line) for line in (ROOT / "tests" / "graded.jsonl").read_text(encoding="utf-8").splitlines()]
     wrong = []
     for name in ("math", "gsm8k", "letter"):
@@ -45,7 +45,7 @@ def test_a_table_of_graded_responses():
         asked = [Answer(Problem(str(i), "p", row["gold"]), row["response"], True) for i, row in enumerate(rows)]
         values = Reward(parts=parts_of(name)).values(rewards.Part(name, 1.0), asked)
         wrong += [row for row, value in zip(rows, values, strict=True) if bool(value) != row["right"]]
-    assert len(pairs) == 256 and not wrong
+    assert len(pairs) == 258 and not wrong
 
 
 def test_only_the_last_box_counts():

@@ -10,7 +10,7 @@ from machinery.flags import UserError
 from machinery.settings import unlike_paper
 from tasks import grading_metrics, make_task
 from tasks.arith import arithmetic_tokenizer
-from tasks.data import digest_of
+from tasks.data import OwnTask, digest_of
 from tasks.preflight import warnings_of
 from tasks.prompts import Answer, Chat, render
 
@@ -82,6 +82,8 @@ def test_damaged_answers_are_refused(tmp_path, answer, why):
     score.write_text("def score(row, text, finish_reason):\n    return 1.0\n")
     task = table(tmp_path, [("p", answer)], reward=f"{score}:score" if why else "math")  # a function can read any text
     assert task.problem("test", 0).answer == answer.strip()
+    several = table(tmp_path, [("p", ["5", "five"])], reward=f"{score}:score").problem("test", 0)
+    assert several.row["answer"] == ["5", "five"]  # columns reach the function unchanged
     with pytest.raises(UserError, match="line 1: the problem holds a control character"):
         table(tmp_path, [("p \frac12", "5")])
 
@@ -96,6 +98,11 @@ def test_think_continues_the_prompt(tmp_path, template, opened):
     closed = Answer(problem, "2 and 3.\n</think>\n<answer>5</answer>", True)
     whole = Answer(problem, "<think>2 and 3.</think><answer>5</answer>", True)
     assert task.rewards([closed, whole])[0] == [float(opened), float(not opened)]
+    own = tmp_path / "own.py"
+    own.write_text("class Sums:\n    size = None\n    problem = lambda *_: {'problem': '2 + 3', 'answer': '5'}\n")
+    endless = OwnTask(f"{own}:Sums", task.style, task.reward)
+    endless.fit(arithmetic_tokenizer(), 50)
+    assert endless.reward.opened == opened
 
 
 def test_a_mix_of_files_and_packed_ones(tmp_path):

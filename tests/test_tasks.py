@@ -124,6 +124,9 @@ def test_stop_tokens_of_tokenizer_models_and_flag(folders, tmp_path):
     )
     assert stop_ids(tokenizer, []) == [1]
     assert stop_ids(tokenizer, [two, one, none, "base:policy"]) == [1, 9, 8, 12]
+    bare = copied(folders / "actor", tmp_path / "bare", eos_token_id=[7, 8])
+    (bare / "generation_config.json").unlink(missing_ok=True)
+    assert stop_ids(tokenizer, [bare]) == [1, 7, 8]
     assert stop_ids(tokenizer, [one], "#, ;,") == [1, 12, tokenizer.encode("#")[0], tokenizer.encode(";")[0]]
     assert stop_ids(tokenizer, [], "\n\n") == [1, tokenizer.convert_tokens_to_ids("\n\n")]
     for word in ("1 2", "2000"):

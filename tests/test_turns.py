@@ -151,7 +151,7 @@ FAILS = {
     "Ends": "",
     "Raises": "mine.py:Raises.reply: ZeroDivisionError: division by zero (mine.py, line",
     "Wrong": "mine.py:Wrong.reply: it returned 7.0, which is neither a text nor None",
-    "Waits": "",
+    "Waits": "mine.py:Waits.reply: a call exceeded the time limit; the conversation ends there",
 }
 
 
@@ -194,6 +194,8 @@ def test_replies_are_encoded_like_the_chat_template():
     # after a different stop token, the template's end of a turn is added
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert turns.framed(tokenizer, problem, "no, less", turn[0])[0] == end
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", " <|im_end|>")
+    assert list(turns.framed(tokenizer, problem, "no, less", end)).count(end) == 1  # of the reply
 
 
 def test_the_learner_ignores_replies(environment):
@@ -230,6 +232,8 @@ def test_the_examples():
     assert game.reply(row, [*messages, {"role": "user", "content": "Result: 5"}], f"calc({a} * {b})") is None
     assert game.reward(row, f"calc({a} * {b})\n{a * b}", "stop") == {"called": 0.2, "right": 1.0}
     assert game.reward(row, f"calc({a} * {b})", "stop") == {"called": 0.2, "right": 0.0}
+    for text, right in ((f"-{a * b}", 0), (f"3.{a * b}", 0), (f"{a * b:,}.0", 1)):
+        assert game.reward(row, text, "stop")["right"] == right
     words = object.__new__(games.WordProblems)  # __init__ reads GSM8K
     words.rows = {"test": [{"question": "How many?", "answer": "24*45=<<24*45=1080>>1080\n#### 1,080"}]}
     row = words.problem("test", 0)
