@@ -332,7 +332,8 @@ def micro_batches(
 
     A micro-batch has at most `budget` tokens, or one row. Padding counts: n rows cost n times the
     longest sum of prompt and response. With `share` the rows of a group are adjacent and their prompt is
-    processed once: n times the longest response, plus the longest prompt once per group."""
+    processed once: n times the longest response, plus the longest prompt once per group, plus a
+    sixteenth of it for each row's copy of its keys and values."""
     prompt, response, group = (
         x.tolist() for x in (batch.prompt_len, batch.length, batch.group)
     )
@@ -343,9 +344,9 @@ def micro_batches(
     def cost(rows: list[int]) -> int:
         tokens = len(rows) * max(width[row] for row in rows)
         if share:
-            tokens += len({group[row] for row in rows}) * max(
-                prompt[row] for row in rows
-            )
+            longest = max(prompt[row] for row in rows)
+            tokens += len({group[row] for row in rows}) * longest
+            tokens += len(rows) * longest // 16
         return tokens
 
     parts: list[list[int]] = []

@@ -56,7 +56,8 @@ class SizeFlags:
     samplers: no limit); 0: off."""
     micro_tokens: int | None = None
     """Token budget (prompts and responses) of one micro-batch on one rank; default: on a GPU the
-    largest that the memory plan allows, on a CPU 4096."""
+    largest that the memory plan allows, on a CPU 4096. A resumed run keeps the number; None
+    chooses again."""
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,8 @@ class Learner:
                 group["lr"] = lr
             if step:
                 optim.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
+            # DDP's buckets stay: without gradients in them, accumulation would need as much again
+            optimizer.zero_grad(set_to_none=self.sharded or not self.comm.on)
 
     # -- weights in and out ------------------------------------------------------------------------
 

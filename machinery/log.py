@@ -60,7 +60,10 @@ class Log:
         last = rows(self.path)[-1:]
         self.evaluated = any(name.startswith("eval/") for row in last for name in row)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
-        self.said = set()
+        # the number of rejected updates is a count since the start of the run
+        self.said = {
+            name for row in last for name in ["rejected_steps"] if row.get(name)
+        }
 
     def write(self, step: int, values: dict) -> None:
         self.file.write(

@@ -84,14 +84,14 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     of_steps = saved["lr_schedule"] != "constant" or 0 < saved["warmup_steps"] < 1
     free = HARMLESS | (set() if of_steps else {"steps", "epochs"})
     now = resolve_open(replace(cfg, resume=False))
+    # the same samplers may have new addresses
+    if "local" not in (now.samplers, saved["samplers"]):
+        free = free | {"samplers"}
     changed = [
         k
         for k in sorted(given - free)
         if getattr(now, k) != saved.get(k, FIELDS[k].default)
     ]
-    # the same samplers may have new addresses
-    if "local" not in (now.samplers, saved["samplers"]):
-        changed = [k for k in changed if k != "samplers"]
     if changed:
         was = ", ".join(
             f"--{k} was {saved.get(k)!r} and is now {getattr(cfg, k)!r}"

@@ -5,8 +5,9 @@ on n ranks that shard them (--parallel=fsdp; otherwise n = 1), each rank has, in
 
     weights 4 P / n     gradients 4 Q / n     AdamW 8 Q / n, Muon 4 Q / n
 
-Activations are measured on tensors without data (plan/footprint.py). A run needs less than its plan
-if responses share a prompt, or if rows are shorter than the longest row."""
+With DDP gradients stay between updates. Activations are measured on tensors without data
+(plan/footprint.py). A run needs less than its plan if rows are shorter than the longest row, and up
+to a tenth more activations if responses share a prompt."""
 
 from __future__ import annotations
 
@@ -157,7 +158,10 @@ def plan_of(
     # also the gradient of the largest layer before it is reduced over ranks
     if sharded:
         largest = max(model.layer for model in models.values())
-        gathered = sum(model.gathered for model in models.values()) + largest
+        read = [model.gathered for model in models.values()]
+        if "weights, frozen start model" in states:
+            read.append(models["policy"].gathered)
+        gathered = sum(read) + largest
     others = {
         "logits, or a layer's backward": measured.moment,
         "a forward without gradient": measured.forward,
@@ -167,9 +171,11 @@ def plan_of(
         "evaluation": evaluation(cfg, configs, width, ranks, sampling if asleep else 0),
         "a tensor to publish, and the weight check": publishing(models, configs),
     }
-    stays = [*states, "second engine"]
+    buckets = [] if sharded or ranks == 1 else [*gradients]  # of DDP
+    stays = [*states, *buckets, "second engine"]
     always = [*stays, *([] if asleep else ["engine"])]
-    busy = [*gradients, *activations, "logits, or a layer's backward"]
+    busy = [*([] if buckets else gradients), *activations]
+    busy += ["logits, or a layer's backward", "gathered from other ranks"]
     stages = {
         "publish": [*stays, "engine", "a tensor to publish, and the weight check"],
         "roll out": [*stays, "engine"],
@@ -179,7 +185,7 @@ def plan_of(
             "a forward without gradient",
             "gathered from other ranks",
         ],
-        "forward and backward": [*always, *busy, "gathered from other ranks"],
+        "forward and backward": [*always, *busy],
     }
     # trainable weights in float32, as many bytes as their gradients
     saved = sum(m.gradients + m.optimizer + m.saved for m in models.values())

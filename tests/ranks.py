@@ -127,6 +127,8 @@ def run_case(case, dtype, odd: str, budget: int, memory: dict, comm, folder: Pat
     dist.all_gather_object(results, (logged, controllers))
     if not odd:
         step({"loss": 0.0, "rollout_corr/rollout_rs_masked_fraction": 0.0})
+        gradients = [p.grad for p in learner.models.parameters() if p.requires_grad]
+        assert learner.sharded or not any(g is None or g.any() for g in gradients)  # zeros in DDP's buckets
     return {
         "grads": grads,
         "square": square,

@@ -123,7 +123,8 @@ def test_micro_batches_hold_every_row_once_within_the_budget(budget, share):
     tokens = [len(m) * length for m, length in zip(micros, lengths, strict=True)]  # with padding
     if share:
         prompts = [len(set(m.group.tolist())) * int(m.prompt_len.max()) for m in micros]
-        tokens = [len(m) * m.tokens.shape[1] + n for m, n in zip(micros, prompts, strict=True)]
+        copies = [len(m) * int(m.prompt_len.max()) // 16 for m in micros]
+        tokens = [len(m) * m.tokens.shape[1] + n + k for m, n, k in zip(micros, prompts, copies, strict=True)]
     assert sum(tokens) == total
     assert share or lengths == sorted(lengths, reverse=True)  # the longest comes first
     for rows, n in zip(parts, tokens, strict=True):

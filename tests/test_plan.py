@@ -91,6 +91,15 @@ def test_states_of_shards_muon_and_adapters(unmeasured):
     assert low.checkpoint == 3 * adapters + 2 * P
 
 
+def test_gradients_of_ddp_and_the_start_model_of_fsdp(unmeasured):
+    """DDP's buckets stay between updates; FSDP gathers embedding and head of the start model too."""
+    one, two = planned(), planned(ranks=2)
+    more = {stage: two.of_stage(stage) - one.of_stage(stage) for stage in ("publish", "forward and backward")}
+    assert more["publish"] - more["forward and backward"] == one.categories["gradients, policy"]
+    sharded = [planned(ranks=2, parallel="fsdp", kl_coef=x).categories["gathered from other ranks"] for x in (0, 1)]
+    assert sharded[1] - sharded[0] == plan.States.of(make_cfg(parallel="fsdp"), "policy", small()).gathered
+
+
 KINDS = [{"dtype": "bfloat16"}, {"gradient_checkpointing": True}, {"lora_rank": 4}]
 KINDS.append({"rollout_quant": "int8", "learner_quant": "aligned"})
 

@@ -319,6 +319,8 @@ def test_warnings_are_printed_once(tmp_path, capsys):
     warnings = capsys.readouterr().err
     assert warnings.count("every token was rejected") == 1
     assert "update 2" in warnings and "clamp" not in warnings
+    logged(tmp_path, 3, {3: {"rejected_steps": 2.0}})  # after a resume: the same two
+    assert not capsys.readouterr().err
 
 
 def test_an_edited_configuration_is_refused(tmp_path):
@@ -326,6 +328,12 @@ def test_an_edited_configuration_is_refused(tmp_path):
     config = run.provenance(make_cfg(out=str(tmp_path), lr=1e-3))
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert settings.parse(["--resume", f"--out={tmp_path}"]).lr == 1e-3
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    config = run.provenance(make_cfg(out=str(remote), samplers="tcp://127.0.0.1:5555"))
+    (remote / "config.json").write_text(json.dumps(config))
+    moved = settings.parse(["--resume", f"--out={remote}", "--samplers=tcp://127.0.0.1:6666"])
+    assert moved.samplers == "tcp://127.0.0.1:6666"
     edited = {**config, "config": {**config["config"], "lr": 5e-3}}
     for written in (edited, {**edited, "config_digest": None}):
         (tmp_path / "config.json").write_text(json.dumps(written))
