@@ -461,7 +461,7 @@ RANGES = {
     "max_staleness": (0, 10**6),
     "group_size": (2, 10**6),
     "seed": (0, 10**18),
-    "temperature": (COLDEST, 10),
+    "temperature": (COLDEST, 2),
     "weight_decay": (0, 1),
     "log_ratio_clamp": (0.1, 80),
     "obrs_lambda": (0.01, 100),

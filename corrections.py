@@ -581,8 +581,7 @@ def dead_weights(cfg: Config, logged: dict[str, float]) -> str:
     if rejected > 0.9:
         return (
             f"{100 * rejected:.3g} % of the tokens are rejected (KL {kl:.2g} a token): few tokens determine the "
-            "update, or none; widen the bounds --rs_low and --rs_high, or use token weights (--objective=tis) or "
-            "OBRS (--objective=jackpot)"
+            "update, or none; use token weights (--objective=tis)"
         )
     # clamped weights are equal, so their ESS is near 1 and means nothing
     clamped = logged["rollout_corr/seq_clamped_fraction"] > 0.5

@@ -305,6 +305,8 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
         return warmstart.base_model(flag, name, Config(task="arith", arith=cfg.arith))
     if folder := models.model_in(name, which):
         return folder
+    if flag == "actor" and (folder := models.model_in(name, "policy")):
+        return folder
     need(
         names_model(name),
         f"--{flag}={name}: no model there; give a run folder, a checkpoint, a Hugging Face folder or a GGUF file",
@@ -314,6 +316,10 @@ def find_model(cfg: ModelFlags, flag: str, which: str) -> str:
 
 def evaluate(cfg: EvalFlags) -> dict:
     """Sample, grade, and print pass@k with standard errors for each set. Returns the results."""
+    need(
+        cfg.rollout_tp == 1,
+        f"--rollout_tp={cfg.rollout_tp}: eval.py has one rank; leave the flag out",
+    )
     check(cfg, greedy=True)
     no_learner = "an evaluation has no learner; use python -m probe"
     for name in ("learner_quant", "exact", "router_replay"):
@@ -404,7 +410,7 @@ def write_responses(path: Path, label: str, tokenizer, problem, group) -> None:
 
 def show_prompt(cfg: EvalFlags) -> dict:
     """Print the first prompts of each set as the model sees them."""
-    check(cfg)
+    check(cfg, greedy=True)
     setup = open_setup(cfg, prompts.SHOWN)
     for eval_set in setup.sets:
         n = n_problems(eval_set.task, min(setup.most, prompts.SHOWN))
@@ -438,7 +444,7 @@ def main(argv: list[str] | None = None) -> dict:
     if cfg.out:
         check_result("out", cfg.out)
     result = show_prompt(cfg) if cfg.show_prompt else evaluate(cfg)
-    write_result(cfg.out, result)
+    write_result("" if cfg.show_prompt else cfg.out, result)
     return result
 
 

@@ -131,7 +131,7 @@ def train(policy, actor, task):
     groups = [{"params": policy.parameters(), "lr": LR}]
     groups += [{"params": actor.parameters(), "lr": ACTOR_LR}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    ramp = [lambda step: min(1, (step + 1) / WARMUP_STEPS)] * 2
+    ramp = [lambda step: min(1, (step + 1) / max(1, WARMUP_STEPS))] * 2
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, ramp)
     updates_per_rollout = ROLLOUT_BATCH // TRAIN_BATCH
     history = []

@@ -84,7 +84,8 @@ def cut(logits, top_p=1.0, top_k=0, min_p=0.0):
 
     logits (n, V) are already divided by the temperature; the settings are numbers, or (n, 1)
     tensors. The order is vLLM's: min_p on the whole distribution, then top_k, then top_p on the
-    rest. Tokens tied with the k-th are kept, and so is the most likely token."""
+    rest. Tokens tied with the k-th are kept (vLLM's GPU kernel keeps k tokens), and so is the most
+    likely token."""
     z, order = logits.sort(-1, descending=True)
     p = z.softmax(-1)
     V = z.shape[1]

@@ -92,8 +92,10 @@ class Training(Session):
         updates = self.updates_per_rollout
         if objectives.needs_ref_pass(learner.cfg, self.controllers, updates):
             with timer(self.clock, "ref_s"):
-                columns = learner.ref_columns(batching.collate(groups, cfg))
-                batching.write_ref_columns(groups, columns)
+                for i in range(0, len(groups), 16):  # columns are large
+                    part = groups[i : i + 16]
+                    columns = learner.ref_columns(batching.collate(part, cfg))
+                    batching.write_ref_columns(part, columns)
         self.pending = [groups[i : i + n] for i in range(0, len(groups), n)]
         return True
 

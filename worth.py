@@ -116,6 +116,7 @@ def parse(
     of_rows = {f.name for f in fields(config.ObjectiveFlags)} - {
         "advantage",
         "reduction",
+        "mask_cut",
     }
     of_g = [f"--{k}={v}" for k, v in pairs if k not in of_rows] + ["--objective=none"]
     # the gradient is in float32, but the engine's dtype is the checkpoint's
@@ -546,8 +547,8 @@ def weigh(
     about["unlike_g"] = [
         name
         for name, cfg in rows.items()
-        if (cfg.advantage, cfg.reduction)
-        != (on_policy_cfg.advantage, on_policy_cfg.reduction)
+        if (cfg.advantage, cfg.reduction, cfg.mask_cut)
+        != (on_policy_cfg.advantage, on_policy_cfg.reduction, on_policy_cfg.mask_cut)
     ]
     about["seconds"] = time.perf_counter() - start
     results = {"about": about, "rows": measured}
@@ -584,7 +585,8 @@ def table(results: dict) -> str:
         )
     if about["unlike_g"]:
         lines.append(
-            f"--advantage or --reduction differ from g's, which scale and bias include: {'; '.join(about['unlike_g'])}"
+            "--advantage, --reduction or --mask_cut differ from g's, which scale and bias include: "
+            + "; ".join(about["unlike_g"])
         )
     return "\n".join(lines)
 

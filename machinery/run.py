@@ -275,6 +275,11 @@ def locked(cfg: RunFlags, comm):
         check_folder(cfg)
     with lock_folder("out", cfg.out) if comm.rank == 0 else nullcontext():
         comm.barrier()
+        need(
+            (Path(cfg.out) / LOCK).exists(),
+            f"--out={cfg.out}: this host does not see the first rank's folder; name a folder on a disk that all "
+            "hosts share",
+        )
         yield
 
 

@@ -133,8 +133,11 @@ def resolve_open(cfg: Config) -> Config:
     """The configuration with open flags filled from the objective and the default bounds, and runs
     named by --model and --actor replaced by models of their newest checkpoints. Checks nothing."""
     folders = {
-        flag: model_in(getattr(cfg, flag), role) or getattr(cfg, flag)
-        for flag, role in (("model", "policy"), ("actor", "actor"))
+        flag: model_in(name, role) or model_in(name, "policy") or name
+        for flag, name, role in (
+            ("model", cfg.model, "policy"),
+            ("actor", cfg.actor, "actor"),
+        )
     }
     cfg = replace(cfg, **folders)
     if cfg.model.startswith("base:"):

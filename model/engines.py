@@ -125,6 +125,8 @@ class VLLMEngine:
             use_tqdm_on_load=False,  # the run has its own progress bar
             enable_sleep_mode=self.sleep_level > 0,
             enable_return_routed_experts=routing,
+            # else a batch is in flight when a load resets the records of experts
+            async_scheduling=False if routing else None,
             hf_overrides=overrides,
         )
         if cuda:
@@ -156,7 +158,7 @@ class VLLMEngine:
                 f"vLLM started in {seconds:.0f} s; later starts reuse its compiled code"
             )
         if fmt is not None:
-            model = load_model(folder)
+            model = load_model(folder, "auto")
             self.load(
                 quant.for_engine(model.state_dict().items(), model, fmt, self.packed)
             )

@@ -288,6 +288,16 @@ def verdict(
     """(whether a plan fits a GPU of gpu_gib GiB, a sentence with the verdict and the flags that
     make it fit)."""
     peak = f"{made.peak / GIB:.1f} GiB ({made.worst})"
+    share = cfg.rollout_memory or 0.25
+    if cfg.rollout == "vllm" and made.categories["engine"] > int(share * gpu_gib * GIB):
+        least = (
+            f"{made.categories['engine'] / GIB:.1f} GiB for weights and one response"
+        )
+        fix = "raise it, or --rollout_tp"
+        return (
+            False,
+            f"vLLM needs {least}, more than --rollout_memory={share:g} of the GPU; {fix}",
+        )
     if made.peak / GIB <= gpu_gib:
         return True, f"it fits --gpu_gib={gpu_gib:g}: about {peak}"
     needs = f"a rank needs {peak}, and --gpu_gib={gpu_gib:g} is less"

@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     prompt = cfg.max_prompt_tokens or longest_prompt(cfg)
     micro = config.MICRO_TOKENS
     if asked.gpu_gib:
-        micro = largest_micro(cfg, configs, prompt, *machine)
+        # as at the start of a run (machinery/run.py)
+        micro = largest_micro(cfg, configs, prompt, asked.ranks, 0.9 * asked.gpu_gib)
     if cfg.micro_tokens is None:
         cfg = replace(cfg, micro_tokens=micro)
     made = plan_of(cfg, configs, prompt, *machine)

@@ -224,7 +224,8 @@ class Scorer(HFEngine):
         # bitwise as in HFEngine
         z = logits * (1.0 / torch.tensor(self.recipe.temperature))
         if self.recipe.cut == "rule":
-            z = truncate(z, self.sampling)
+            drawn = z.gather(1, token)  # the engine drew it from its set
+            z = truncate(z, self.sampling).scatter_(1, token, drawn)
         elif self.recipe.cut == "sets":
             z = z.masked_fill_(outside(z, t, responses), -torch.inf)
         logp = z.log_softmax(-1).gather(1, token)[:, 0]

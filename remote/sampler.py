@@ -54,7 +54,7 @@ from rollout import Rollout, request_seed
 from source import LocalSource
 from sync import WeightCheck
 from tasks import make_task
-from tasks.data import digest_of, file_of
+from tasks.data import digest_of, file_of, mixed
 
 PRINT_EVERY = 10.0  # seconds between two lines on the screen
 LOCKS = []  # of samplers' folders, open until the process ends
@@ -192,10 +192,14 @@ def connect(flags: SamplerFlags) -> RemoteSampler:
             "must be at least --groups",
         ),
     )
-    check_engine(flags)
-    file = file_of(flags.task)
     need(
-        not file or Path(file).is_file(),
+        flags.rollout_tp == 1,
+        f"--rollout_tp={flags.rollout_tp}: a sampler has one rank; leave the flag out",
+    )
+    check_engine(flags)
+    files = filter(None, map(file_of, mixed(flags.task)))
+    need(
+        all(Path(file).is_file() for file in files),
         f"--task={flags.task}: no such file; copy the learner's file here and name it with --task",
     )
     over_zmq = "://" in flags.connect
@@ -272,11 +276,11 @@ class SamplerSource(LocalSource):
         """Yield published tensors in the form that the engine needs, one after the other."""
         if self.low_bits:
             return iter(stored) if self.engine.packed else quant.without_int4(stored)
+        if not self.fmt:
+            return iter(stored)
         tensors = (
             (name, x.float() if x.is_floating_point() else x) for name, x in stored
         )
-        if not self.fmt:
-            return tensors
         return quant.for_engine(tensors, self.skeleton, self.fmt, self.engine.packed)
 
 
@@ -340,6 +344,7 @@ def configure(run: wire.Description, flags: SamplerFlags) -> Config:
         cfg,
         task=task,
         rollout=flags.rollout,
+        rollout_batch=flags.groups * cfg.group_size,  # responses at once
         rollout_dtype=flags.rollout_dtype or cfg.rollout_dtype or "float32",
         rollout_quant=fmt,
         rollout_memory=flags.rollout_memory,

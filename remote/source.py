@@ -69,7 +69,7 @@ SHARED |= {
     "rollout_quant",
     "quant_group",
 }
-SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay"}
+SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay", "check_sync"}
 
 
 def open_remote_source(

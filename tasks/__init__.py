@@ -62,6 +62,8 @@ def make_task(
         else "math"
     )
     parts = rewards.parts_of(cfg.reward or (f"{name}.reward" if is_custom else default))
+    # the first part grades evaluations and sets the prompt: not a format
+    parts = tuple(sorted(parts, key=lambda part: part.name in builtin.FORMATS))
     reward = rewards.Reward(parts, max_tokens=cfg.max_tokens, overlong=cfg.overlong)
     if evaluates:
         reward = replace(
@@ -115,8 +117,8 @@ def eval_sets(cfg: SampleFlags, flag: str, usual: dict) -> list[EvalSet]:
     for name, options in asked:
         temperature = options["temperature"]
         need(
-            temperature == 0 or temperature >= COLDEST,
-            f"{given}: temperature={temperature} must be 0, or at least {COLDEST}",
+            temperature == 0 or COLDEST <= temperature <= 2,
+            f"{given}: temperature={temperature} must be 0, or from {COLDEST} to 2",
         )
         if not temperature:  # greedy responses to a problem are identical
             options["samples"] = 1

@@ -439,8 +439,8 @@ def prompt_of(row: dict, place: str, key: str) -> str | list[dict]:
             if all(isinstance(x, str) for m in messages for x in m.values()):
                 return messages
     named = f"`{key}`" if key else "`problem` or `question`"
-    hint = "" if key else ", or name the column with --columns=prompt=NAME"
-    raise UserError(f"{place}: no {named} text; add one{hint}")
+    hint = "change --columns" if key else "name the column with --columns=prompt=NAME"
+    raise UserError(f"{place}: no {named} text; add one, or {hint}")
 
 
 def answer_of(row: dict, place: str, key: str, needed: bool) -> str:

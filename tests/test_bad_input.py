@@ -179,6 +179,7 @@ LOADS=1 --model=wider | wider: its weights do not fit its config.json ... give a
 --k=1,9 | --k=1,9: each k must be between 1 and --samples=4, as in 1,4
 --role=actor | --role=actor: ... is a single model, not a run or a checkpoint; leave the flag out
 --exact | --exact=True: an evaluation has no learner; use python -m probe
+--rollout_tp=2 | --rollout_tp=2: eval.py has one rank; leave the flag out
 --out=. | --out=.: no file can be written there; name a different path
 --out=answers/x.json | --out=answers/x.json: answers/x.responses.jsonl exists and is not from eval.py; name a
 --top_k=300 | --top_k=300: larger than the vocabulary ... 256 tokens; 0 keeps all
@@ -205,6 +206,7 @@ run --out=read_only/x.png | --out=read_only/x.png: no file can be written there;
         r"""
 --keys=/no/such | --keys=/no/such: no learner.key there; ... copy the folder that `python -m remote.keys`
 --keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it again, or make new keys
+--rollout_tp=2 | --rollout_tp=2: a sampler has one rank; leave the flag out
 --task=/no/such.jsonl | --task=/no/such.jsonl: no such file; copy the learner's file here and name it with --task
         """,
     ),

@@ -26,7 +26,7 @@ from machinery.run import held_out_sets, open_run
 from model.engines import HFEngine
 from probe import ProbeFlags
 from remote import wire
-from remote.sampler import SamplerFlags, open_source
+from remote.sampler import SamplerFlags, configure, open_source
 from remote.source import describe_run
 from rollout import Response
 from sampling import Sampling
@@ -147,7 +147,10 @@ def test_a_run_is_evaluated_with_its_prompts(make_run, tmp_path, monkeypatch, ca
     for model in (run, run / "checkpoints" / "step_000001" / "policy"):
         printed = shown(model)
         assert "--dtype=float32 --max_tokens=9 --prompt_template={problem} #\n" in printed and "1 + 0 : #" in printed
-    assert "#" not in shown(run, "--prompt_template=plain", "--max_tokens=8")
+    result = tmp_path / "result.json"
+    result.write_text('{"command": ["before"]}')
+    more = ["--prompt_template=plain", "--max_tokens=8", "--temperature=0", f"--out={result}"]
+    assert "#" not in shown(run, *more) and "before" in result.read_text()
 
 
 def test_a_model_trained_in_low_bits_is_evaluated_in_them(make_run):
@@ -397,11 +400,14 @@ def test_a_remote_sampler_has_the_learners_stop_tokens_and_reward(folders, tmp_p
     assert "generation_config.json" in setup
     description = describe_run(cfg, run, 0, 0)
     names = {f.name for kind in (config.TaskFlags, config.PromptFlags) for f in fields(kind)} - texts.keys()
+    names |= {"check_sync"}
     assert {name: description.config.get(name, "-") for name in names} == {x: getattr(cfg, x) for x in names}
     welcome = wire.decode(wire.encode(wire.Welcome("session", description, setup)))
     for name in texts:  # the sampler's host has no such files
         (tmp_path / name).unlink()
-    source = open_source(welcome, SamplerFlags(rollout="hf", task=file), tmp_path / "sampler")
+    flags = SamplerFlags(rollout="hf", task=file, groups=5)
+    assert configure(description, flags).rollout_batch == 5 * cfg.group_size
+    source = open_source(welcome, flags, tmp_path / "sampler")
     assert source.stop_ids == [1, 8, SPARE] and source.task.reward == run.task.reward
     assert source.task.size == run.task.size == 3  # the long prompt is dropped on both sides
     asked = [one.tokenizer.decode(encode(one.tokenizer, one.task.problem("test", 0))) for one in (source, run)]

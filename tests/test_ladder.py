@@ -1,9 +1,11 @@
 """The ladder: shares by hand, rungs against the engines, and planted faults."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import make_cfg
 from tools.ladder_faults import PLANTED, make_models, named
 
@@ -165,3 +167,13 @@ def test_the_record_names_every_planted_fault_first():
     assert [x["planted"] for x in record] == [planted.name for planted in PLANTED]
     for x in record:
         assert f"{x['suspects'][0]['fault']} {x['suspects'][0]['where']}".startswith(x["planted"])
+
+
+def test_a_sampled_token_is_in_its_set():
+    """The engine drew it, even if the rule on rounded logits leaves it out."""
+    scorer = object.__new__(ladder.Scorer)
+    recipe = dict(temperature=1.0, cut="rule")
+    vars(scorer).update(recipe=SimpleNamespace(**recipe), sampling=Sampling(top_k=2))
+    p = torch.tensor([[0.5, 0.3, 0.2]])
+    found = scorer._logp(p.log(), torch.tensor([[2]]), 0, [])
+    assert found.exp().item() == pytest.approx(0.2)  # with the two allowed tokens

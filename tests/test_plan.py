@@ -210,6 +210,8 @@ def test_vllm_sleeps_on_a_gpu(unmeasured):
     gpu = dict(rollout="vllm", rollout_memory=0.5, rollout_dtype="bfloat16")
     asleep, cpu = planned(gpu_gib=10.0, **gpu), planned(**gpu)
     assert asleep.categories["engine"] == 5 * plan.GIB
+    small_share = make_cfg(objective="grpo", **{**gpu, "rollout_memory": 0.4})
+    assert "more than --rollout_memory=0.4" in plan.verdict(small_share, {}, 37, asleep, 10.0)[1]
     for stage in ("forward and backward", "evaluate"):
         assert "engine" in cpu.stages[stage] and "engine" not in asleep.stages[stage]
     for made in (asleep, cpu):

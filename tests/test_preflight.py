@@ -91,6 +91,7 @@ def test_damaged_answers_are_refused(tmp_path, answer, why):
 @pytest.mark.parametrize("template, opened", [(THINKS, True), (THINKS.replace("<think>", "go"), False)])
 def test_think_continues_the_prompt(tmp_path, template, opened):
     """A chat template can write the opening tag: then the response contains only the closing tag."""
+    assert table(tmp_path, [("2 + 3", "5")], reward="think*0.2,math").reward.parts[0].name == "math"
     task = table(tmp_path, [("2 + 3", "5")], reward="think")
     task.style = replace(task.style, chat=Chat(template=template))
     task.fit(arithmetic_tokenizer())

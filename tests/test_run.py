@@ -206,6 +206,12 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"--overwrite: --out=.*run holds --{flag}=.*policy; name the folder"):
             started(folders, tmp_path, overwrite=True, **{flag: str(inside)})
     cfg = make_cfg(out=str(out), overwrite=True)
+    assert settings.resolve_open(make_cfg(actor=str(out))).actor == str(inside)  # the policy of a run with one model
+    other = Comm()
+    other.rank = 1  # on a host without this disk
+    elsewhere = replace(cfg, out=str(tmp_path / "elsewhere"))
+    with pytest.raises(UserError, match="this host does not see the first rank's folder"), locked(elsewhere, other):
+        pass
     with locked(cfg, Comm()), pytest.raises(UserError, match="another process uses this folder"):
         started(folders, tmp_path, overwrite=True)
     assert opened(folders, tmp_path, overwrite=True).checkpoint is None

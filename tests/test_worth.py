@@ -283,7 +283,7 @@ def test_the_engine_records_the_largest_top_k_of_all_rows(measured):
 def test_samplers_of_different_models(tmp_path, solvers, capsys):
     """Without a correction the step is not the policy's."""
     of_actor = weigh(tmp_path, solvers, *BRIEF, "--rows=none; prefix_tis; gspo", actor="actor")
-    assert "reduction differ from g's, which scale and bias include: gspo\n" in capsys.readouterr().out
+    assert "mask_cut differ from g's, which scale and bias include: gspo\n" in capsys.readouterr().out
     assert of_actor["rows"]["none"]["worth"] < 0.5 * of_actor["rows"]["prefix_tis"]["worth"]
 
 

@@ -13,7 +13,9 @@ A checkpoint is written under a temporary name that is renamed at the end: it is
 from __future__ import annotations
 
 import codecs
+import copyreg
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -103,7 +105,7 @@ def write(folder: Path, run, learner, shared: dict, rank_state: dict) -> None:
         learner.write_adapter(name, folder / f"{name}_adapter", origin)
     if rank == 0:
         torch.save(shared, folder / "learner.pt")
-    torch.save(rank_state, folder / f"rank{rank}.pt")
+    torch.save(rank_state, folder / f"rank{rank}.pt", pickle_module=ByTensor)
     learner.comm.barrier()
     for path in (*folder.rglob("*"), folder):
         flush(path)
@@ -156,9 +158,23 @@ def dealt(pending: list[list[list]], rank: int, n_ranks: int) -> list[list[Rollo
     return minibatches
 
 
+def array(x: torch.Tensor) -> np.ndarray:
+    return x.numpy()
+
+
+class ByTensor:
+    """A pickle module for torch.save that writes arrays as tensors, without copies in memory."""
+
+    class Pickler(pickle.Pickler):
+        dispatch_table = copyreg.dispatch_table | {
+            np.ndarray: lambda x: (array, (torch.from_numpy(x),))
+        }
+
+
 # What rank*.pt may contain. A checkpoint of someone else can hold any pickle, but runs no code
 CLASSES = [Rollout, Response, Sampling, np.ndarray, np.dtype, bytes, codecs.encode]
 CLASSES += [
+    array,
     np._core.multiarray._reconstruct,
     *{type(np.dtype(x)) for x in np.sctypeDict.values()},
 ]

@@ -26,7 +26,7 @@ class Published:
 def write_tensors(path: Path, named_tensors) -> None:
     """Write a stream of tensors to a file, atomically. A tied head is written once. Equal tensors
     give equal files."""
-    from safetensors.torch import save
+    from safetensors.torch import save_file
 
     tensors = {name: x.detach().cpu().contiguous() for name, x in named_tensors}
     order, embedding = json.dumps(list(tensors)), tensors.get(embedding_of(tensors))
@@ -38,7 +38,10 @@ def write_tensors(path: Path, named_tensors) -> None:
         del tensors[HEAD]
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".writing")
-    scratch.write_bytes(save(tensors, {"order": order}))
+    scratch.touch()
+    mode = scratch.stat().st_mode
+    save_file(tensors, scratch, {"order": order})  # without a second copy in memory
+    scratch.chmod(mode)
     scratch.replace(path)
 
 
