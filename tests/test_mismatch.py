@@ -200,6 +200,6 @@ def test_the_command(kind, folders, probe_with, tmp_path, capsys):
 
 
 def test_bad_calls(probe_with):
-    for flag, sentence in (("--task=arith:temperature=0.6", "covers one set"), ("--temperature=0", "0.01 and 10")):
+    for flag, sentence in (("--task=arith:temperature=0.6", "covers one set"), ("--temperature=0", "0.01 and 2")):
         with pytest.raises(UserError, match=sentence):
             probe_with(flag)

@@ -158,5 +158,5 @@ def test_an_evaluation_may_be_greedy(solvers, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"problem": "1 + 1 :", "answer": "2"}\n')
     argv = [f"--model={solvers}/policy", "--rollout=hf", "--max_tokens=8", f"--task={tmp_path}/rows.jsonl"]
     assert evaluation.main([*argv, "--temperature=0"])["samples"] == 1
-    with pytest.raises(UserError, match="temperature=0.001 must be 0, or at least 0.01"):
+    with pytest.raises(UserError, match="temperature=0.001 must be 0, or from 0.01 to 2"):
         evaluation.main([*argv[:3], f"{argv[3]}:temperature=0.001"])
