@@ -270,7 +270,8 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     folders = [folder, sampler] if sampler else [folder]
     tokenizer = common_tokenizer(cfg, folder, sampler)
     # a checkpoint's two models were trained with the stop tokens of both
-    pair = [Path(folder).with_name(role) for role in ("policy", "actor")]
+    roles = ("policy", "actor")
+    pair = [Path(folder).parent / role for role in roles if Path(folder).name in roles]
     ends = stop_ids(tokenizer, [*folders, *pair], cfg.stop)
     context = max(longest_contexts(cfg, sets, tokenizer, folders))
     vocabulary = models.vocabulary_size(tokenizer)

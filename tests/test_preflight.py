@@ -101,7 +101,7 @@ def test_think_continues_the_prompt(tmp_path, template, opened):
     assert task.rewards([closed, whole])[0] == [float(opened), float(not opened)]
     own = tmp_path / "own.py"
     own.write_text("class Sums:\n    size = None\n    problem = lambda *_: {'problem': '2 + 3', 'answer': '5'}\n")
-    endless = OwnTask(f"{own}:Sums", task.style, task.reward)
+    endless = OwnTask(f"{own}:Sums", task.style, replace(task.reward, opened=not opened))
     endless.fit(arithmetic_tokenizer(), 50)
     assert endless.reward.opened == opened
 

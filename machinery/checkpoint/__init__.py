@@ -167,7 +167,10 @@ class ByTensor:
 
     class Pickler(pickle.Pickler):
         dispatch_table = copyreg.dispatch_table | {
-            np.ndarray: lambda x: (array, (torch.from_numpy(x),))
+            np.ndarray: lambda x: (
+                array,
+                (torch.from_numpy(np.require(x, requirements="CW")),),
+            )
         }
 
 
