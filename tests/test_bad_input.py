@@ -207,6 +207,7 @@ run --out=read_only/x.png | --out=read_only/x.png: no file can be written there;
 --keys=/no/such | --keys=/no/such: no learner.key there; ... copy the folder that `python -m remote.keys`
 --keys=keys_sampler_public | --keys=keys_sampler_public: no secret key in ... copy it again, or make new keys
 --rollout_tp=2 | --rollout_tp=2: a sampler has one rank; leave the flag out
+--task=POLICY/config.json,POLICY/config.json --connect=/no/such | --connect=/no/such: neither an address
 --task=/no/such.jsonl | --task=/no/such.jsonl: no such file; copy the learner's file here and name it with --task
         """,
     ),

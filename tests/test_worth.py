@@ -319,12 +319,12 @@ def test_two_ranks_give_the_result_of_one(parallel, share, tmp_path, solvers):
 def test_flags_of_rows_and_of_g(folders):
     """Defaults apply to missing flags; g has the given advantages, and no correction, low bits or regularisation."""
     flags = [f"--model={folders / 'policy'}", "--actor=none", *SMALL, "--lr=1e-6", "--kl_coef=0.1"]
-    flags += ["--entropy_coef=0.1", "--is_floor=0.1", "--advantage=rloo", "--rollout_quant=int8"]
+    flags += ["--entropy_coef=0.1", "--is_floor=0.1", "--advantage=rloo", "--rollout_quant=int8", "--mask_cut=True"]
     names = ["tis is_cap=3", "jackpot is_floor=0 obrs_mask=expected advantage=grpo"]
     _, rows, g = worth.parse([*flags, f"--rows={'; '.join(names)};"])
     tis, jackpot = rows.values()
     for cfg in (tis, g):
-        assert (cfg.lr, cfg.group_size, cfg.max_tokens, cfg.advantage) == (1e-6, 4, 8, "rloo")
+        assert (cfg.lr, cfg.group_size, cfg.max_tokens, cfg.advantage, cfg.mask_cut) == (1e-6, 4, 8, "rloo", True)
     assert (g.correction, g.surrogate, g.is_floor, g.rollout_quant) == ("none", "reinforce", 0, "none")
     assert (g.kl_coef, g.entropy_coef, tis.kl_coef) == (0.0, 0.0, 0.1) and list(rows) == names
     assert (tis.is_cap, tis.is_floor, tis.rollout_quant) == (3, 0.1, "int8")
