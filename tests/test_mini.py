@@ -22,6 +22,7 @@ CASES = {
     "one update": {"train_batch": 96, "rollout_batch": 96, "lr": 1e-3, "actor_lr": 2e-3},
     # four updates: ref is constant, the policy moves, PPO clips; every bound is reached, prompts need padding
     "four updates": {
+        "group_size": 2,  # the ref pass has two parts
         "train_batch": 16,
         "arith": "min_ops=1,max_ops=2,operand=3,total=9",
         "max_tokens": 16,
