@@ -228,8 +228,9 @@ class DelaySource(LocalSource):
 
 def check(cfg: Config) -> None:
     """Raise UserError, one sentence, if flags of delayed or remote samplers contradict each other."""
+    shortest = cfg.delay_max if cfg.delay == "constant" else cfg.delay_min
     need(
-        0 < cfg.delay_min <= cfg.delay_max < math.inf,
+        0 < shortest <= cfg.delay_max < math.inf,
         f"--delay_min={cfg.delay_min} --delay_max={cfg.delay_max}: "
         "the shortest delay must be above 0 and not above the longest",
     )

@@ -115,7 +115,7 @@ def solve(
 
 def drawn_as(one: EvalSet, sampling: Sampling) -> Sampling:
     """The settings with the set's temperature and maximum length; temperature 0: top_k = 1, which
-    draws among equal largest logits (frequent in 16 bits; on a CPU)."""
+    on a CPU draws among equal largest logits, frequent in 16 bits."""
     if one.temperature == 0:
         return replace(sampling, temperature=1.0, top_k=1, max_tokens=one.max_tokens)
     return replace(sampling, temperature=one.temperature, max_tokens=one.max_tokens)

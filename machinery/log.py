@@ -61,9 +61,8 @@ class Log:
         self.evaluated = any(name.startswith("eval/") for row in last for name in row)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  open as long as the run
         # the number of rejected updates is a count since the start of the run
-        self.said = {
-            name for row in last for name in ["rejected_steps"] if row.get(name)
-        }
+        rejected = any(row.get("rejected_steps") for row in last)
+        self.said = {"rejected_steps"} if rejected else set()
 
     def write(self, step: int, values: dict) -> None:
         self.file.write(

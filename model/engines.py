@@ -125,7 +125,7 @@ class VLLMEngine:
             use_tqdm_on_load=False,  # the run has its own progress bar
             enable_sleep_mode=self.sleep_level > 0,
             enable_return_routed_experts=routing,
-            # else a batch is in flight when a load resets the records of experts
+            # with it a batch is in flight when a load resets the records of experts
             async_scheduling=False if routing else None,
             hf_overrides=overrides,
         )

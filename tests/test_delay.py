@@ -47,7 +47,7 @@ def test_the_papers_two_quantiles(monkeypatch):
 
 
 def delayed(folders, store, **changes):
-    base = dict(delay="constant", delay_min=1.0, delay_max=3.0, step_seconds=1.0, delay_samplers=1)
+    base = dict(delay="constant", delay_max=3.0, step_seconds=1.0, delay_samplers=1)
     return DelaySource(
         HFEngine(str(folders / "actor")),
         Arithmetic(),
