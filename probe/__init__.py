@@ -223,7 +223,13 @@ def retokenized(tokenizer, groups: list[Rollout]) -> float:
 def summarize(cfg: ProbeFlags, setup, scored: ScoredTokens, floor: list[dict]) -> dict:
     """The report without the ladder."""
     length, reward = scored.length, scored.batch.reward.numpy()
-    numbers = overview(scored.inf, scored.ref, length, cfg.log_ratio_clamp)
+    numbers = overview(
+        scored.inf,
+        scored.ref,
+        length,
+        cfg.log_ratio_clamp,
+        scored.batch.group.numpy(),
+    )
     evidence = (scored.ref - scored.inf, length, numbers["kl"], cfg.log_ratio_clamp)
     capped, _ = weights("seq_tis", evidence[0], length, cfg.log_ratio_clamp)
     # by truncation (--keep_sampling_mask=recompute)

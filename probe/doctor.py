@@ -48,8 +48,11 @@ COLUMNS = {  # in order of preference
         ),
         *("trainer_logps", "prox_logp", "per_token_logps"),
     ),
-    "tokens": ("response_ids", "completion_ids", "responses", "tokens", "output_ids"),
-    "mask": ("response_mask", "completion_mask", "loss_mask", "mask"),
+    "tokens": (
+        *("response_ids", "completion_ids", "responses", "tokens", "output_ids"),
+        "token_ids",
+    ),
+    "mask": ("response_mask", "completion_mask", "loss_mask", "loss_masks", "mask"),
 }
 PRECISION = 0.06  # rms of log r below which 16-bit arithmetic explains the mismatch
 SHOWN = 8  # number of listed tokens with the largest gaps
@@ -124,17 +127,17 @@ def read(path: str, columns: str = "") -> Dump:
             if at["mask"]
             else np.ones(len(inf), bool)
         )
+        if row.get("tool_mask") is not None:  # TRL: 0 for the tokens of a tool
+            mask = mask & (numbers(row, "tool_mask", place) != 0)
         n = min(len(x) for x in (inf, ref, mask))
         extra |= {len(ref) - n, len(inf) - n}
-        # longer arrays begin with the prompt
-        inf, ref, mask = (x[len(x) - n :] for x in (inf, ref, mask))
+        inf, ref, mask = (shortened(x, n) for x in (inf, ref, mask))
         tokens = (
-            tokens[len(tokens) - n :]
-            if tokens is not None and len(tokens) >= n
-            else None
+            shortened(tokens, n) if tokens is not None and len(tokens) >= n else None
         )
         parts.append((inf[mask], ref[mask], None if tokens is None else tokens[mask]))
-    cut = "sampler, trainer and mask differ in length: the last values of each list were used"
+    cut = "sampler, trainer and mask differ in length: zeros at the end of longer lists, or else their first values, "
+    cut += "are ignored"
     notes = [cut] if extra != {0} else []
     parts = [part for part in parts if len(part[0])]
     need(parts, f"--rollouts={path}: no token has a mask other than 0")
@@ -144,6 +147,11 @@ def read(path: str, columns: str = "") -> Dump:
         for rows in zip(*parts, strict=True)
     )
     return Dump(inf, ref, length, ids, notes)
+
+
+def shortened(x: np.ndarray, n: int) -> np.ndarray:
+    """n values of x: without padding, zeros at the end, or else without the prompt at the beginning."""
+    return x[len(x) - n :] if x[n:].any() else x[:n]
 
 
 def numbers(row: dict, column: str, place: str) -> np.ndarray:
@@ -197,9 +205,18 @@ def not_finite(d: Dump) -> Iterator[str]:
     "whether the engine is asked for log-probabilities (vLLM: logprobs=0)",
 )
 def not_recorded(d: Dump) -> Iterator[str]:
-    zero = [side for side, x in d.sides.items() if (x == 0).mean() > 0.9]
+    zero = [side for side, x in d.sides.items() if (x == 0).all()]
     if zero:
-        yield f"more than nine in ten log-probabilities of the {' and the '.join(zero)} are 0"
+        yield f"all log-probabilities of the {' and the '.join(zero)} are 0"
+
+
+@fatal_cause(
+    "equal columns",
+    "whether one column is a copy of the other (verl: bypass_mode); otherwise nothing",
+)
+def equal_columns(d: Dump) -> Iterator[str]:
+    if (d.inf == d.ref).all():
+        yield "sampler and trainer are equal in every bit"
 
 
 @fatal_cause("no logarithms", "whether probabilities or negated numbers were dumped")
@@ -302,7 +319,8 @@ def one_token(d: Dump) -> Iterator[str]:
         total[token] += x
     token, most = total.most_common(1)[0]
     share, frequency = most / max(gap.sum(), 1e-30), (ids == token).mean()
-    if share > 0.5 and frequency < 0.2:
+    typical = np.median(gap[ids == token])
+    if share > 0.5 and frequency < 0.2 and typical > gap.mean():
         yield f"token {token} has {100 * share:.0f} % of the KL and is {100 * frequency:.1f} % of the tokens"
 
 
@@ -366,13 +384,13 @@ def arithmetic(d: Dump) -> Iterator[str]:
 
 @cause(
     "another policy",
-    "stale weights, a failed sync, low-bit rollouts, a different model",
+    "stale weights, a failed sync, low-bit rollouts, a different model or temperature",
 )
 def another_policy(d: Dump) -> Iterator[str]:
     """E r = 1, and the gap is too large for 16-bit arithmetic."""
     rms, mean = of_r(d)
     error = np.exp(d.log_r[d.on]).std() / math.sqrt(d.length.sum())
-    if rms >= PRECISION and abs(mean - 1) < max(0.01, 4 * error):
+    if rms >= PRECISION and abs(mean - 1) < max(0.005, 4 * error):
         r = f"the mean of r is {mean:.3f} +- {error:.1g}: both sides are normalised"
         yield f"the root mean square of log r is {rms:.2g}, and {r}"
 
@@ -408,7 +426,8 @@ def causes(d: Dump) -> tuple[list[dict], bool]:
         if evidence and broken:
             return rows, True
     if not rows:
-        check = "python -m probe --model=..."
+        check = "temperature, truncation and mask of both sides (vLLM: processed_logprobs); "
+        check += "python -m probe --model=..."
         rows = [
             {"cause": "unknown", "evidence": "no known pattern fits", "check": check}
         ]

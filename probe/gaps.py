@@ -62,10 +62,12 @@ def distances(inf, ref, on) -> dict[str, float]:
     }
 
 
-def overview(inf, ref, length, clamp: float) -> dict:
+def overview(inf, ref, length, clamp: float, group=None) -> dict:
     """The numbers and tables of a report that need only the two sides, clamped as in training.
-    r = p_ref / p_inf of a token, R of a response."""
+    r = p_ref / p_inf of a token, R of a response. group (B,): the problem of each response, for
+    standard errors; default: a different problem for each."""
     on = exists(inf, length)
+    group = np.arange(len(on)) if group is None else group
     log_r = np.where(on, ref - inf, 0.0)
     gap = np.where(on, np.abs(np.exp(ref) - np.exp(inf)), 0.0)
     total = log_r.sum(1)
@@ -73,21 +75,20 @@ def overview(inf, ref, length, clamp: float) -> dict:
     by_token = np.where(on, k3(log_r, clamp), 0.0)
     k1 = 0.0 - float(log_r[on].mean())  # not -0.0
     k3_kl = float(by_token.sum() / on.sum())
+    error = by_token.sum(1) - k3_kl * on.sum(1)
     # k3 is too small if tokens were cut; k1 alone can be negative
-    kl, chi2 = max(k1, k3_kl), float((r**2).mean() - 1)
+    kl, chi2, share = max(k1, k3_kl), float((r**2).mean() - 1), ess(r)
     return {
         "kl": kl,  # KL(inf || ref), nats a token: the larger of the two estimates
         "k1_kl": k1,  # mean of -log r
         "k3_kl": k3_kl,  # mean of r - 1 - log r
-        "kl_error": float(
-            np.linalg.norm(by_token.sum(1) - k3_kl * on.sum(1)) / on.sum()
-        ),
+        "kl_error": float(np.linalg.norm(np.bincount(group, error)) / on.sum()),
         # near 1 if the engine records its sampling distribution, and the learner's probabilities of
         # the tokens that the engine can draw sum to 1
         "ratio_mean": float(r.mean()),
         "chi2_token": chi2,  # mean of r^2, minus 1
         "chi2_seq": float((R**2).mean() - 1),
-        "token_ess": ess(r),
+        "token_ess": share,
         "seq_ess": ess(R),
         # share of responses at the clamp
         "seq_clamped": float((np.abs(total) >= clamp).mean()),
@@ -99,7 +100,7 @@ def overview(inf, ref, length, clamp: float) -> dict:
         "clamp": clamp,
         "t_max": clamp / kl if kl > 0 else math.inf,
         # number of tokens that halves the ESS of R
-        "t_half": math.log(2) / math.log1p(chi2) if chi2 > 0 else math.inf,
+        "t_half": -math.log(2) / math.log(share) if share < 1 else math.inf,
         "by_length": by_length(inf, ref, length),
         "by_prefix": by_prefix(log_r, length, clamp),
     }

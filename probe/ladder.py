@@ -342,7 +342,7 @@ def shares(names: list[str], logp, batch, floor: list[dict], clamp: float) -> di
     log_r = np.where(on, logp[0] - logp, 0.0)
     weight = np.exp(log_r.sum(2).clip(-clamp, clamp))  # (K, B)
     sums = {
-        "kl": k3(log_r.clip(-clamp, clamp)).sum(2),
+        "kl": k3(log_r, clamp).sum(2),
         "dp": np.where(on, np.abs(np.exp(logp) - np.exp(logp[0])), 0.0).sum(2),
     }
     of_all = measures(sums, weight, length, np.ones((1, len(length))))

@@ -17,7 +17,7 @@ DISTANCES = (
     ("ESS of response weights", "seq_ess", ""),
     ("share of response weights at the clamp", "seq_clamped", ""),
     ("T_max = clamp / KL: |log R| reaches the clamp", "t_max", ""),
-    ("tokens that halve the ESS of R, by chi2", "t_half", ""),
+    ("tokens that halve the ESS of R", "t_half", ""),
     ("|p_inf - p_ref|: mean", "mean_mismatch", "mean"),
     ("|p_inf - p_ref|: largest of a response", "max_mismatch", "max"),
     ("|p_inf - p_ref|: largest of all tokens", "largest_mismatch", ""),

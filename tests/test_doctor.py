@@ -77,6 +77,7 @@ PLANTED = {
     "one token": sampled(plain, lambda x: x - 5 * (np.arange(V) == 7)),
     "growth along the response": sampled(plain, noisy(0.5, lambda n: (np.arange(n) / n) ** 2)),
     "numbers that are not finite": changed(lambda i, ids, ref: np.where(ids == 3, np.nan, ref)),
+    "equal columns": [(ids, inf, inf) for ids, inf, _ in SAME],
     "not recorded": [(ids, 0 * inf, ref) for ids, inf, ref in SAME],
     "no logarithms": [(ids, np.exp(inf), np.exp(ref)) for ids, inf, ref in SAME],
     "base of the logarithm": [(ids, inf / math.log(2), ref) for ids, inf, ref in SAME],
@@ -121,7 +122,7 @@ def test_numbers_by_hand(tmp_path):
 NAMES = {  # columns of sampler, trainer, tokens
     "verl": ("rollout_log_probs", "old_log_probs", "responses"),
     "TRL": ("sampling_per_token_logps", "old_per_token_logps", "completion_ids"),
-    "prime-rl": ("inference_logprobs", "trainer_logprobs", "completion_ids"),
+    "prime-rl": ("inference_logprobs", "trainer_logprobs", "token_ids"),
     "slime": ("rollout_log_probs", "log_probs", "tokens"),
     "this repository": ("logp_inf", "logp_ref", "tokens"),
 }
@@ -162,14 +163,16 @@ def test_a_dump_of_verl():
 
 
 def test_masks_prompts_and_named_columns(tmp_path):
-    """Masked tokens do not count; a column that begins with the prompt is cut to its end."""
+    """Masked tokens do not count; neither do a prompt before the response and padding after it."""
     spoiled = []
     for ids, inf, ref in SAME:
         mask = np.arange(len(ids)) % 3 > 0
-        spoiled.append((ids, np.where(mask, inf, 55.0), np.concatenate([[-7.0] * 5, ref]), mask.astype(int)))
+        spoiled.append(
+            (ids, np.where(mask, inf, 55.0), np.concatenate([[-7.0] * 5, ref]), np.pad(mask.astype(int), (0, 2)))
+        )
     path = dump(tmp_path, spoiled, ("a", "b", "c", "d"))
     result = main([f"--rollouts={path}", "--columns=sampler=a,trainer=b,tokens=c,mask=d"])
-    assert result["causes"][0]["cause"] == "16-bit arithmetic" and "were used" in result["notes"][0]
+    assert result["causes"][0]["cause"] == "16-bit arithmetic" and "are ignored" in result["notes"][0]
     assert result["tokens"] == sum(mask.sum() for *_, mask in spoiled)
 
 

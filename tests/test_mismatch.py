@@ -57,13 +57,15 @@ def test_distances_by_hand():
 
 
 def test_the_error_of_k3_is_that_of_the_jackknife():
-    """Short responses have larger gaps."""
+    """Short responses have larger gaps; two problems in three have two responses."""
     rng, length = np.random.default_rng(0), np.where(np.arange(64) % 2, 8, 200)
+    problem = np.arange(64) * 2 // 3
     log_r = rng.normal(size=(64, 200)) * np.where(length == 8, 0.5, 0.05)[:, None]
-    found = gaps.overview(np.zeros((64, 200)), log_r, length, 20.0)
+    found = gaps.overview(np.zeros((64, 200)), log_r, length, 20.0, problem)
     sums = np.where(np.arange(200) < length[:, None], np.expm1(log_r) - log_r, 0).sum(1)
-    without = (sums.sum() - sums) / (length.sum() - length)  # one response
-    assert found["kl_error"] == pytest.approx(without.std() * 63**0.5, rel=0.1)
+    sums, length = np.bincount(problem, sums), np.bincount(problem, length)
+    without = (sums.sum() - sums) / (length.sum() - length)  # one problem
+    assert found["kl_error"] == pytest.approx(without.std() * 42**0.5, rel=0.1)
 
 
 def test_the_floor_of_the_estimated_reward():
