@@ -274,7 +274,7 @@ def open_setup(cfg: ModelFlags, problems: int, sampler: str | None = None) -> Se
     pair = [Path(folder).parent / role for role in roles if Path(folder).name in roles]
     ends = stop_ids(tokenizer, [*folders, *pair], cfg.stop)
     context = max(longest_contexts(cfg, sets, tokenizer, folders))
-    vocabulary = models.vocabulary_size(tokenizer)
+    vocabulary = models.vocabulary_size(tokenizer, folders)
     check_folders(cfg, folders, vocabulary, context, learns=False)
     quant.check_model(cfg, folders[-1])
     most = problems if cfg.problems is None else cfg.problems

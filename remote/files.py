@@ -213,8 +213,9 @@ class FilesLink(Connection):
     def __init__(self, folder: str, flags, spool: Spool):
         super().__init__(folder, flags, spool)
         self.folder = Path(folder).resolve()
-        # time when the learner last touched `welcome`, by the folder's clock
-        self.touched = 0
+        # time when a learner last touched `welcome`, by the folder's clock; it may have ended
+        welcome = self.folder / "welcome"
+        self.touched = welcome.stat().st_mtime_ns if welcome.exists() else 0
         self.start()
 
     def run(self) -> None:

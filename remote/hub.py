@@ -248,7 +248,10 @@ class Hub(threading.Thread, Intake):
             return refusal
         for peer in self.peers.values():
             if peer.sampler == hello.sampler and peer.incarnation > hello.incarnation:
-                return f"a newer sampler is also called {hello.sampler}: give each sampler a different --name"
+                return (
+                    f"a newer sampler is also called {hello.sampler}: give each sampler a different --name; if there "
+                    "is only this one, its clock was set back: correct it"
+                )
         return ""
 
     def _let_in(self, identity: bytes, key: str, hello: wire.Hello) -> Peer:

@@ -212,6 +212,7 @@ class Link(Connection):
             case wire.Welcome():
                 self.on_welcome(message)
                 self.offered.clear()
+                self.work = None  # the fetch of an earlier session
             case wire.Refuse():
                 self.error = wire.printable(message.why, 2000)
             case wire.Receipt():

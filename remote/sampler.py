@@ -117,6 +117,7 @@ class RemoteSampler:
                 version, behind = self.loaded.version, self.link.behind
                 print(
                     f"{self.sampled} groups, version {version}, {behind} to be fetched",
+                    self.source.metrics(),
                     flush=True,
                 )
             is_ready = self.source is not None and self.link.newest is not None
@@ -292,7 +293,7 @@ def open_source(
     wire.unpack_setup(welcome.setup, model)
     cfg = configure(run, flags)
     tokenizer = read_tokenizer(model)
-    vocabulary = vocabulary_size(tokenizer)
+    vocabulary = vocabulary_size(tokenizer, [model])
     write_zeros(model)  # the engine starts with zeros; load_weights replaces them
     engine = make_engine(
         cfg,

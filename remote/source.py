@@ -69,6 +69,7 @@ SHARED |= {
     "rollout_quant",
     "quant_group",
 }
+MODEL_FILES = ("config.json", "generation_config.json")
 SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay", "check_sync"}
 
 
@@ -81,7 +82,9 @@ def open_remote_source(
     allowed tokens, 0 if no sets are recorded. UserError: the address is in use, or the keys are missing."""
     model = getattr(run, run.rollout_model)
     description = describe_run(cfg, run, topk, max_allowed)
-    welcome = wire.Welcome(secrets.token_hex(8), description, wire.pack_setup(model))
+    setup = wire.pack_setup(run.policy)  # with its tokenizer, as in local runs
+    setup |= {k: v for k, v in wire.pack_setup(model).items() if k in MODEL_FILES}
+    welcome = wire.Welcome(secrets.token_hex(8), description, setup)
     limits = Limits(
         group_size=cfg.group_size,
         max_tokens=cfg.max_tokens,
@@ -200,8 +203,9 @@ class RemoteSource:
             self.hub.open()
         elif version - self.broadcast_at < self.cfg.sync_every:
             return
+        # a resumed run begins with its checkpoint's weights, published before or not
+        restored = self.broadcast_at is None and bool(self.published)
         self.broadcast_at = version
-        restored = version in self.published  # from a checkpoint
         path, change = self.store.publish(version, named_tensors, restored)
         if self.comm.rank == 0:
             self.published[version] = path.stat().st_mtime
@@ -214,7 +218,7 @@ class RemoteSource:
 
     def next(self, n_groups: int, learner_version: int, stop=()) -> list[Rollout]:
         """The next n groups for each rank; an empty list if `stop` fills on the first rank, or,
-        with `error` set, after --give_up seconds without any group. Waits, and prints a line once a
+        with `error` set, after --give_up seconds without a group to train on. Waits, and prints a line once a
         minute. Collective."""
         self.batch = []
         if self.comm.rank == 0:

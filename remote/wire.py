@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import time
 import zlib
 from pathlib import Path
@@ -41,7 +42,7 @@ MOST_WEIGHTS = 1 << 44  # bytes
 
 # The maximum sizes in a message. decode checks them.
 Text = Annotated[str, Meta(max_length=256)]  # names; each end has more rules for them
-Texts = Annotated[list[Text], Meta(max_length=1 << 16)]
+Texts = Annotated[list[Text], Meta(max_length=1 << 18)]
 Number = Annotated[int, Meta(ge=0, lt=10**18)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
@@ -282,7 +283,8 @@ def pack_setup(folder: str) -> dict[str, bytes]:
 
 def unpack_setup(files: dict[str, bytes], folder: Path) -> None:
     """Write the files that pack_setup packed. Raise UserError for a file outside the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # files of an earlier run
+    folder.mkdir(parents=True)
     for name, data in files.items():
         flags.need(
             re.fullmatch(SETUP_FILE, name),

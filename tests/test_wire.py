@@ -140,6 +140,7 @@ def narrow(rs):
         (lambda rs: setattr(rs[0], "logp_inf", rs[0].logp_inf[1:]), False, "arrays of unequal length"),
         (lambda rs: rs[2].logp_inf.put(0, np.nan), False, NO_LOGP),
         (lambda rs: rs[2].logp_inf.put(0, -1e5), False, NO_LOGP),
+        (lambda rs: rs[2].logp_inf.put(0, 1.0), False, NO_LOGP),
         (narrow, False, "top-K of 2 instead of 4"),
         (lambda rs: setattr(rs[0], "reward", float("inf")), False, "a reward that is NaN or infinite"),
         (lambda rs: setattr(rs[1], "reward", -2e6), False, r"a reward beyond 1e\+06"),
@@ -201,12 +202,13 @@ def test_malformed_heads_are_refused(old, new):
 
 
 def test_groups_beyond_the_limits_and_garbage_are_refused():
-    g, truncated = group(), group(allowed=True)
+    g, truncated = group(), group(allowed=True, K=0)
     data = groups.encode_group(g)
     for of, changes, sentence in (
         (g, dict(max_tokens=1), "lengths"),
         (g, dict(max_allowed=3), "arrays"),
-        (g, dict(vocab=3), "outside the vocabulary of 3"),
+        (g, dict(vocab=214), "topk_ids outside the vocabulary of 214"),
+        (truncated, dict(vocab=214), "allowed_ids outside the vocabulary of 214"),
         (truncated, dict(max_allowed=0), "arrays"),
         (truncated, dict(max_allowed=1), "sets of allowed tokens with wrong sizes"),
     ):

@@ -86,12 +86,10 @@ def on_meta(config):
 
 
 def write_zeros(folder: Path) -> None:
-    """Write weights of 0 into a model folder, in place of old weights."""
+    """Write weights of 0 into a model folder without weights."""
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
-    for old in folder.glob("*.safetensors*"):
-        old.unlink()
     model = on_meta(read_config(folder))
     model.config.architectures = [type(model).__name__]  # vLLM finds the family by this
     model.config.save_pretrained(folder)
@@ -216,6 +214,9 @@ def read_config(folder: Path | str):
         # torch's SDPA would ignore the cap
         if getattr(config, "attn_logit_softcapping", None):
             config._attn_implementation = "eager"
+        # the routers' auxiliary loss is not used
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
         sizes = config.vocab_size, config.max_position_embeddings
     need(
         all(isinstance(size, int) and size > 0 for size in sizes),
@@ -287,9 +288,24 @@ def read_tokenizer(folder: Path | str):
     return tokenizer
 
 
-def vocabulary_size(tokenizer) -> int:
-    """Number of token ids. A model's embedding may have more rows, which are padding."""
-    return max(tokenizer.get_vocab().values()) + 1
+def vocabulary_size(tokenizer, folders: Iterable) -> int:
+    """Number of token ids that the tokenizer and these models share. Raises UserError if a model
+    lacks an id that prompts may contain.
+
+    A model's embedding may have more rows, which are padding. It may lack added tokens that the
+    chat template does not use: the tokenizer of Gemma 3 has a token for images."""
+    known, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    sizes = [max(known.values()) + 1]
+    for folder in folders:
+        rows = read_config(folder).vocab_size
+        lacking = [word for word, i in known.items() if i >= rows]
+        need(
+            all(w in added and w not in str(tokenizer.chat_template) for w in lacking),
+            f"{folder}: its tokenizer has {sizes[0]} tokens and its config.json a vocab_size of {rows}; give the "
+            "model the tokenizer that it was trained with",
+        )
+        sizes.append(rows)
+    return min(sizes)
 
 
 def check_weights(folder: Path | str) -> None:
