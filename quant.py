@@ -99,10 +99,7 @@ def int8_qmax() -> float:
 @functools.cache
 def vllm_kernels(device: str):
     """The module with the kernels of vLLM's int8 and fp8 layers on a GPU: one kernel quantizes
-    activations, one multiplies and scales. None on a CPU, or if vLLM cannot be imported.
-
-    They round like the engine. vLLM's int8 kernel multiplies by the reciprocal of the
-    scale: 2 to 4 in 10,000 bfloat16 activations round differently than after a division."""
+    activations, one multiplies and scales. None on a CPU, or if vLLM cannot be imported."""
     if device == "cpu":
         return None
     try:
@@ -131,7 +128,8 @@ def quantize(
     group: int = 0,
     scales: torch.dtype = torch.float32,
 ):
-    """(q, s) with x ~ s q: s = max|x| / qmax per row or group, cast to `scales`; q = round(x / s).
+    """(q, s) with x ~ s q: s = max|x| / qmax per row or group, cast to `scales`; q = round(x (1 / s)),
+    which rounds like vLLM; a division rounds 4 in 10,000 bfloat16 activations differently.
 
     x (..., K) -> q (..., K) of `dtype`, s (..., K / group) float32, or s (..., 1) if group is 0."""
     *rows, K = x.shape
@@ -139,7 +137,7 @@ def quantize(
     amax = x.abs().amax(-1, keepdim=True)
     s = torch.where(amax > 0, amax / qmax, 1.0)
     s = s.to(scales).float()
-    q = (x / s).clamp_(-qmax, qmax)
+    q = (x * s.reciprocal()).clamp_(-qmax, qmax)
     if dtype == torch.int8:
         q = q.round_()  # the conversion to float8 also rounds
     return q.to(dtype).reshape(*rows, K), s[..., 0]
@@ -157,8 +155,11 @@ def dequantize(
     return out
 
 
-def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(s_x q_x) (s_w q_w)^T: qx (M, K), sx (M, 1), qw (N, K), sw (N, 1) -> (M, N) of `dtype`.
+def product(
+    qx, sx, qw, sw, dtype: torch.dtype = torch.float32, bias=None
+) -> torch.Tensor:
+    """(s_x q_x) (s_w q_w)^T + bias: qx (M, K), sx (M, 1), qw (N, K), sw (N, 1), bias (N,) -> (M, N),
+    rounded once to `dtype`.
 
     16 bits on a GPU, K and N multiples of 16: vLLM's kernel. int8 otherwise: exact int32 sums. fp8
     otherwise: exact products, summed in float32."""
@@ -166,7 +167,7 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     in_multiples = qx.shape[1] % 16 == len(qw) % 16 == 0
     kernels = vllm_kernels(qx.device.type)
     if kernels is not None and in_multiples and dtype.itemsize == 2:
-        return kernels.cutlass_scaled_mm(qx, qw.t(), sx, sw, dtype)
+        return kernels.cutlass_scaled_mm(qx, qw.t(), sx, sw, dtype, bias)
     M, N, odd = len(qx), len(qw), -qx.shape[1] % 8
     if qx.dtype == torch.int8 and qx.is_cuda and (M < 17 or N % 8 or odd):
         # the kernel needs M > 16, and multiples of 8 for K and N
@@ -179,37 +180,42 @@ def product(qx, sx, qw, sw, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     else:  # _int_mm is 15 to 35 times slower here; sums below 2^24 are exact in float32
         pieces = zip(qx.split(1024, 1), qw.split(1024, 1), strict=True)
         y = sum((a.float() @ b.float().t()).int() for a, b in pieces).float()
-    return y.mul_(sx).mul_(sw.t()).to(dtype)
+    y = y.mul_(sx).mul_(sw.t())
+    return (y if bias is None else y.add_(bias)).to(dtype)
 
 
 # -- The aligned linear layer
 
 
 class StraightThroughMatmul(torch.autograd.Function):
-    """y = Xq Wq^T with low-bit numbers; straight-through backward pass (formulas above).
+    """y = Xq Wq^T + bias with low-bit numbers; straight-through backward pass (formulas above).
 
     x (M, K); weight (N, K): master weight, only for its gradient; qw, sw: the quantized weight;
-    multiply: (x, Wq) -> x Wq^T, if x is in full precision."""
+    multiply: (x, Wq) -> x Wq^T, if x is in full precision; bias (N,), or None."""
 
     @staticmethod
-    def forward(ctx, x, weight, qw, sw, fmt: Format, multiply):
+    def forward(ctx, x, weight, qw, sw, fmt: Format, multiply, bias):
+        bias = None if bias is None else bias.to(x.dtype)
         if fmt.activations:
             qx, sx = quantize_activations(x, fmt)
             ctx.save_for_backward(qx, sx, qw, sw)
-            return product(qx, sx, qw, sw, x.dtype)
+            return product(qx, sx, qw, sw, x.dtype, bias)
         ctx.save_for_backward(x, None, qw, sw)
-        return multiply(x, dequantize(qw, sw, x.dtype)).to(x.dtype)
+        y = multiply(x, dequantize(qw, sw, x.dtype)).to(x.dtype)
+        return y if bias is None else y + bias
 
     @staticmethod
     def backward(ctx, g):
         qx, sx, qw, sw = ctx.saved_tensors
-        dx = dw = None
+        dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = g @ dequantize(qw, sw, g.dtype)
         if ctx.needs_input_grad[1]:
             x = qx if sx is None else dequantize(qx, sx, g.dtype)
             dw = g.t() @ x
-        return dx, dw, None, None, None, None
+        if ctx.needs_input_grad[6]:
+            db = g.sum(0)
+        return dx, dw, None, None, None, None, db
 
 
 class LowBit:
@@ -268,10 +274,14 @@ class LowBitLinear(LowBit, nn.Linear):
         with torch.autocast(device, enabled=False):
             flat = x.reshape(-1, x.shape[-1])  # (M, K)
             y = StraightThroughMatmul.apply(
-                flat, self.weight, *self.quantized(), self.format, self.multiply
+                flat,
+                self.weight,
+                *self.quantized(),
+                self.format,
+                self.multiply,
+                self.bias,
             )
-            y = y.reshape(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y.reshape(*x.shape[:-1], -1)
 
 
 class LowBitExperts(LowBit, nn.Module):
@@ -305,7 +315,7 @@ class LowBitExperts(LowBit, nn.Module):
             list(zip(getattr(self, name).unbind(), *self.quantized(name), strict=True))
             for name in ("gate_up_proj", "down_proj")
         )
-        setting = (self.format, nn.functional.linear)
+        setting = (self.format, nn.functional.linear, None)
         with torch.autocast(device, enabled=False):
             for e in top_k_index.unique().tolist():
                 token, k = (top_k_index == e).nonzero(as_tuple=True)

@@ -346,6 +346,12 @@ def check_tensor_parallel(cfg: Config, n_ranks: int) -> None:
         "a multiple with torchrun --nproc_per_node",
     )
     need(
+        cfg.rollout_quant not in ("int8", "fp8")
+        or getattr(cfg, "learner_quant", "none") == "none",
+        f"{flag}: each rank of a {cfg.rollout_quant} engine scales its part of a row of activations, and an aligned "
+        "learner the whole row; use w4a16, or leave the flag out",
+    )
+    need(
         getattr(cfg, "delay", "none") == "none" or not cfg.dynamic_sampling,
         f"{flag}: with --delay and --dynamic_sampling an engine's ranks need different weights; leave out one flag",
     )

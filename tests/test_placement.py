@@ -165,6 +165,10 @@ def test_ranks_of_one_engine_sample_until_all_have_their_groups(folders):
     "flags, words",
     [
         ({"rollout_tp": 2}, "--rollout_tp=2: --rollout=hf has an engine on each rank; use --rollout=vllm"),
+        (
+            {"rollout_tp": 2, "rollout": "vllm", "rollout_quant": "fp8", "learner_quant": "aligned"},
+            "use w4a16, or leave",
+        ),
         ({"rollout_tp": 3, "rollout": "vllm"}, r"--rollout_tp=3: .* 4 is not a multiple of it; start"),
         (
             {"rollout_tp": 2, "rollout": "vllm", "delay": "constant", "dynamic_sampling": 1},
