@@ -186,7 +186,7 @@ def forward(model, tokens, attend, cache=None):
     """Return logits (B, N, V) and the KV cache. tokens (B, N): attend's last N columns."""
     place = (attend.cumsum(1) - 1).clamp_min(0)  # without padding
     options = {"position_ids": place[:, -tokens.shape[1] :], "past_key_values": cache}
-    out = model(input_ids=tokens, attention_mask=attend, **options)
+    out = model(input_ids=tokens, attention_mask=attend, use_cache=True, **options)
     return out.logits, out.past_key_values
 
 
@@ -371,7 +371,9 @@ def load():
         task = Addition()
         return warm_start(task, 0, 192, 3), warm_start(task, 1, 128, 2), task
     load_model = transformers.AutoModelForCausalLM.from_pretrained
-    models = [load_model(x, dtype=torch.float32).to(DEVICE) for x in (MODEL, ACTOR)]
+    # SDPA would ignore the cap of Gemma 2's attention scores
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    models = [load_model(x, **options).to(DEVICE) for x in (MODEL, ACTOR)]
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     ends = [model.generation_config.eos_token_id for model in models]
     return *models, File(DATA, tokenizer, np.unique(np.hstack(ends)).tolist())
@@ -393,8 +395,6 @@ if __name__ == "__main__":
         name = flag.removeprefix("--").upper()
         # the expression finds digits outside ASCII
         if name not in globals() or not value or re.search(r"[^\D0-9]", value):
-            sys.exit(
-                f"error: {argument}: write --name=value, with a name from the settings in mini.py"
-            )
+            sys.exit(f"error: {argument}: write --name=value; mini.py has the names")
         globals()[name] = type(globals()[name])(os.path.expanduser(value))
     main()

@@ -371,6 +371,11 @@ def check_replay(model) -> None:
         f"--router_replay: models of the family {family} have no experts, or weigh them in an unknown way; leave it "
         f"out, or use one of {', '.join(REPLAYED)}",
     )
+    need(
+        len(routers_of(model)) == model.config.num_hidden_layers,
+        "--router_replay: this model has layers without experts, which vLLM counts and the learner does not; leave it "
+        "out",
+    )
 
 
 def needs_of_ref_pass(cfg: Config, has_actor: bool) -> Needs:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from config import Config, RunFlags
 from machinery import warmstart
-from machinery.checkpoint.models import one_sentence, read_config, read_tokenizer
+from machinery.checkpoint.models import from_hub, read_config, read_tokenizer
 from machinery.flags import embedded_model, is_hub_id, need
 from machinery.optim import Muon, make_optimizers
 from model import lora
@@ -329,13 +329,9 @@ def config_of(flag: str, name: str):
     """The transformers config of --model or --actor; its value is `name`."""
     if name.startswith("base:"):
         return warmstart.config_of(embedded_model(flag, name)[0])
-    if not is_hub_id(name):
-        return read_config(name)
-    from transformers import AutoConfig
-
-    fix = f"fetch it first: hf download {name}"
-    with one_sentence(f"--{flag}={name}", "config.json on the hub", fix):
-        return AutoConfig.from_pretrained(name).get_text_config()
+    if is_hub_id(name):
+        name = from_hub(flag, name, files=["config.json"])
+    return read_config(name)
 
 
 def longest_prompt(cfg: Config) -> int:

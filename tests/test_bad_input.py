@@ -221,7 +221,7 @@ train.py --resume --out=run_spoilt | run_spoilt/checkpoints/step_000002 is damag
 -m remote.keys k --samplers=0 | --samplers=0: must be at least 1
 -m remote.keys keys_learner | keys_learner is not empty: keys are not overwritten; name a new folder
 -m remote --rollout=hf --name=box --connect=tcp://10.0.0.1:5555 | --connect=tcp://10.0.0.1:5555: ... `python -m
-mini.py --stps=3 | --stps=3: write --name=value, with a name from the settings in mini.py
+mini.py --stps=3 | --stps=3: write --name=value; mini.py has the names
 -m bench --parts=haed --device=cpu | --parts=haed: no such part; there are engine
 -m remote | --connect: name the learner's address, tcp://HOST:PORT, or a shared folder
 results/sweep.py | no study: no such study; name one of jackpot, tis, praxis, qarl, real, pair, heterorl, worth
