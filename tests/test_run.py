@@ -195,7 +195,7 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
     """A killed deletion can be repeated. Never the starting model, and not while another process uses the folder."""
     started(folders, tmp_path)
     out = tmp_path / "run"
-    for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "remote.log", "remote1.log.1", "notes.txt"):
+    for name in ("metrics.jsonl", "samples.jsonl", "curves.png", "remote.log", "remote1.log.1", "notes.log.jsonl"):
         (out / name).write_text("x")
     for name in ("checkpoints/step_000003", "mine/checkpoints"):
         (out / name).mkdir(parents=True)
@@ -220,7 +220,7 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
         patch.setattr(shutil, "rmtree", lambda *_: sys.exit(1))
         started(folders, tmp_path, overwrite=True)
     started(folders, tmp_path, overwrite=True)
-    assert {path.name for path in out.iterdir()} == {"config.json", "lock", "mine", "notes.txt"}
+    assert {path.name for path in out.iterdir()} == {"config.json", "lock", "mine", "notes.log.jsonl"}
     assert (out / "mine" / "checkpoints").is_dir() and config_of_run(tmp_path)["id"] != before["id"]
 
 
@@ -300,7 +300,9 @@ def test_log_writes_truncates_and_reads(tmp_path):
     rows = {step: {"x": step / 2, "nothing": math.inf} for step in (-1, 0, 1, 2)}
     logged(tmp_path, 0, rows)
     assert read_metrics(tmp_path)[2] == {"step": 1, "x": 0.5, "nothing": None}
+    (tmp_path / "samples.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     logged(tmp_path, 2, {2: {"x": 9.0}})
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1}\n'
     assert [(r["step"], r["x"]) for r in read_metrics(tmp_path)] == [(-1, -0.5), (0, 0.0), (1, 0.5), (2, 9.0)]
     logged(tmp_path, 0, {-1: {"x": 3.0}})  # a new run deletes the lines of an earlier run
     assert read_metrics(tmp_path) == [{"step": -1, "x": 3.0}]

@@ -1,5 +1,7 @@
 """Weight syncs: healthy engines raise no alarm in any format, and planted faults are found at the first sync."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -115,9 +117,16 @@ def test_a_loader_that_replaces_nothing_is_found_at_the_first_sync(name, fmt):
 
 
 def test_the_limit_of_the_log_probability_error_is_five_floors(monkeypatch):
-    """An error of 3 floors in log-probabilities passes; an error of 8 floors, or NaN, is refused."""
+    """An error of 3 floors in log-probabilities passes; 8 floors, NaN, or the spread of log p is refused."""
     rig, logprobs = Rig("bfloat16"), HFEngine.logprobs
     floor = rig.sync().floor
+    cache = Rig("bfloat16")
+    cache.engine.kv_cache = "fp8"  # floor 0.41; the limit is the spread of log p, 1.6
+    for error, fails in ((1.2, False), (1.8, True)):
+        cache.check.engine = None
+        monkeypatch.setattr(HFEngine, "logprobs", lambda self, ids, error=error: logprobs(self, ids) + error)
+        with pytest.raises(SyncError) if fails else nullcontext():
+            cache.sync()
     monkeypatch.setattr(HFEngine, "logprobs", lambda self, ids: logprobs(self, ids) + 3 * floor)
     assert 2 * floor < Rig("bfloat16").sync().error < 5 * floor
     for floors, words in ((8.0, "nats away .*rounding"), (np.nan, "are nan nats")):

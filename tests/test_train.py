@@ -63,7 +63,7 @@ def flags(solvers, out, **changes) -> list[str]:
         "save_every": 3,
         "eval_problems": 16,
         "lr": 1e-3,
-        "actor_lr": 1e-3,
+        "actor_lr": 1e-2,
         "dtype": "float32",
         "obrs_topk": 5,
         "task": "arith",
@@ -242,7 +242,7 @@ def test_a_wrong_engine_is_found_at_the_first_update(solvers, tmp_path, train_he
     train_here(flags(solvers, tmp_path / "other", steps=2, check_sync=False))
 
 
-COUNTING = {"obrs_target": "new", "distill_kl_target": 0.05, "keep": 9, "save_every": 5}
+COUNTING = {"obrs_target": "new", "distill_kl_target": 0.05, "keep": 9, "save_every": 5, "kl_coef": 0.1}
 KAPPA_AND_LAMBDA = ("learner/controllers/kappa", "learner/controllers/distill")
 COUNTING |= {"delay": "lognormal", "delay_min": 1.0, "delay_max": 6.0, "delay_samplers": 3, "step_seconds": 1.25}
 
@@ -306,7 +306,7 @@ def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatc
     assert any(name.startswith("/rank0/pending/0/0/responses") for name in left)
     train_here(["--resume", f"--out={out}", "--steps=8"])
     assert counts[-3:] == whole_counts[-3:] == [(6, 4, 3, 1), (7, 4, 0, 1), (8, 4, 0, 1)]
-    assert without_eval(out) == without_eval(whole)
+    assert without_eval(out) == without_eval(whole) and without_eval(whole)[-2]["start_kl"]
     assert samples(out) == samples(whole)
     resumed, uninterrupted = saved_at(out, 8), saved_at(whole, 8)
     assert resumed.keys() == uninterrupted.keys()
