@@ -219,8 +219,8 @@ class PrecisionFlags:
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the learner's products, of saved models, and of weights before they are quantized;
-    default: the checkpoint's. 16-bit dtypes use autocast with float32 weights, float16 also a loss
-    scaler."""
+    default: the checkpoint's. 16-bit dtypes use autocast with float32 weights (LoRA: 16-bit frozen
+    weights), float16 also a loss scaler."""
     lm_head_fp32: bool = False
     """Compute the language-model head in float32 on both sides, also with 16-bit layers."""
     rollout_quant: Literal["none", "int8", "fp8", "w4a16", "w2a16"] = "none"
@@ -285,7 +285,7 @@ class RemoteFlags:
     keys: str = "none"
     """ZeroMQ: the learner's folder of keys (python -m remote.keys); none: on this host only."""
     give_up: float = 3600.0
-    """Stop the run after this many seconds without a group from any sampler."""
+    """Stop the run after this many seconds without a group to train on."""
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,8 @@ class PromptFlags:
     chat_date: str = ""
     """Date in the chat template (YYYY-MM-DD); default: the UTC date at the start of the run."""
     max_prompt_tokens: int = 0
-    """Drop problems with a longer prompt, and report their number; 0: keep all."""
+    """Drop problems with a longer prompt, and report their number; 0: keep all. An endless class
+    needs it, and may draw no longer prompt."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +388,8 @@ class ReportFlags:
     a.jsonl,b.jsonl:samples=32:temperature=0.6:max_tokens=8192. arith has a separate test split."""
     check_sync: bool = True
     """Check at every weight sync that the engine has the published weights, and on the first
-    rollouts that engine and learner compute the same policy."""
+    rollouts that engine and learner compute the same policy (not with delayed or remote samplers,
+    raw log-probabilities, or truncated sampling without replay)."""
     save_every: int = 50
     """Updates between checkpoints; 0: only at the end."""
     keep: int = 2

@@ -317,6 +317,7 @@ ELSEWHERE = {
     "lr": "the policy's learning rate in this update; actor/lr: the actor's",
     "stepped": "0 if a non-finite loss or gradient skipped the update",
     "loss_scale": "loss scale of --dtype=float16 after the update",
+    "step": "updates before this one, so update 20 has 19; -1: the evaluation before training",
     "skipped_steps": "updates skipped so far because of a non-finite loss or gradient",
     "rejected_steps": (
         "updates so far in which every token was rejected; 0 with --entropy_coef or --cppo_beta; the run warns once"
@@ -325,7 +326,7 @@ ELSEWHERE = {
     "sync/changed": "share of the published tensors that changed since the previous sync (sync.py)",
     "sync/error": "rms(log p_engine - log p_published) at the engine's start, nats; sync/floor: its noise floor",
     "sync/MiB": "size of the published tensors",
-    "grade/timeouts": "answers that could not be graded within 5 seconds (they earn 0)",
+    "grade/timeouts": "parts of --reward that took over 5 s of processor time on an answer, which earns 0 for them",
     "grade/failures": "answers on which a reward function raised an exception (they earn 0 for it)",
     "grade/unboxed": "share of responses without a complete \\boxed{}",
     "grade/inexact": (
@@ -339,7 +340,7 @@ ELSEWHERE = {
     "reward/NAME": "mean of each part of --reward, unweighted, if there are several (tasks/rewards.py)",
     "dynamic_sampling/dropped": "groups with equal rewards, replaced by other prompts",
     "delay/versions": "number of weight versions: the newest broadcast and those of the delayed samplers (delay.py)",
-    "remote/trained": "remote/*: number of remote groups by outcome (remote/source.py)",
+    "remote/trained": "remote groups trained on; remote/*: other outcomes, traffic, waiting time (remote/source.py)",
     "rollout_s": "seconds by stage: rollout_s, grade_s (after all decoding), ref_s, update_s, sync_s, eval_s, save_s",
     "time_s": "when the line was written, seconds since the epoch",
     "speed/rollout_tokens": "tokens per second of one rank; speed/update_tokens, peak, memory_GiB (machinery/speed.py)",
