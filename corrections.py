@@ -668,7 +668,7 @@ def check_bounds(cfg: ObjectiveFlags) -> None:
     below = f"must be 0, or below --is_cap={cfg.is_cap}"
     never = f"must be 0, because --correction={cfg.correction} has no lower bound"
     need(
-        cfg.is_floor == 0 or (has_floor and cfg.is_floor < cfg.is_cap),
+        cfg.is_floor == 0 or (has_floor and cfg.is_floor < (cfg.is_cap or math.inf)),
         f"--is_floor={cfg.is_floor}: {below if has_floor else never}",
     )
     need(

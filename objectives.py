@@ -174,7 +174,8 @@ def clip_surrogate(s, adv, low, high, dual_clip=0.0):
     return value, clipped
 
 
-# one row per surrogate; arguments are passed by parameter name (corrections.call)
+# one row per surrogate; arguments are passed by parameter name (corrections.call), low and high
+# from --clip_low and --clip_high, with defaults from CLIPS
 SURROGATES = {
     "reinforce": reinforce,
     "ppo": ppo,

@@ -118,9 +118,10 @@ def open_run(cfg: Config, comm) -> Run:
     Raises UserError."""
     task = make_task(cfg)
     need(
-        not isinstance(task, tasks.OwnTask) or len(set(from_all(task.digest()))) == 1,
-        f"--task={cfg.task}: ranks have different problems under the same numbers; give the problems a fixed order, "
-        "without sets and unseeded draws",
+        not isinstance(task, tasks.OwnTask)
+        or len({*from_all(task.digest()), task.digest()}) == 1,
+        f"--task={cfg.task}: the same number gives different problems; let `problem` depend on split and index alone, "
+        "without sets and without a generator that keeps its state",
     )
     held_out = held_out_sets(cfg, task)
     tasks.warn_if_shared(task, held_out)
@@ -274,9 +275,12 @@ def locked(cfg: RunFlags, comm):
     if comm.rank == 0:
         check_folder(cfg)
     with lock_folder("out", cfg.out) if comm.rank == 0 else nullcontext():
-        comm.barrier()
+        lock, mark = Path(cfg.out) / LOCK, secrets.token_hex(8)
+        if comm.rank == 0:
+            lock.write_text(mark)
+        mark = from_all(mark)[0]
         need(
-            (Path(cfg.out) / LOCK).exists(),
+            lock.exists() and lock.read_text() == mark,
             f"--out={cfg.out}: this host does not see the first rank's folder; name a folder on a disk that all "
             "hosts share",
         )

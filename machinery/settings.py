@@ -87,6 +87,13 @@ def resumed(cfg: Config, given: set[str]) -> Config:
     # the same samplers may have new addresses
     if "local" not in (now.samplers, saved["samplers"]):
         free = free | {"samplers"}
+    # a checkpoint that the run began with may be deleted or moved by now
+    if not saved["lora_rank"] and not saved["kl_coef"]:
+        free = free | {
+            k
+            for k in ("model", "actor")
+            if "/" in saved[k] and not flags.names_model(saved[k])
+        }
     changed = [
         k
         for k in sorted(given - free)

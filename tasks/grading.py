@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -60,9 +61,9 @@ def grading_process(fd: int) -> None:
 
     with Connection(fd) as connection, contextlib.suppress(EOFError, OSError):
         while True:
-            name, calls, seconds = connection.recv()
-            try:  # load outside the time limit of the call
-                function = function_of(name)
+            name, packed, seconds = connection.recv()
+            try:  # load outside the time limit of the call, the file before its objects
+                function, calls = function_of(name), pickle.loads(packed)
             except BaseException as e:  # the file is the user's: it may do anything
                 send(("unloadable", described(e)))
                 continue
@@ -181,7 +182,7 @@ class Grader:
             self.start()
         results = []
         try:
-            self.connection.send((function, calls, seconds))
+            self.connection.send((function, pickle.dumps(calls), seconds))
             while len(results) < len(calls):
                 # a forked child may keep the connection of a dead process open
                 while not self.connection.poll(TICK):
@@ -190,7 +191,8 @@ class Grader:
                 kind, value = self.connection.recv()
                 need(
                     kind != "unloadable",
-                    f"--reward={function}: cannot be loaded ({value}); fix the file, or install its library",
+                    f"--reward={function}: cannot be loaded ({value}); fix the file, install its library, or raise "
+                    "MEMORY (4 GiB, tasks/grading.py)",
                 )
                 results.append(Failure(value) if kind == "failed" else value)
         except (EOFError, OSError):

@@ -13,6 +13,7 @@ response as right if the first part gives more than 0.5."""
 from __future__ import annotations
 
 import math
+import pickle
 import re
 import sys
 from collections import Counter
@@ -21,7 +22,7 @@ from decimal import Decimal
 
 from tqdm import tqdm
 
-from machinery.flags import UserError, choice, need, number
+from machinery.flags import UserError, choice, need, number, shortened
 from tasks.builtin import BUILT_IN, FORMATS, NUMBER, last_box, plain_number
 from tasks.grading import Failure, graders
 from tasks.prompts import Answer
@@ -79,6 +80,9 @@ class Reward:
         for part, values in zip(self.parts, results, strict=True):
             for i, value in enumerate(values):
                 counts["timeouts"] += value is None
+                if value is None and part.name not in BUILT_IN:
+                    limit = f"more than {self.seconds:g} s of processor time"
+                    tell_once(part.name, f"{limit}; such a response earns 0 for it")
                 if isinstance(value, Failure):
                     counts["failures"] += 1
                     earns = "such a response earns 0 for it (grade/failures)"
@@ -111,7 +115,13 @@ class Reward:
         gets 0 from `math`. known: (part, call) -> result of earlier calls; it gets the new results."""
         known = {} if known is None else known
         calls = [self.call(part, answer) for answer in answers]
-        keys = [(part.name, repr(call)) for call in calls]
+        try:
+            keys = [(part.name, pickle.dumps(call)) for call in calls]
+        except Exception as e:  # pickle raises many types
+            raise UserError(
+                f"--task: a row has a value that cannot be sent to the process of {part.name} ({shortened(e)}); keep "
+                "functions out of rows"
+            ) from None
         new = {
             k: call
             for k, call in zip(keys, calls, strict=True)

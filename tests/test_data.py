@@ -91,8 +91,40 @@ def test_changed_files_are_refused_at_a_resume(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="--resume: the problems of .*own.py:T .* changed since the run began"):
         tasks.check_unchanged(cfg, task)
     monkeypatch.setattr(run, "from_all", lambda x: [x, "of another rank"])
-    with pytest.raises(ValueError, match="own.py:T: ranks have different problems under the same numbers; give"):
+    with pytest.raises(ValueError, match="own.py:T: the same number gives different problems; let"):
         run.open_run(cfg, None)
+    monkeypatch.setattr(run, "from_all", lambda x: [x])
+    write(Path(own), ONE.format(n="next(COUNT)") + "import itertools\nCOUNT = itertools.count()\n")
+    with pytest.raises(ValueError, match="own.py:T: the same number gives different problems"):
+        run.open_run(cfg, None)
+
+
+BOARDS = """
+import numpy as np
+
+class Board:
+    def __init__(self, n):
+        self.cells = np.full((40, 40), n)
+
+class T:
+    size = 2
+
+    def problem(self, split, index):
+        return {"prompt": "p", "answer": "a", "board": VALUE}
+
+    def reward(self, row, text, finish_reason):
+        return float(row["board"].cells.sum())
+"""
+
+
+def test_rows_reach_a_reward_whole(tmp_path):
+    """Arrays that differ, of a class in the user's file; a function in a row is refused before a model loads."""
+    own = write(tmp_path / "boards.py", BOARDS.replace("VALUE", "Board(index)"))
+    task = make_task(cfg_of(task=f"{own}:T", eval_task=""))
+    assert task.rewards([Answer(task.problem("train", i), "x", True) for i in (0, 1)])[0] == [0.0, 1600.0]
+    own = write(tmp_path / "functions.py", BOARDS.replace("VALUE", "lambda: 0"))
+    with pytest.raises(ValueError, match="functions.py:T.reward .*keep functions out of rows"):
+        make_task(cfg_of(task=f"{own}:T", eval_task=""))
 
 
 CHAT = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
