@@ -99,7 +99,9 @@ def test_epochs_count_problems(folders, tmp_path):
 def test_steps_and_epochs_on_the_command_line_take_precedence(folders, tmp_path):
     """--steps over a file's epochs, --epochs over a file's steps; in a resumed run too."""
     file, task = tmp_path / "run.toml", write_rows(tmp_path / "task.jsonl", 10 * [SUM])
+    model = shutil.copytree(folders / "policy", tmp_path / "a" / "b" / "policy")
     all_flags = {**flags(folders, tmp_path, task=task), **EPOCHS, "dtype": "float32", "lr": 1e-3, "actor": "none"}
+    all_flags["model"] = model
     argv = [f"--config={file}", *(f"--{key}={value}" for key, value in all_flags.items())]
 
     def steps(text, *more):
@@ -115,6 +117,10 @@ def test_steps_and_epochs_on_the_command_line_take_precedence(folders, tmp_path)
     steps("lr_schedule = 'cosine'", "--epochs=2", "--overwrite")
     with pytest.raises(UserError, match="--resume with a changed configuration: --epochs was 2.0 and is now 4.0"):
         steps("", "--resume", "--epochs=4")
+    with pytest.raises(UserError, match="--model was .* and is now"):
+        steps("", "--resume", f"--model={folders / 'policy'}")
+    shutil.rmtree(model)  # as checkpoints are deleted
+    assert steps("", "--resume", f"--model={folders / 'policy'}") == 5
 
 
 def test_the_plan_chooses_micro_tokens_on_a_gpu(folders, tmp_path, monkeypatch, capsys):

@@ -75,7 +75,6 @@ TESTS = {
         "test_checkpoint.py test_run.py::test_samplers_of_a_different_number_of_ranks_are_refused"
     ),
     "worth.py": "test_worth.py -k 'not worth_1 and not different_models'",
-    "train.py": "test_train.py -k 'logs_every or counters or in_order or dead_weights'",
 }
 
 MUTANTS = {
@@ -268,12 +267,6 @@ MUTANTS = {
         ("group for turn in zip(*parts, strict=True) for group in turn", "g for part in parts for g in part"),
         ('    source.load_state_dict(rank_state["source"])\n', ""),
         ("weights_only=True", "weights_only=False"),
-    ],
-    "train.py": [
-        ("        self.values = {}\n        self.step += 1", "        self.step += 1"),
-        ("        self.pending = self.pending[1:]", "        self.pending = self.pending[:-1]"),
-        ("cfg, learner.version", "cfg, self.source.version"),
-        ("            self.check_weights(logged)\n", ""),
     ],
     "worth.py": [
         ("sampling.Sampling.of_policy(cfg),", "sampling.Sampling.of(cfg),"),
