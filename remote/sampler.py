@@ -56,6 +56,7 @@ from sync import WeightCheck
 from tasks import make_task
 from tasks.data import digest_of, file_of, mixed
 
+FAULTS = ("poisoned", "grade/timeouts", "grade/failures")  # printed if there are any
 PRINT_EVERY = 10.0  # seconds between two lines on the screen
 LOCKS = []  # of samplers' folders, open until the process ends
 
@@ -115,9 +116,15 @@ class RemoteSampler:
             ):
                 self.printed = time.monotonic()
                 version, behind = self.loaded.version, self.link.behind
+                counts = self.source.metrics()
                 print(
                     f"{self.sampled} groups, version {version}, {behind} to be fetched",
-                    self.source.metrics(),
+                    *(
+                        f"{name} {counts[name]:.3g}"
+                        for name in FAULTS
+                        if counts.get(name)
+                    ),
+                    sep=", ",
                     flush=True,
                 )
             is_ready = self.source is not None and self.link.newest is not None

@@ -82,8 +82,11 @@ def open_remote_source(
     allowed tokens, 0 if no sets are recorded. UserError: the address is in use, or the keys are missing."""
     model = getattr(run, run.rollout_model)
     description = describe_run(cfg, run, topk, max_allowed)
-    setup = wire.pack_setup(run.policy)  # with its tokenizer, as in local runs
-    setup |= {k: v for k, v in wire.pack_setup(model).items() if k in MODEL_FILES}
+    # the rollout model with the policy's tokenizer, as in local runs
+    setup = {k: v for k, v in wire.pack_setup(model).items() if k in MODEL_FILES}
+    setup = {
+        k: v for k, v in wire.pack_setup(run.policy).items() if k not in MODEL_FILES
+    } | setup
     welcome = wire.Welcome(secrets.token_hex(8), description, setup)
     limits = Limits(
         group_size=cfg.group_size,
