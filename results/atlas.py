@@ -156,8 +156,7 @@ def draw(data: dict) -> None:
     names = [f"{group}: {label}" for group, label, _ in points]
     for y, (group, _, row) in enumerate(points):
         axes[0].barh(y, row["kl"], color=colour[group])
-        if floor := row.get("floor"):
-            axes[0].plot(max(floor["k1"], floor["kl"], 1e-9), y, "k|", ms=12)
+        axes[0].plot(max(row["floor"]["k1"], row["floor"]["kl"], 1e-9), y, "k|", ms=12)
     axes[0].set_yticks(range(len(points)), names, fontsize=7)
     axes[0].invert_yaxis()
     axes[0].set_xscale("log")
