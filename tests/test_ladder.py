@@ -59,7 +59,7 @@ def test_shares_by_hand():
             log_r = (zero - here)[:n]
             for x, a, b in zip(log_r, zero, here, strict=False):
                 bounded = min(2.0, max(-2.0, x))
-                kl += (np.exp(bounded) - 1 - bounded) / 10
+                kl += (np.exp(bounded) - 1 - x) / 10
                 dp += abs(np.exp(a) - np.exp(b)) / 10
             weights.append(np.exp(min(2.0, max(-2.0, log_r.sum()))))
         rungs.append({"kl": kl, "dp": dp, "var": np.var(weights)})

@@ -241,6 +241,20 @@ def test_a_multimodal_model_is_refused(tmp_path):
         models.read_config(tmp_path)
 
 
+def test_added_tokens_may_lack_rows(tmp_path):
+    """As in Gemma 3's tokenizer; not if the chat template writes them. The routers' auxiliary loss is switched off."""
+    experts = model("qwen3_moe", output_router_logits=True)
+    folder, more = save(experts, tmp_path), tokenizer()
+    check_head("model", models.read_config(folder))
+    more.add_tokens(["<image>"])
+    assert len(more) == IDS + 1 and models.vocabulary_size(more, [folder]) == IDS
+    more.chat_template += "<image>"
+    with pytest.raises(
+        UserError, match=f"its tokenizer has {IDS + 1} tokens and its config.json a vocab_size of {IDS}"
+    ):
+        models.vocabulary_size(more, [folder])
+
+
 # -- Attention without copies -----------------------------------------------------------------------------------------
 
 

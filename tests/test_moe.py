@@ -382,6 +382,8 @@ def test_experts_pass_the_wire():
 def test_impossible_replays_are_refused(monkeypatch):
     with pytest.raises(UserError, match="--router_replay: models of the family qwen3 have no experts"):
         replaying(model("qwen3"))
+    with pytest.raises(UserError, match="--router_replay: this model has layers without experts"):
+        replaying(model("qwen3_moe", mlp_only_layers=[0]))
     with pytest.raises(UserError, match="--router_replay: vLLM reports expert choices only on the first rank"):
         quant.check_routing(SimpleNamespace(router_replay=True, rollout="hf", rollout_tp=2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

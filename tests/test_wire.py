@@ -253,6 +253,8 @@ def test_lost_groups_of_a_spool_among_odd_files_are_reported_until_held(tmp_path
 
 def test_file_names_of_a_sent_model(tmp_path):
     good = {"config.json": zlib.compress(b"{}"), "merges.txt": zlib.compress(b"")}
+    (tmp_path / "model" / "chat_template.jinja").parent.mkdir()
+    (tmp_path / "model" / "chat_template.jinja").write_text("of an earlier run")
     wire.unpack_setup(good, tmp_path / "model")
     assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["config.json", "merges.txt"]
     for name in ("../x.json", "/etc/x.json", "a/b.json", ".x.json", "x.py", "x.json\n", "", "x" * 300 + ".json"):
