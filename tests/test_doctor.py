@@ -97,6 +97,8 @@ def test_planted_causes_are_named_first(tmp_path, capsys):
         result = main([f"--rollouts={dump(tmp_path, rows)}"])
         assert result["causes"][0]["cause"] == cause, result["causes"]
         assert f"   {cause}: " in capsys.readouterr().out
+    once = changed(lambda i, ids, ref: ref - 2.5 * ((i == 4) & (np.arange(len(ref)) == 9)))
+    assert main([f"--rollouts={dump(tmp_path, once)}"])["causes"][0]["cause"] != "one token"
 
 
 def test_numbers_by_hand(tmp_path):
@@ -111,6 +113,7 @@ def test_numbers_by_hand(tmp_path):
     want |= {"chi2_token": (r * r).mean() - 1, "chi2_seq": (R * R).mean() - 1, "above_half": (largest > 0.5).mean()}
     want |= {"mean_mismatch": np.mean([gap.mean() for gap in gaps]), "max_mismatch": largest.mean()}
     want |= {"tokens": len(r), "responses": RESPONSES, "largest_mismatch": largest.max()}
+    want["t_half"] = math.log(0.5) / math.log(want["token_ess"])
     assert {name: result[name] for name in want} == pytest.approx(want)
     first = result["largest"][0]
     ids, inf, ref = (x[first["place"]] for x in rows[first["response"]])
@@ -166,14 +169,13 @@ def test_masks_prompts_and_named_columns(tmp_path):
     """Masked tokens do not count; neither do a prompt before the response and padding after it."""
     spoiled = []
     for ids, inf, ref in SAME:
-        mask = np.arange(len(ids)) % 3 > 0
-        spoiled.append(
-            (ids, np.where(mask, inf, 55.0), np.concatenate([[-7.0] * 5, ref]), np.pad(mask.astype(int), (0, 2)))
-        )
-    path = dump(tmp_path, spoiled, ("a", "b", "c", "d"))
+        mask, tool = np.arange(len(ids)) % 3 > 0, np.arange(len(ids)) % 5 > 0
+        masks = [np.pad(x.astype(int), (0, 2)) for x in (mask, tool)]
+        spoiled.append((ids, np.where(mask & tool, inf, 55.0), np.concatenate([[-7.0] * 5, ref]), *masks))
+    path = dump(tmp_path, spoiled, ("a", "b", "c", "d", "tool_mask"))
     result = main([f"--rollouts={path}", "--columns=sampler=a,trainer=b,tokens=c,mask=d"])
     assert result["causes"][0]["cause"] == "16-bit arithmetic" and "are ignored" in result["notes"][0]
-    assert result["tokens"] == sum(mask.sum() for *_, mask in spoiled)
+    assert result["tokens"] == sum((mask * tool).sum() for *_, mask, tool in spoiled)
 
 
 BAD = {  # a row, flags -> sentence

@@ -216,6 +216,7 @@ def test_overwrite_deletes_only_files_of_a_run(folders, tmp_path, monkeypatch):
     other = Comm()
     other.rank = 1  # on a host without this disk
     elsewhere = replace(cfg, out=str(tmp_path / "elsewhere"))
+    shutil.copytree(out, tmp_path / "elsewhere", symlinks=True)  # with a lock of an earlier run
     with pytest.raises(UserError, match="this host does not see the first rank's folder"), locked(elsewhere, other):
         pass
     with locked(cfg, Comm()), pytest.raises(UserError, match="another process uses this folder"):
