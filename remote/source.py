@@ -69,7 +69,6 @@ SHARED |= {
     "rollout_quant",
     "quant_group",
 }
-MODEL_FILES = ("config.json", "generation_config.json")
 SHARED |= {"logprobs_mode", "lm_head_fp32", "router_replay", "check_sync"}
 
 
@@ -82,11 +81,7 @@ def open_remote_source(
     allowed tokens, 0 if no sets are recorded. UserError: the address is in use, or the keys are missing."""
     model = getattr(run, run.rollout_model)
     description = describe_run(cfg, run, topk, max_allowed)
-    # the rollout model with the policy's tokenizer, as in local runs
-    setup = {k: v for k, v in wire.pack_setup(model).items() if k in MODEL_FILES}
-    setup = {
-        k: v for k, v in wire.pack_setup(run.policy).items() if k not in MODEL_FILES
-    } | setup
+    setup = sampler_files(run.policy, model)
     welcome = wire.Welcome(secrets.token_hex(8), description, setup)
     limits = Limits(
         group_size=cfg.group_size,
@@ -114,6 +109,14 @@ def open_remote_source(
     return RemoteSource(
         hub, cfg, Store(folder, comm, with_deltas), comm, run.task, packed
     )
+
+
+def sampler_files(policy: str, model: str) -> dict[str, bytes]:
+    """The files of a sampler's model folder, compressed: the configuration of `model`, which samples,
+    and the tokenizer of `policy`, as in local runs."""
+    configs = ("config.json", "generation_config.json")
+    files = {k: v for k, v in wire.pack_setup(policy).items() if k not in configs}
+    return files | {k: v for k, v in wire.pack_setup(model).items() if k in configs}
 
 
 def travels_packed(cfg: PrecisionFlags) -> bool:

@@ -321,6 +321,14 @@ def test_a_sampler_checks_its_learners_run(tmp_path, monkeypatch):
         sampler.check_task(f"{task}:Sums", "elsewhere/task.py:Sums", "0" * 64)
 
 
+def test_a_new_session_ends_the_fetch_of_an_earlier_one(opened, tmp_path):
+    me = opened.link(opened.hub(), tmp_path)
+    me.close()  # its thread
+    me.work = iter(())
+    me._handle(WELCOME)
+    assert me.work is None
+
+
 def broadcast(h, folder, version, data=BLOB):
     """Publish these bytes as weights of a version."""
     path = folder / f"v{version:06d}.safetensors"

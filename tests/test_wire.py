@@ -13,6 +13,7 @@ from safetensors.numpy import load, save
 
 from machinery.flags import UserError
 from remote import account, groups, wire
+from remote.source import sampler_files
 from remote.wire import CHUNK
 from sampling import Sampling
 
@@ -249,6 +250,15 @@ def test_lost_groups_of_a_spool_among_odd_files_are_reported_until_held(tmp_path
     assert again.lost == ["box/7/1"] and [p.name for p in tmp_path.glob("7-*")] == ["7-1.lost"]
     new = tmp_path / "v000002.safetensors"
     assert account.retain_weights(new, []) == [new]  # a folder cannot be deleted
+
+
+def test_a_sampler_has_the_rollout_models_shape_and_the_policys_tokenizer(tmp_path):
+    for which in ("policy", "actor"):
+        (tmp_path / which).mkdir()
+        for name in ("config.json", "tokenizer.json", *(["generation_config.json"] if which == "policy" else [])):
+            (tmp_path / which / name).write_text(which)
+    files = sampler_files(*(str(tmp_path / which) for which in ("policy", "actor")))
+    assert {k: zlib.decompress(x) for k, x in files.items()} == {"config.json": b"actor", "tokenizer.json": b"policy"}
 
 
 def test_file_names_of_a_sent_model(tmp_path):
