@@ -44,49 +44,22 @@ from source import LocalSource
 MASS = 0.995
 
 
-@dataclass(frozen=True)
-class DelayDistribution:
-    """A distribution of delays in seconds; formulas at the top of the file."""
-
-    kind: str
-    low: float
-    high: float
-
-    def fit(self) -> dict[str, float]:
-        """The fitted parameters by name; none for constant."""
-        a = (1 - MASS) / 2
-        span = math.log(self.high / self.low)
-        if self.kind == "lognormal":
-            return {
-                "mu": math.log(self.low * self.high) / 2,
-                "sigma": span / (2 * NormalDist().inv_cdf(1 - a)),
-            }
-        if self.kind == "weibull":
-            k = math.log(math.log(a) / math.log1p(-a)) / span
-            return {
-                "k": k,
-                "log_scale": math.log(self.high) - math.log(-math.log(a)) / k,
-            }
-        if self.kind == "exponential":
-            return {"rate": -math.log(a) / self.high}
-        return {}
-
-    def quantile(self, u: float) -> float:
-        """The u-quantile of the delay, 0 < u < 1, clipped to [low, high]."""
-        fitted = self.fit()
-        if self.kind == "lognormal":
-            log_delay = fitted["mu"] + fitted["sigma"] * NormalDist().inv_cdf(u)
-        elif self.kind == "weibull":
-            log_delay = fitted["log_scale"] + math.log(-math.log1p(-u)) / fitted["k"]
-        elif self.kind == "exponential":
-            log_delay = math.log(-math.log1p(-u) / fitted["rate"])
-        else:
-            return self.high
-        if log_delay <= math.log(self.low):
-            return self.low
-        if log_delay >= math.log(self.high):
-            return self.high
-        return math.exp(log_delay)
+def delay_quantile(kind: str, low: float, high: float, u: float) -> float:
+    """The u-quantile, 0 < u < 1, of the delay in seconds, clipped to [low, high]; formulas at the
+    top of the file."""
+    a = (1 - MASS) / 2
+    if kind == "lognormal":
+        sigma = math.log(high / low) / (2 * NormalDist().inv_cdf(1 - a))
+        log_delay = math.log(low * high) / 2 + sigma * NormalDist().inv_cdf(u)
+    elif kind == "weibull":
+        k = math.log(math.log(a) / math.log1p(-a)) / math.log(high / low)
+        log_scale = math.log(high) - math.log(-math.log(a)) / k
+        log_delay = log_scale + math.log(-math.log1p(-u)) / k
+    elif kind == "exponential":
+        log_delay = math.log(high * math.log1p(-u) / math.log(a))
+    else:
+        return high
+    return min(max(math.exp(log_delay), low), high)
 
 
 @dataclass
@@ -108,7 +81,6 @@ class DelaySource(LocalSource):
         super().__init__(*args, **more)
         self.cfg = cfg
         self.store = Path(store)
-        self.distribution = DelayDistribution(cfg.delay, cfg.delay_min, cfg.delay_max)
         self.oldest = math.inf if cfg.max_staleness is None else cfg.max_staleness
         self.samplers: list[SimulatedSampler] = []
         self.broadcast: set[int] = set()  # the versions on disk
@@ -157,8 +129,11 @@ class DelaySource(LocalSource):
     def delay(self, sampler: int, draw: int) -> float:
         """Delay number `draw` of a sampler, virtual seconds: a pure function of the run's seed."""
         u = float(uniforms(1, "delay", self.cfg.seed, sampler, draw)[0])
-        longest = self.oldest * self.cfg.step_seconds
-        return min(self.distribution.quantile(max(u, 2.0**-53)), longest)
+        cfg = self.cfg
+        delay = delay_quantile(
+            cfg.delay, cfg.delay_min, cfg.delay_max, max(u, 2.0**-53)
+        )
+        return min(delay, self.oldest * cfg.step_seconds)
 
     def reload(self, learner_version: int) -> None:
         """Advance samplers to the learner's time: after each delay, load the newest version and
