@@ -248,7 +248,6 @@ def resolve(cfg: Config, n_ranks: int | None = None, installed: bool = True) -> 
         check_tensor_parallel(cfg, n_ranks)
     elif cfg.samplers == "local":
         check_engine(cfg, n_ranks)
-        check_plain_engine(cfg)
         quant.check_routing(cfg)
     need(
         cfg.eval_engine != "second" or cfg.actor != "none",
@@ -321,19 +320,6 @@ def check_engine(cfg: Config, n_ranks: int = 1) -> None:
     need(
         cfg.rollout != "vllm" or importlib.util.find_spec("vllm") is not None,
         "--rollout=vllm: vLLM is not installed here; install it (make demo does), or use --rollout=hf",
-    )
-
-
-PLAIN_TOKENS = 1 << 18  # maximum tokens of a rollout of the plain engine on a GPU
-
-
-def check_plain_engine(cfg: Config) -> None:
-    """Raise UserError if a rollout of the plain engine would take minutes on this GPU."""
-    plain = cfg.rollout == "hf" and torch.cuda.is_available()
-    need(
-        not plain or cfg.rollout_batch * cfg.max_tokens <= PLAIN_TOKENS,
-        f"--rollout=hf: {cfg.rollout_batch} responses of up to {cfg.max_tokens} tokens take minutes in the plain "
-        "engine on a GPU; use --rollout=vllm",
     )
 
 

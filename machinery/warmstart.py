@@ -2,11 +2,9 @@
 
 RL needs a base model that succeeds sometimes. The default must run without a network, so its models
 are made here once: a policy and a smaller actor. Supervised steps on generated solutions train each
-model until its *sampled* accuracy at temperature 1 reaches a target. The models are then saved with
-save_pretrained. Different seeds and sizes give them different errors, which is the actor-policy
+model until its *sampled* accuracy at temperature 1 reaches a target. The models are then saved in
+out/base. Different seeds and sizes give them different errors, which is the actor-policy
 mismatch that this repository studies.
-
-    python -m machinery.warmstart      # writes out/base/{policy,actor}-<key>; a second call finds them there
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from config import TaskFlags
-from machinery import settings
 from machinery.checkpoint import models
-from machinery.flags import UserError, embedded_model, run_command
+from machinery.flags import UserError, embedded_model
 from model.engines import HFEngine
 from rollout import request_seed
 from sampling import Sampling
@@ -220,13 +217,3 @@ def accuracy(model, tokenizer, task, first: int, n: int) -> float:
     model.train()  # HFEngine evaluates
     grade_all(task, tokenizer, problems, groups)
     return sum(group[0].reward > 0.5 for group in groups) / n
-
-
-def main() -> None:
-    cfg = settings.parse()
-    for name in SHAPES:
-        print(base_model("model", f"base:{name}", cfg))
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -198,9 +198,6 @@ class RemoteSource:
     # version -> time, in this history
     published: dict[int, float] = field(default_factory=dict)
 
-    def now(self, learner_version: int) -> float:
-        return time.time()
-
     # -- weights
 
     def publish(self, version: int, named_tensors) -> None:

@@ -12,14 +12,11 @@ answer as a text."""
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import hashlib
-import importlib.util
 import json
 import math
 import random
 import re
-import zlib
 from collections import Counter
 from decimal import Decimal
 from itertools import accumulate
@@ -275,7 +272,7 @@ def mixed(name: str) -> list[str]:
 
 
 def from_file(name: str, flag: str) -> list[tuple[str, object]]:
-    """(place, row) pairs of a JSONL, JSON or Parquet file; .jsonl.gz and .json.gz are unpacked."""
+    """(place, row) pairs of a JSONL, JSON or Parquet file."""
     path = Path(name)
     if not path.is_file():
         problem = "a folder" if path.is_dir() else "no such file"
@@ -283,20 +280,17 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
         raise UserError(
             f"--{flag}={name}: {problem}; give {also}the path of a JSONL, JSON or Parquet file, or hf:NAME/SPLIT"
         )
-    packed = path.suffix.lower() == ".gz"
-    kind = Path(path.stem if packed else path).suffix.lower()
+    kind = path.suffix.lower()
+    need(kind != ".gz", f"--{flag}={name}: a packed file; unpack it with gunzip")
     if kind == ".parquet":
-        need(
-            not packed,
-            f"--{flag}={name}: only .jsonl.gz and .json.gz are read; unpack the file",
-        )
-        parquet = library("pyarrow.parquet", "pyarrow", f"--{flag}={name}")
+        from pyarrow import parquet
+
         try:
             return placed(name, parquet.read_table(path).to_pylist())
         except (OSError, ValueError) as e:  # ArrowInvalid is a ValueError
             why = f"not a complete Parquet file ({shortened(e)}); copy it again"
             raise UserError(f"{name}: {why}") from None
-    text = unpacked(path) if packed else read_text(path)
+    text = read_text(path)
     if kind == ".json":
         rows = parsed(text, name, "fix this place in the array")
         need(
@@ -311,19 +305,11 @@ def from_file(name: str, flag: str) -> list[tuple[str, object]]:
     return [(place, parsed(line, place)) for place, line in places.items()]
 
 
-def unpacked(path: Path) -> str:
-    """The text of a gzip file in UTF-8. Raises UserError."""
-    try:
-        return gzip.decompress(path.read_bytes()).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
-        why = f"not a complete gzip file of text ({shortened(e)}); copy it again"
-        raise UserError(f"{path}: {why}") from None
-
-
 def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
     """(place, row) pairs of hf:NAME/SPLIT or hf:NAME@CONFIG/SPLIT, read by the datasets library.
     NAME may be a folder."""
-    datasets = library("datasets", "datasets", f"--{flag}={name}")
+    import datasets
+
     source, slash, split = name.removeprefix("hf:").rpartition("/")
     need(
         slash and source and split,
@@ -338,15 +324,6 @@ def from_hub(name: str, flag: str) -> list[tuple[str, object]]:
             "check the connection"
         ) from None
     return placed(name, list(dataset))
-
-
-def library(module: str, package: str, flag: str):
-    """The module of an optional library. Raises UserError if it is not installed."""
-    need(
-        importlib.util.find_spec(package),
-        f"{flag}: the package {package}, which reads this file, is not installed; pip install {package}",
-    )
-    return importlib.import_module(module)
 
 
 def placed(name: str, rows: list) -> list[tuple[str, object]]:

@@ -96,7 +96,6 @@ FILES = {
     "fine.parquet": "PAR1, it says",
     "own.py": "x = 1\n",
     "brackets.jsonl": "[" * 100_000,
-    "fine.parquet.gz": b"\x1f\x8b",
     "packed.jsonl.gz": b"\x1f\x8b\x08\x00\x00",
     "latin1.jsonl": GOOD.encode() + b'{"problem": "caf\xe9", "answer": "1"}\n',
     # configurations

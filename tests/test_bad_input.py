@@ -115,8 +115,7 @@ RANK=3 LOCAL_RANK=3 --out=fine.jsonl | --out=fine.jsonl: a file, not a folder
 --task=no_answer.jsonl | no_answer.jsonl, line 2: no `answer` that is a text or a number; add one
 --task=brackets.jsonl | brackets.jsonl, line 1: not valid JSON ... fix or remove that line, one object a line
 --task=latin1.jsonl | latin1.jsonl: not a text file in UTF-8 (byte 54); convert it
---task=fine.parquet.gz | --task=fine.parquet.gz: only .jsonl.gz and .json.gz are read; unpack the file
---task=packed.jsonl.gz | packed.jsonl.gz: not a complete gzip file of text ... copy it again
+--task=packed.jsonl.gz | --task=packed.jsonl.gz: a packed file; unpack it with gunzip
 --eval_task=nowhere.jsonl | --eval_task=nowhere.jsonl: no such file; give the path of a JSONL, JSON or Parquet file
 --task=hf:gsm8k | --task=hf:gsm8k: write hf:NAME/SPLIT, such as hf:openai/gsm8k@main/train
 --task=fine.parquet | fine.parquet: not a complete Parquet file ... copy it again

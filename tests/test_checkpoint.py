@@ -60,18 +60,6 @@ def run(tmp_path):
     )
 
 
-def test_ranks_with_the_same_weights_write_them_once():
-    """Each rank writes a share of equal weights, and all of its shards."""
-    learner, shares = make_learner("fsdp"), {}
-    for sharded in (False, True):
-        comms = [SimpleNamespace(rank=rank, size=3, on=sharded) for rank in range(3)]
-        shares[sharded] = [list(checkpoint.own_share(learner)) for learner.comm in comms]
-    everything = list(learner.trained("policy"))
-    assert sorted(sum(shares[False], [])) == sorted(everything)
-    assert min(map(len, shares[False])) >= len(everything) // 3
-    assert shares[True] == [everything] * 3
-
-
 def test_a_checkpoint_restores_its_state(run):
     """Groups that wait in the middle of a rollout batch, with and without allowed sets and ref columns; controllers,
     counters and weights."""

@@ -60,16 +60,6 @@ def test_a_replaced_correction_drops_the_objectives_bounds():
     assert make_cfg(objective="spare", correction="tis").rs_low == 0.9  # the rejection's bound stays
 
 
-def test_a_large_rollout_of_the_plain_engine_on_a_gpu_is_refused(monkeypatch):
-    """A stand-in for the GPU; vLLM, or a small rollout, is allowed."""
-    monkeypatch.setattr(settings.torch.cuda, "is_available", lambda: True)
-    large = ["--rollout_batch=512", "--max_tokens=1024"]
-    with pytest.raises(UserError, match="--rollout=hf: 512 responses of up to 1024 tokens take .* use --rollout=vllm"):
-        parse(["--rollout=hf", *large])
-    small = parse(["--rollout=hf", "--max_tokens=1024"])
-    settings.check_plain_engine(replace(small, rollout="vllm", rollout_batch=512))
-
-
 def test_masks_of_the_update_are_not_known_before_it():
     target_new = ["--rollout=hf", "--objective=jackpot", "--obrs_target=new"]
     assert parse(target_new).obrs_target == "new"

@@ -1,6 +1,5 @@
 """Files and data sets of every layout, custom task classes, and their prompts."""
 
-import gzip
 import hashlib
 import json
 import re
@@ -444,15 +443,13 @@ def test_evaluation_sets_have_separate_settings(tmp_path):
 
 
 def test_the_problems_of_the_task_are_not_held_out(tmp_path, monkeypatch, capsys):
-    """A copy, a packed file and one shared row are found; a class makes its own splits."""
+    """A copy and one shared row are found; a class makes its own splits."""
     monkeypatch.setenv("RANK", "5")  # left over from a scheduler
     a, b, c = [{"problem": name, "answer": "1"} for name in "abc"]
     train = write_rows(tmp_path / "train.jsonl", [a, b])
-    packed = tmp_path / "packed.jsonl.gz"
-    packed.write_bytes(gzip.compress(Path(train).read_bytes()))
     own = write(tmp_path / "own.py", ONE.format(n=1)) + ":T"
     for task, held_out, shared in (
-        (train, f"{packed}:samples=2", 2),
+        (train, f"{train}:samples=2", 2),
         (f"{write_rows(tmp_path / 'c.jsonl', [c])},{train}", write_rows(tmp_path / "held.jsonl", [b, c]), 2),
         (train, write_rows(tmp_path / "one.jsonl", [{**b, "answer": "2"}, c]), 1),
         (train, write_rows(tmp_path / "other.jsonl", [c]), 0),

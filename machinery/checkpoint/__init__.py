@@ -84,7 +84,10 @@ def write(folder: Path, run, learner, shared: dict, rank_state: dict) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     learner.comm.barrier()
-    write_shards(own_share(learner), folder / "shards")
+    tensors = {}
+    for name in learner.names:
+        tensors |= learner.trained(name)
+    write_shards(tensors, folder / "shards")
     for name in learner.names:
         if rank == 0 or learner.sharded:  # DDP: each rank has the whole model
             # collective
@@ -110,18 +113,6 @@ def write(folder: Path, run, learner, shared: dict, rank_state: dict) -> None:
     for path in (*folder.rglob("*"), folder):
         flush(path)
     learner.comm.barrier()
-
-
-def own_share(learner) -> dict[str, torch.Tensor]:
-    """The trained weights and optimizer states that this rank writes: its shards, or a share of the
-    tensors if every rank has all of them (DDP)."""
-    tensors = {}
-    for name in learner.names:
-        trained = learner.trained(name)
-        n = 1 if learner.sharded else learner.comm.size
-        names = list(trained)[learner.comm.rank % n :: n]
-        tensors |= {key: trained[key] for key in names}
-    return tensors
 
 
 def load(folder: Path, learner, source) -> tuple[int, list[list[Rollout]], dict]:
