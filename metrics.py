@@ -120,13 +120,8 @@ WEIGHTS = [
     Mean(
         "rollout_corr/seq_clamped_fraction",
         lambda v: v.sum_log_r.abs() >= v.clamp,
-        "share of responses with |sum log r| at the clamp",
-    ),
-    Derived(
-        "rollout_corr/seq_false_ess",
-        lambda m: float(m["rollout_corr/seq_clamped_fraction"] > 0.5),
-        "1 if more than half of the responses are at the clamp, which makes "
-        "seq_eff_sample_size meaningless; the run warns once",
+        "share of responses with |sum log r| at the clamp; above 0.5 seq_eff_sample_size is meaningless, and the run "
+        "warns once",
     ),
     Mean("_keep", lambda v: v.keep),
     Derived(
@@ -163,13 +158,8 @@ REWARDS = [
     Mean(
         "cut",
         lambda v: v.batch.cut,
-        "share of responses truncated at --max_tokens",
+        "share of responses truncated at --max_tokens; above 0.5 the run warns once",
         lambda v: v.sampled,
-    ),
-    Derived(
-        "mostly_cut",
-        lambda m: float(m["cut"] > 0.5),
-        "1 if more than half of the responses are truncated; the run warns once",
     ),
     Mean(
         "advantage_abs",

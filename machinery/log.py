@@ -16,14 +16,19 @@ from tqdm import tqdm
 
 from machinery.flags import need
 
-ABOVE = {"grade/inexact": 0.2}  # thresholds of WARNINGS that are not 0
+# thresholds of WARNINGS that are not 0
+ABOVE = {
+    "grade/inexact": 0.2,
+    "rollout_corr/seq_clamped_fraction": 0.5,
+    "cut": 0.5,
+}
 # printed once per run, when the metric exceeds its threshold
 WARNINGS = {
     "grade/inexact": (
         "more than a fifth of the responses to problems with a number as gold answer are graded right, but end with a "
         "different number: the policy may exploit the grader; read samples.jsonl, or use --reward=gsm8k"
     ),
-    "rollout_corr/seq_false_ess": (
+    "rollout_corr/seq_clamped_fraction": (
         "more than half of the responses are at the clamp of --log_ratio_clamp: their weights are equal because they "
         "are clamped, and an effective sample size near 1 is misleading; sequence weights correct nothing at this "
         "length"
@@ -36,7 +41,7 @@ WARNINGS = {
         "every reward of an update is 0, so nothing is learned from it: read samples.jsonl, and check --max_tokens, "
         "--reward and the prompt"
     ),
-    "mostly_cut": (
+    "cut": (
         "more than half of the responses of an update were cut at --max_tokens, and cut responses earn little or "
         "nothing: raise --max_tokens, or read samples.jsonl"
     ),

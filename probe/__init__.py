@@ -6,7 +6,6 @@
     python -m probe --model=FOLDER --temperature=0.7 --top_p=0.8 --keep_sampling_mask=off
     torchrun --nproc_per_node=2 -m probe --model=FOLDER --rollout_tp=2            # a tensor-parallel engine
     python -m probe --explain --model=FOLDER --rollout_quant=int8                 # sources of the mismatch
-    python -m probe --explain --model=FOLDER --synced_from=OLDER_FOLDER           # possibly stale weights
 
 The engine samples and the learner scores the same tokens. All results are computed from p_inf and
 p_ref:
@@ -33,7 +32,6 @@ import numpy as np
 import torch
 
 import config
-import quant
 from batching import Batch, collate
 from config import Config
 from eval import ModelFlags, Setup, n_problems
@@ -69,9 +67,6 @@ class ProbeFlags(ModelFlags):
     base:actor; none: the policy samples."""
     explain: bool = False
     """Also divide the mismatch by source, and name a likely fault of the engine."""
-    synced_from: str = ""
-    """Older weights from which the engine starts before it loads the model's weights, as at a sync
-    in training."""
     log_ratio_clamp: float = config.Config.log_ratio_clamp
     """Log-ratios are clamped to +- this."""
     micro_tokens: int = config.MICRO_TOKENS
@@ -91,20 +86,23 @@ class ScoredTokens:
     batch: Batch  # the same responses, scored by the learner
 
 
-def probe(
-    cfg: ProbeFlags, setup: Setup, actor: str | None, start: str | None = None
-) -> dict:
+def probe(cfg: ProbeFlags, setup: Setup, actor: str | None) -> dict:
     """Sample, score, print and draw; return the report.
 
     setup: the learner's model and its problems. actor: folder of a different model that samples, or
-    None. start: folder of older weights that the engine starts from. UserError: a flag is wrong."""
+    None. UserError: a flag is wrong."""
     train_cfg = learner_config(cfg, setup)
     check_models(train_cfg, setup.folder, actor)
     sampling = Sampling.of(cfg)
     allowed = max_allowed(train_cfg, setup.vocabulary)
     device = Comm.start(PATIENCE).device
-    engine = start_engine(
-        cfg, setup, actor or setup.folder, start, max(1, allowed), device
+    engine = make_engine(
+        cfg,
+        actor or setup.folder,
+        setup.context,
+        max(1, allowed),
+        device,
+        setup.vocabulary,
     )
     # with --rollout_tp each rank scores all responses
     comm = Comm.alone(device)
@@ -112,11 +110,7 @@ def probe(
     groups = rollouts(engine, setup, cfg.samples, sampling, allowed)
     scored = score(learner, groups, train_cfg)
     floor = floors(learner, scored.batch, engine, sampling, setup)
-    ladder = (
-        explain(cfg, setup, learner, engine, scored, actor, floor, start)
-        if cfg.explain
-        else None
-    )
+    ladder = explain(cfg, setup, learner, scored, actor, floor) if cfg.explain else None
     engine.close()
     report = summarize(cfg, setup, scored, floor) | {"ladder": ladder}
     if not is_first_rank():
@@ -128,28 +122,6 @@ def probe(
         picture = picture.with_name(f"{picture.stem}-ladder.png")
         print(f"figure: {draw_ladder(ladder, picture)}")
     return report
-
-
-def start_engine(
-    cfg: ProbeFlags,
-    setup: Setup,
-    folder: str,
-    start: str | None,
-    topk: int,
-    device: str,
-):
-    """The engine with the weights of a folder. start: folder of older weights that the engine loads
-    before these weights."""
-    engine = make_engine(
-        cfg, start or folder, setup.context, topk, device, setup.vocabulary
-    )
-    if start:
-        model = load_model(folder)
-        tensors = model.state_dict().items()
-        if engine.fmt is not None:
-            tensors = quant.for_engine(tensors, model, engine.fmt, engine.packed)
-        engine.load(tensors)
-    return engine
 
 
 def learner_config(cfg: ProbeFlags, setup) -> config.Config:

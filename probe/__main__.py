@@ -9,7 +9,6 @@ import quant
 import tasks
 from eval import check, filled, find_model, open_setup, write_result
 from machinery import flags
-from machinery.checkpoint.models import check_weights
 from machinery.flags import (
     check_result,
     is_first_rank,
@@ -18,7 +17,7 @@ from machinery.flags import (
     run_command,
 )
 from machinery.ranks import WORLD_SIZE
-from probe import PROBLEMS, ProbeFlags, doctor, ladder, probe
+from probe import PROBLEMS, ProbeFlags, doctor, probe
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -49,16 +48,7 @@ def main(argv: list[str] | None = None) -> dict:
         f"--explain: --task={cfg.task} has several turns, but sources are computed only for responses with one turn; "
         "leave --explain out",
     )
-    start = None
-    if cfg.synced_from:
-        start = find_model(cfg, "synced_from", "actor" if cfg.actor else "policy")
-        need(
-            ladder.same_shape(start, actor or setup.folder),
-            f"--synced_from={cfg.synced_from}: the shape differs from the model that samples; give older "
-            "weights of that model",
-        )
-        check_weights(start)
-    result = probe(cfg, setup, actor, start)
+    result = probe(cfg, setup, actor)
     if is_first_rank():
         write_result(cfg.out, result)
     return result

@@ -8,8 +8,7 @@ fault too:
 
 over the tokens of a few responses. Two faults may record the same numbers: an engine at temperature
 1, and an engine that samples correctly and records raw log-probabilities. In this case the fault
-with the higher likelihood of the sampled tokens comes first. Stale weights are tested only if the
-older weights are known (--synced_from).
+with the higher likelihood of the sampled tokens comes first.
 
 A fault is a row of FAULTS and a generator that yields, for each of its variants, (variant, the
 log-probabilities (B, T) that such an engine records). A third item has the log-probabilities under
@@ -17,32 +16,24 @@ its sampling distribution, if they differ."""
 
 from __future__ import annotations
 
-import copy
 import math
-import re
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
 import batching
 import quant
 from model import FLOOR, Needs, PolicyAndActor
-from probe.floor import prefill
 from rollout import Rollout
 from tasks.prompts import Chat, encode
 
 # if two explanations differ by less, the likelihood of the sampled tokens decides
 ALIKE = 0.02
 BOUND = 20.0  # differences of log-probabilities are clamped to +- this
-LARGEST_FLOAT16 = 65504.0
 ROPE_BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # of common models
-RANDOM = 0.1  # share of noise in the remainder above which an engine counts as random
 RESAMPLED = 400  # bootstrap samples
 SCREENED = 8  # layers that are tested on all responses
 
@@ -77,8 +68,6 @@ class Case:
     a fault."""
 
     scorer: object  # probe.ladder.Scorer, which computes as the engine should
-    old: object | None  # the same scorer with the older weights
-    engine: object  # the engine itself
     setup: object  # eval.Setup
     groups: list[Rollout]
     batch: batching.Batch  # of these groups
@@ -95,14 +84,11 @@ class Case:
         return np.where(self.batch.exists.numpy(), off.clip(-BOUND, BOUND) ** 2, 0.0)
 
     @torch.no_grad()
-    def logp(
-        self, tensors=(), model=None, ids=None, vocabulary=None, **change
-    ) -> np.ndarray:
+    def logp(self, tensors=(), ids=None, **change) -> np.ndarray:
         """log p (B, T) of whole sequences.
 
-        tensors: parameters and buffers with other values, by name. model: another model. ids: other
-        prompts with the responses, one for each response. vocabulary: number of head rows. change:
-        of the recipe's temperature or truncation."""
+        tensors: parameters and buffers with other values, by name. ids: other prompts with the
+        responses, one for each response. change: of the recipe's temperature or truncation."""
         recipe, rule = replace(self.scorer.recipe, **change), self.scorer.sampling
         cuts = (
             [rule.top_p, rule.top_k, rule.min_p]
@@ -121,9 +107,7 @@ class Case:
             batch = replace(
                 batch, ids=batching.pad(ids, dtype=np.int64), prompt_len=prompt_len
             )
-        module = PolicyAndActor(
-            model or self.model, vocabulary=vocabulary or self.setup.vocabulary
-        )
+        module = PolicyAndActor(self.model, vocabulary=self.setup.vocabulary)
         values = {f"policy.{name}": x for name, x in dict(tensors).items()}
         out = torch.zeros_like(batch.logp_inf)
         for rows in batching.micro_batches(batch, self.budget, share=False)[0]:
@@ -134,17 +118,6 @@ class Case:
 
 
 # -- The faults
-
-
-def stale_weights(case: Case) -> Iterator[tuple]:
-    """All weights are old, or the weights of one decoder layer or of one module outside the layers.
-    The head is stale if tied weights are sent under one name."""
-    old = dict(case.old.model.named_parameters())
-    places = defaultdict(list, {"all": list(old)})
-    for name in old:
-        places[re.match(r".*?\.\d+(?=\.)|.*(?=\.)", name)[0]].append(name)
-    for place, names in places.items():
-        yield place, case.logp({name: old[name] for name in names})
 
 
 def scale_of_one(case: Case) -> Iterator[tuple]:
@@ -167,19 +140,6 @@ def scale_of_one(case: Case) -> Iterator[tuple]:
         yield name, at(name, case)
 
 
-def truncated_head(case: Case) -> Iterator[tuple]:
-    """The head lacks its last rows: their tokens have probability 0."""
-    rows = len(case.model.get_output_embeddings().weight)
-    # the head has all tokens that were sampled or allowed
-    first = int(case.batch.tokens.max()) + 1
-    if case.scorer.recipe.cut == "sets":
-        first = max(
-            first, *(int(ids.max()) + 1 for _, ids in case.batch.allowed if len(ids))
-        )
-    for n in np.linspace(first, rows, 9).astype(int).tolist():
-        yield f"{n} rows", case.logp(vocabulary=n)
-
-
 def wrong_rope(case: Case) -> Iterator[tuple]:
     """A wrong RoPE base: theta_i = base^(-2 i / d)."""
     rope = getattr(case.model.config.get_text_config(), "rope_parameters", None) or {}
@@ -194,24 +154,6 @@ def wrong_rope(case: Case) -> Iterator[tuple]:
             power = math.log(other) / math.log(base)
             changed = {name: x**power for name, x in speeds.items()}
             yield f"{other:g} for {base:g}", case.logp(changed)
-
-
-def float16_overflow(case: Case) -> Iterator[tuple]:
-    """The body is in float16, with overflow clamped to the largest float16 number."""
-    if case.scorer.dtype == "float16":
-        return
-
-    def clamped(x):
-        is_half = getattr(x, "dtype", None) == torch.float16
-        return x.clamp(-LARGEST_FLOAT16, LARGEST_FLOAT16) if is_half else x
-
-    model = copy.deepcopy(case.model).half()
-    for m in model.modules():  # also for the sums before a norm
-        m.register_forward_pre_hook(lambda module, inputs: tree_map(clamped, inputs))
-        m.register_forward_hook(
-            lambda module, inputs, output: tree_map(clamped, output)
-        )
-    yield "", case.logp(model=model)
 
 
 def wrong_temperature(case: Case) -> Iterator[tuple]:
@@ -240,12 +182,6 @@ def raw(case: Case) -> Iterator[tuple]:
     recipe = case.scorer.recipe
     if recipe.temperature != 1 or recipe.cut != "none":
         yield "", case.logp(temperature=1.0, cut="none"), case.logp()
-
-
-def kept_sets(case: Case) -> Iterator[tuple]:
-    """The recorded sets of allowed tokens belong to different responses."""
-    if case.scorer.recipe.cut == "sets":
-        yield "", case.logp(cut="rule")
 
 
 def other_prompt(case: Case) -> Iterator[tuple]:
@@ -285,14 +221,10 @@ def other_prompt(case: Case) -> Iterator[tuple]:
 
 
 FAULTS = {
-    "stale weights": stale_weights,
     "a scale at 1": scale_of_one,
-    "truncated head": truncated_head,
     "wrong rope base": wrong_rope,
-    "float16 overflow": float16_overflow,
     "wrong temperature": wrong_temperature,
     "raw log-probabilities": raw,
-    "swapped kept sets": kept_sets,
     "another chat template": other_prompt,
 }
 
@@ -300,62 +232,31 @@ FAULTS = {
 # -- Naming the fault
 
 
-def noise(case: Case) -> np.ndarray:
-    """Variance (B, T) of a random engine: half of the squared difference of two identical requests."""
-    prompts = [g.prompt_ids for g in case.groups for _ in g.responses]
-    # an engine that scores needs room for one more token
-    most = case.scorer.sampling.max_tokens - 1
-    tokens = [r.tokens[:most] for g in case.groups for r in g.responses]
-    first, second = (
-        prefill(case.engine, prompts, tokens, case.setup.vocabulary) for _ in range(2)
-    )
-    out = np.zeros_like(case.expected)
-    out[:, : first.shape[1]] = (
-        (first - second) ** 2 / 2 / case.scorer.recipe.temperature**2
-    )
-    return out
-
-
 def suspects(case: Case) -> list[dict]:
     """The tested faults by explained share: "fault", "where", "explained" (at most 1), its error
     "se", "sampled", the mean log-probability of the tokens, and "named", whether "explained"
-    exceeds 1/2 (RANDOM for a random engine). Several faults may be named.
-
-    A random engine gives two identical requests different log-probabilities (dropout left on). It
-    comes first if the share of its noise exceeds RANDOM. The dropout masks behind the records are
-    unknown, so the explained part is this share. A random engine is biased too: tokens are likelier
-    under the masks that sampled them than on average over masks. A different fault may imitate this
-    bias, but no other fault makes an engine random."""
-    for scorer in filter(None, (case.scorer, case.old)):
-        # separates a tied head from the embedding
-        head = scorer.model.get_output_embeddings()
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    exceeds 1/2. Several faults may be named."""
     before, on = case.left(case.expected), case.batch.exists.numpy()
     counts = resampled(case.batch.group.numpy())
 
-    def row(fault: str, where: str, left, sampled, enough: float = 0.5) -> dict:
+    def row(fault: str, where: str, left, sampled) -> dict:
         again = 1 - counts @ left.sum(1) / np.maximum(counts @ before.sum(1), 1e-300)
         explained = float(1 - left.sum() / before.sum())
-        told = {
+        return {
             "fault": fault,
             "where": where,
             "explained": explained,
             "se": float(again.std()),
-        }
-        return told | {
             "sampled": float(sampled[on].mean()),
-            "named": explained > enough,
+            "named": explained > 0.5,
         }
 
-    random = row("a dropout left on", "", before - noise(case), case.expected, RANDOM)
-    rows = [random]
+    rows = []
     for name, fault in FAULTS.items():
-        if fault is not stale_weights or case.old is not None:
-            variants = [
-                row(name, at, case.left(x), (x, *y)[-1]) for at, x, *y in fault(case)
-            ]
-            rows += sorted(variants, key=lambda row: -row["explained"])[:1]
+        variants = [
+            row(name, at, case.left(x), (x, *y)[-1]) for at, x, *y in fault(case)
+        ]
+        rows += sorted(variants, key=lambda row: -row["explained"])[:1]
     rows.sort(key=lambda row: -row["explained"])
     alike = [row for row in rows if row["explained"] > rows[0]["explained"] - ALIKE]
-    rows = sorted(alike, key=lambda row: -row["sampled"]) + rows[len(alike) :]
-    return sorted(rows, key=lambda row: not (row is random and row["named"]))
+    return sorted(alike, key=lambda row: -row["sampled"]) + rows[len(alike) :]

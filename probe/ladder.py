@@ -273,18 +273,15 @@ def explain(
     cfg: Config,
     setup,
     learner,
-    engine,
     scored,
     actor: str | None,
     floor: list[dict],
-    start: str | None,
 ) -> dict:
     """The ladder of one configuration, for the report: "rows", "total", "floor" (see `shares`), and
     "suspects" if the remainder exceeds rounding.
 
     cfg: ProbeFlags. setup: eval.Setup. scored: probe.ScoredTokens. actor: folder of the model that
-    samples, if it differs from the learner's. floor: rows of probe.floor.floors. start: folder of
-    the older weights that the engine started from."""
+    samples, if it differs from the learner's. floor: rows of probe.floor.floors."""
     device = torch.device(learner.device).type
     size = sum(p.numel() for p in learner.models.parameters())
     most = max(len(group.responses) for group in scored.groups)
@@ -294,15 +291,9 @@ def explain(
     shares_of |= {"responses": len(batch), "suspects": []}
     remainder = (logp[-1] - logp[-2])[batch.exists.numpy()]
     if np.sqrt((remainder**2).mean()) > max(10 * floor[0]["rms"], LEAST):
-        old = None
-        if start:
-            recipe = replace(scorer.recipe, folder=start)
-            old = Scorer(recipe, scorer.sampling, scorer.device, setup.vocabulary)
         groups, batch, rows = within(groups, batch, FAULT[device] / size, TRIED)
         expected = logp[-2][rows, : batch.tokens.shape[1]]
-        case = Case(
-            scorer, old, engine, setup, groups, batch, expected, cfg.micro_tokens
-        )
+        case = Case(scorer, setup, groups, batch, expected, cfg.micro_tokens)
         shares_of["suspects"] = suspects(case)
     return shares_of
 

@@ -152,8 +152,4 @@ def suspects_text(o) -> list[str]:
         lines.append(
             f"   {100 * row['explained']:6.1f} +- {100 * row['se']:.1f} %  {row['fault']}  {row['where']}"
         )
-    if not any(row["fault"] == "stale weights" for row in suspects):
-        lines.append(
-            "   (stale weights were not tested: name older weights with --synced_from)"
-        )
     return lines

@@ -46,7 +46,9 @@ def gaps(cfg: ProbeFlags) -> tuple[np.ndarray, np.ndarray]:
     """Gaps of long responses, (PROMPTS, PIECES * PIECE), and of short ones, (PROMPTS, PIECES, PIECE)."""
     setup = replace(open_setup(cfg, PROMPTS), stop_ids=[])
     device = Comm.start(probe.PATIENCE).device
-    engine = probe.start_engine(cfg, setup, setup.folder, None, 1, device)
+    engine = probe.make_engine(
+        cfg, setup.folder, setup.context, 1, device, setup.vocabulary
+    )
     engine.make_params = partial(engine.make_params, ignore_eos=True)
     comm, train_cfg = Comm.alone(device), probe.learner_config(cfg, setup)
     learner = Learner(load_model(setup.folder), None, train_cfg, comm, setup.vocabulary)

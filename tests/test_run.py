@@ -329,13 +329,16 @@ def test_truncate_keeps_the_lines_before_the_step(tmp_path):
 
 
 def test_warnings_are_printed_once(tmp_path, capsys):
-    rows = {step: {"rejected_steps": float(step), "rollout_corr/seq_false_ess": 0.0} for step in range(3)}
+    rows = {
+        step: {"rejected_steps": float(step), "cut": 0.5, "rollout_corr/seq_clamped_fraction": 0.5} for step in range(3)
+    }
     logged(tmp_path, 0, rows)
     warnings = capsys.readouterr().err
     assert warnings.count("every token was rejected") == 1
-    assert "update 2" in warnings and "clamp" not in warnings
-    logged(tmp_path, 3, {3: {"rejected_steps": 2.0}})  # after a resume: the same two
-    assert not capsys.readouterr().err
+    assert "update 2" in warnings and "clamp" not in warnings and "max_tokens," not in warnings
+    logged(tmp_path, 3, {3: {"rejected_steps": 2.0, "cut": 0.51}})  # after a resume: one of them is new
+    warnings = capsys.readouterr().err
+    assert "rejected" not in warnings and "cut at --max_tokens, and" in warnings
 
 
 def test_an_edited_configuration_is_refused(tmp_path):
