@@ -19,7 +19,6 @@ import random
 import re
 from collections import Counter
 from decimal import Decimal
-from itertools import accumulate
 from pathlib import Path
 
 from machinery.flags import UserError, need, read_text, shortened
@@ -369,10 +368,6 @@ def read_row(row, place: str, prompt_key: str, answer_key: str, needed: bool) ->
         answer or not needed,
         f"{place}: the `answer` is empty; add one, or remove that line",
     )
-    need(
-        not needed or is_balanced(answer),
-        f"{place}: the `answer` {answer:.60} has an unclosed brace or bracket; fix or remove that line",
-    )
     solution = row.get("answer")
     is_worked = isinstance(solution, str) and solution.strip() != answer
     worked = {"solution": solution} if is_worked else {}
@@ -381,15 +376,6 @@ def read_row(row, place: str, prompt_key: str, answer_key: str, needed: bool) ->
         "answer": answer,
         "row": {**worked, **row, **({"answer": answer} if answer else {})},
     }
-
-
-def is_balanced(text: str) -> bool:
-    """Whether braces close in order, and as many brackets open as close ([0, 1) is an interval)."""
-    # without \{, and the label of "a) 5"
-    plain = re.sub(r"\\.|^\(?\w\)", "", text, flags=re.DOTALL)
-    depths = [0, *accumulate((c == "{") - (c == "}") for c in plain)]
-    brackets = sum((c in "([") - (c in ")]") for c in plain)
-    return min(depths) == depths[-1] == brackets == 0
 
 
 def nested(row: dict, key: str):

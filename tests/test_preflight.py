@@ -48,7 +48,10 @@ def test_prompt_and_reward_that_contradict(tmp_path, problem, template, reward, 
     assert all(sentence in w and w.startswith(str(tmp_path / "rows.jsonl")) for w in warnings)
 
 
-@pytest.mark.parametrize("reward, answer", [("math", "1 = 2"), ("gsm8k", "\\frac{14}{3}"), ("letter", "7")])
+WRONG = [("math", "1 = 2"), ("math", "\\frac{1}{2"), ("gsm8k", "\\frac{14}{3}"), ("letter", "7")]
+
+
+@pytest.mark.parametrize("reward, answer", WRONG)
 def test_gold_answers_that_no_response_can_give_are_counted(tmp_path, reward, answer):
     fine = "B" if reward == "letter" else "5"
     task = table(tmp_path, [("p", fine), ("q", answer), ("r", fine)], reward=reward)
@@ -67,9 +70,6 @@ def test_control_tokens_in_problems_are_counted(tmp_path):
     [
         ("\frac{1}{2}", "holds a control character"),  # LaTeX with a single backslash in JSON
         ("x \notin S", "holds a control character"),
-        ("\\frac{1}{2", "has an unclosed brace"),
-        ("a}{b", "has an unclosed brace"),
-        ("1, 2]", "has an unclosed brace or bracket"),
         *((fine, "") for fine in ("\\{1, 2\\}", "a) 5", "[0, 1)")),
     ],
 )
