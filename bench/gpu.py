@@ -1,7 +1,7 @@
 """The GPU list: measurements that need a GPU. Each part runs in a process for at most 60 seconds,
-engine and pair for at most 180.
+parts that compile (LONG) for at most 180.
 
-    python -m bench                              # all parts, at most 30 minutes: results/gpu.json and gpu.md
+    python -m bench                              # all parts, at most 40 minutes: results/gpu.json and gpu.md
     python -m bench                              # again: the parts that have not succeeded yet
     python -m bench --parts=learner,linears-8B   # some parts (all of learner-*), measured again
     python -m bench --device=cpu --scale=tiny    # the script itself, on a CPU: out/gpu.json
@@ -71,7 +71,7 @@ class GpuFlags:
     out: str = ""
     """File to which the rows are appended, with the page next to it; by default results/gpu.json,
     and out/gpu.json for a trial."""
-    minutes: float = 30.0
+    minutes: float = 40.0
     """Time limit for all parts together; parts that have not begun by then are skipped."""
     part: str = ""
     """Run one part in this process, and print its lines as JSON."""

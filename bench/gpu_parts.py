@@ -46,6 +46,7 @@ from sync import WeightCheck
 from tasks.arith import arithmetic_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+torch.backends.cuda.enable_cudnn_sdp(False)  # as vLLM in a run
 GIB = 2**30
 PROMPT = 32  # tokens of the prompts of `bench.random_groups`
 QWEN3 = dict(
@@ -183,8 +184,8 @@ def repeats_row(what: str, values: list[float], unit: str) -> dict:
     )
 
 
-def tests(chosen: str, s: Setting) -> Iterator[dict]:
-    """tests/test_gpu.py, the tests with these names: a row for each test that did not pass, and the
+def tests(chosen: str, limit: int, s: Setting) -> Iterator[dict]:
+    """tests/test_gpu.py, the tests with these names, in `limit` seconds: a row for each test that did not pass, and the
     number of passed tests."""
     command = [
         sys.executable,
@@ -196,7 +197,7 @@ def tests(chosen: str, s: Setting) -> Iterator[dict]:
         "tests/test_gpu.py",
     ]
     # the summary comes at the end, so the session ends before the part's limit
-    command += ["-k", s.pick(chosen, "int8_product"), "--session-timeout=40"]
+    command += ["-k", s.pick(chosen, "int8_product"), f"--session-timeout={limit - 20}"]
     env = {**os.environ, "GPU_LIST_DEVICE": s.device}
     passed, started = 0, time.perf_counter()
     with subprocess.Popen(
@@ -583,6 +584,13 @@ def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
         yield row("wake-up and load", awake, "s")
 
 
+def saved(s: Setting, model, name: str) -> str:
+    """The folder of a model that vLLM loads. vLLM's cache of compiled code depends on the path."""
+    folder = str(ROOT / f"out/bench-{name}-{s.pick('full', 'tiny')}")
+    model.save_pretrained(folder)
+    return folder
+
+
 def vllm(measured: Callable, s: Setting) -> Iterator[dict]:
     """VLLMEngine in bfloat16 with the shape of Qwen3-0.6B, on the same device as a learner.
     measured: `sampled`, `published`, or nothing but the start, which fills vLLM's cache."""
@@ -590,13 +598,12 @@ def vllm(measured: Callable, s: Setting) -> Iterator[dict]:
         yield row("vLLM", why="not installed")
         return
     learner = s.learner(configured(s, *s.pick((16, 512), (8, 40)), lr=1e-3), "0.6B")
-    with tempfile.TemporaryDirectory() as folder:
-        learner.models.policy.save_pretrained(folder)
-        how = {"max_len": s.pick(2048, 160), "max_logprobs": 20}
-        how |= {"dtype": s.pick("bfloat16", "float32")}
-        start = time.perf_counter()
-        engine = VLLMEngine(folder, memory_gib=s.pick(0.3, 0.05), sleep_level=2, **how)
-        yield row("start of the engine", time.perf_counter() - start, "s")
+    folder = saved(s, learner.models.policy, "0.6B")
+    how = {"max_len": s.pick(2048, 160), "max_logprobs": 20}
+    how |= {"dtype": s.pick("bfloat16", "float32")}
+    start = time.perf_counter()
+    engine = VLLMEngine(folder, memory_gib=s.pick(0.3, 0.05), sleep_level=2, **how)
+    yield row("start of the engine", time.perf_counter() - start, "s")
     yield from measured(s, engine, learner)
     engine.close()
 
@@ -607,15 +614,12 @@ STEP = ((256, 256), (16, 8))  # responses and tokens of a step: full, tiny
 def ours(s: Setting) -> Iterator[dict]:
     """Whole steps (publish, roll out, grade, update) with vLLM: 0.6B, groups of 8."""
     cfg = configured(s, *s.pick(*STEP))
-    with tempfile.TemporaryDirectory() as folder:
-        s.model("0.6B").save_pretrained(folder)
-        share = dict(dtype="bfloat16", memory_gib=s.pick(0.3, 0.05))
-        engine = VLLMEngine(
-            folder, max_len=cfg.max_tokens + 64, max_logprobs=1, **share
-        )
-        step = against_trl.our_step(folder, engine, cfg, s.device)
-        times = [s.seconds(step) for _ in range(s.pick(5, 2))][1:]
-        engine.close()
+    folder = saved(s, s.model("0.6B"), "0.6B")
+    share = dict(dtype="bfloat16", memory_gib=s.pick(0.3, 0.05))
+    engine = VLLMEngine(folder, max_len=cfg.max_tokens + 64, max_logprobs=1, **share)
+    step = against_trl.our_step(folder, engine, cfg, s.device)
+    times = [s.seconds(step) for _ in range(s.pick(5, 2))][1:]
+    engine.close()
     yield repeats_row(
         f"our step, {cfg.train_batch} responses of {cfg.max_tokens}", times, "s"
     )
@@ -717,7 +721,9 @@ def pair(s: Setting) -> Iterator[dict]:
 
 
 LIMIT = 60  # seconds of a part
-LONG = {"engine": 180, "pair": 180}  # seconds of parts that compile
+# seconds of parts that compile
+COMPILING = "engine pair ours trl tests-vllm tests-aligned"
+LONG = dict.fromkeys(COMPILING.split(), 180)
 # name -> part; the most important first
 PARTS = {
     "engine": partial(vllm, lambda *_: ()),
@@ -729,11 +735,11 @@ PARTS = {
     "kernels-compile": partial(kernels, "compile"),
     "kernels-liger": partial(kernels, "liger"),
     "linears-8B": partial(linears, "8B"),
-    "tests-numbers": partial(tests, "gradient or quantized or product"),
-    "tests-vllm": partial(tests, "(vllm or sleeping) and not aligned"),
-    "tests-aligned": partial(tests, "vllm and aligned"),
+    "tests-numbers": partial(tests, "gradient or quantized or product", LIMIT),
+    "tests-vllm": partial(tests, "(vllm or sleeping) and not aligned", 180),
+    "tests-aligned": partial(tests, "vllm and aligned", 180),
     "tests-runs": partial(
-        tests, "not (gradient or quantized or product or vllm or sleeping)"
+        tests, "not (gradient or quantized or product or vllm or sleeping)", LIMIT
     ),
     "obrs": obrs,
     "pair": pair,

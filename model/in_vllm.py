@@ -224,11 +224,13 @@ def import_vllm():
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # FlashInfer cannot sample with a seed for each response, and vLLM does not start without it
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # else Triton multiplies float32 numbers as TF32, and the weight check refuses the engine
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    # else vLLM changes the number of the learner's threads
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     if not torch.cuda.is_available():
         # else vLLM compiles for 18 s at the first log-probability
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # else vLLM changes the number of the learner's threads
-        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
         from vllm import LLM, SamplingParams
     except ImportError as e:
@@ -259,9 +261,9 @@ def own_shared_memory(ranks):
     Launched._distributed_args = lambda self: (f"env://:{prefix}", *met(self)[1:])
     try:
         yield
+        dist.barrier(group=ranks)
     finally:
         Launched._distributed_args = met
-        dist.barrier(group=ranks)
         for left in Path("/dev/shm").glob(f"*{prefix}-*"):
             left.unlink(missing_ok=True)
 

@@ -1,7 +1,8 @@
 """Kernels of the learner's decoder layers (--kernels).
 
     plain      transformers' own modules
-    liger      liger-kernel's RMSNorm, rotary embedding and SwiGLU, for its families, only on a GPU
+    liger      liger-kernel's RMSNorm, rotary embedding and SwiGLU, for its families, only on a GPU;
+               it also replaces the family's classes in transformers, for the whole process
     compile    torch.compile of each decoder layer, with dynamic shapes; if prompts are shared, only
                its feed-forward block runs compiled
     auto       plain: no other choice has been measured to be faster on a GPU yet (results/gpu.md)
