@@ -340,8 +340,8 @@ class TaskFlags:
     reward: str = ""
     """Sum of parts, NAME*WEIGHT separated by commas: math (the last \\boxed{}), gsm8k, praxis,
     letter, boxed, think, FILE.py:FUNCTION (tasks/rewards.py); default: the
-    reward of --task=FILE.py:CLASS; letter, if all rows have choices; else math. Do not edit a file
-    during a run."""
+    reward of --task=FILE.py:CLASS; letter, if all rows have choices; else math. A run reads a file
+    once; do not edit files that it imports."""
     overlong: int = 0
     """N: DAPO's length penalty rises from 0 to 1 over the last N tokens before --max_tokens; 0:
     off."""

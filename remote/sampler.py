@@ -342,7 +342,9 @@ def configure(run: wire.Description, flags: SamplerFlags) -> Config:
     cfg = Config(**{k: v for k, v in run.config.items() if k in known})
     task = flags.task or (cfg.task if cfg.task.startswith("hf:") else "arith")
     if cfg.task != "arith":
-        check_task(task, cfg.task, run.task_digest)
+        check_file("task", task, cfg.task, run.task_digest)
+    for name, digest in run.reward_digests.items():
+        check_file("reward", name, name, digest)
     fmt = cfg.rollout_quant if flags.rollout_quant == "auto" else flags.rollout_quant
     need(
         not run.packed or fmt == cfg.rollout_quant,
@@ -364,16 +366,16 @@ def configure(run: wire.Description, flags: SamplerFlags) -> Config:
     return cfg
 
 
-def check_task(path: str, learners: str, digest: str) -> None:
-    """Raise UserError unless this host has the learner's task file."""
+def check_file(flag: str, path: str, learners: str, digest: str) -> None:
+    """Raise UserError unless this host has the learner's file of a flag."""
     try:
         same = digest_of(path) == digest
     except OSError:
         same = False
     need(
         same,
-        f"--task={path}: this file differs from the learner's {learners}; copy the learner's file here and "
-        "name it with --task",
+        f"--{flag}={path}: this file differs from the learner's {learners}; copy the learner's file here"
+        + (" and name it with --task" if flag == "task" else ""),
     )
 
 

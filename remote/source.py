@@ -45,6 +45,7 @@ from sampling import Sampling
 from source import has_spread
 from tasks.data import digest_of
 from tasks.prompts import contents
+from tasks.rewards import files_of
 
 FATES = (
     "trained",
@@ -134,6 +135,7 @@ def describe_run(cfg: Config, run, topk: int, max_allowed: int) -> wire.Descript
         max_allowed=max_allowed,
         context=run.context,
         task_digest=digest_of(cfg.task),
+        reward_digests={name: digest_of(name) for name in files_of(cfg.reward)},
         sampling=Sampling.of(cfg),
         probe=probe_ids(run.context, run.vocabulary).tolist(),
         packed=travels_packed(cfg),

@@ -151,6 +151,7 @@ class Description(msgspec.Struct, frozen=True):
     max_allowed: Number
     context: Number
     task_digest: str
+    reward_digests: dict[str, str]  # FILE.py:NAME -> SHA-256 of the file
     sampling: Sampling
     probe: list[list[int]]
     packed: bool

@@ -144,11 +144,10 @@ def names_of(value: str) -> list[str]:
 
 
 def digests(cfg: Config, task=None) -> dict[str, str]:
-    """SHA-256 of each text and file named by the flags of task, reward and prompts, and of the
-    problems of a `task` that a class makes."""
+    """SHA-256 of each text and file named by the flags of task, reward and prompts (but not of files
+    that a file imports), and of the problems of a `task` that a class makes."""
     names = [cfg.task, *names_of(cfg.eval_task)]
-    parts = rewards.parts_of(cfg.reward) if cfg.reward else ()
-    names += [part.name for part in parts if data.is_own(part.name)]
+    names += rewards.files_of(cfg.reward)
     hashes = {name: data.digest_of(name) for name in names}
     for flag, text in prompts.contents(cfg).items():
         hashes[f"--{flag}"] = hashlib.sha256(text.encode()).hexdigest()

@@ -100,7 +100,7 @@ def gsm8k(row, text, finish_reason) -> bool:
     """Whether the line after the last #### has the gold answer as its only number. 3, +3, 3.0, $3,
     **3**, x = 3 are equal."""
     behind = [part for part in text.split("####")[1:] if part.strip()]
-    answer = re.match(HASHES, behind[-1]) if behind else None
+    answer = re.match(HASHES, behind[-1].lstrip()) if behind else None
     return answer is not None and plain_number(answer[1]) == plain_number(row["answer"])
 
 
@@ -150,8 +150,8 @@ TEMPLATE_OF = {
     "praxis": "hashes",
     "letter": "letter",
 }
-# possessive: no part of 3,4
-NUMBER = r"[-+−–]?[\s$€£\\]*(?:[0-9]{1,3}(?:[, ][0-9]{3})++(?:\.[0-9]*+)?|[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)"
+# possessive: no part of 3,4; few blanks, because a long run of them takes quadratic time
+NUMBER = r"[-+−–]?[\s$€£\\]{0,9}(?:[0-9]{1,3}(?:[, ][0-9]{3})++(?:\.[0-9]*+)?|[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)"
 # a number with no second number, factorial, or single letter behind it on its line
 HASHES = (
     rf"(?:\s*[A-Za-z]?\s*=|\\boxed|[\s*$\\({{])*({NUMBER})"

@@ -2,9 +2,9 @@
 
 `graders()` is the pool of this process. It calls reward functions (tasks/builtin.py, or a user's
 file) with responses of a model: math-verify may compare two huge numbers forever, and a program
-under test may loop. Each call has a limit of processor time, and ten times this limit in wall-clock
-time. The kernel ends a process at its limit, because Python cannot act during one big computation.
-SIGTERM and Ctrl-C work meanwhile."""
+under test may loop. A user's file is read once in a run. Each call has a limit of processor time,
+and ten times this limit in wall-clock time. The kernel ends a process at its limit, because Python
+cannot act during one big computation. SIGTERM and Ctrl-C work meanwhile."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
@@ -52,7 +53,18 @@ def grading_process(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    pid = os.getpid()
+    pid, parent, deadline = os.getpid(), os.getppid(), math.inf
+
+    def watch() -> None:
+        """End this process at the wall-clock limit, and its children too if the parent has ended.
+        The kernel's timer of wall-clock time is left to the user's code: math-verify sets it."""
+        while os.getppid() == parent:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGPROF)
+            time.sleep(TICK)
+        os.killpg(pid, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
     def send(result: tuple) -> None:
         if os.getpid() != pid:  # a child that the user's code forked never answers
@@ -61,47 +73,51 @@ def grading_process(fd: int) -> None:
 
     with Connection(fd) as connection, contextlib.suppress(EOFError, OSError):
         while True:
-            name, packed, seconds = connection.recv()
+            name, source, packed, seconds = connection.recv()
             try:  # load outside the time limit of the call, the file before its objects
-                function, calls = function_of(name), pickle.loads(packed)
+                function, calls = function_of(name, source), pickle.loads(packed)
             except BaseException as e:  # the file is the user's: it may do anything
                 send(("unloadable", described(e)))
                 continue
             convert = text_of if name.endswith(".reply") else number_of
             for call in calls:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
-                signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
+                deadline = time.monotonic() + PATIENCE * seconds
                 try:
                     result = ("value", convert(function(*call)))
                 except BaseException as e:  # KeyboardInterrupt and SystemExit too
                     result = ("failed", described(e))
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                deadline = math.inf
                 send(result)
+    os.killpg(pid, signal.SIGKILL)  # also programs that calls have started
 
 
 @functools.cache  # with several parts of --reward a process gets calls of each in turn
-def function_of(name: str):
+def function_of(name: str, source: bytes | None):
     """The function of a name: a built-in (tasks/builtin.py), FILE.py:FUNCTION or
-    FILE.py:CLASS.METHOD."""
+    FILE.py:CLASS.METHOD. source: the file's contents."""
     path, colon, attribute = name.rpartition(":")
     if not colon:
         BUILT_IN[name]({"answer": "1"}, "\\boxed{1}", "stop")  # loads its libraries
         return BUILT_IN[name]
     owner, dot, method = attribute.partition(".")
-    target = attribute_of(path, owner)
+    target = attribute_of(path, owner, source)
     return getattr(target(), method) if dot else target
 
 
-def attribute_of(path: str, name: str):
+def attribute_of(path: str, name: str, source: bytes | None = None):
     """An attribute of a Python file, which is imported as a module and can import files in its
-    folder."""
+    folder. source: the file's contents, read earlier."""
     file = Path(path).resolve()
     sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(f"user_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look modules up there
-    spec.loader.exec_module(module)
+    if source is None:
+        spec.loader.exec_module(module)
+    else:
+        exec(compile(source, file, "exec"), vars(module))
     return getattr(module, name)
 
 
@@ -176,13 +192,15 @@ class Grader:
         )
         theirs.close()
 
-    def values(self, function: str, calls: list[tuple], seconds: float) -> list:
+    def values(
+        self, function: str, source: bytes | None, calls: list[tuple], seconds: float
+    ) -> list:
         """The results of the calls, as in `Graders.grade`, up to a call that ends the process."""
         if self.process is None or self.process.poll() is not None:
             self.start()
         results = []
         try:
-            self.connection.send((function, pickle.dumps(calls), seconds))
+            self.connection.send((function, source, pickle.dumps(calls), seconds))
             while len(results) < len(calls):
                 # a forked child may keep the connection of a dead process open
                 while not self.connection.poll(TICK):
@@ -203,7 +221,7 @@ class Grader:
         """The result of the call that ended the process; None at a time limit."""
         code = self.process.wait()
         self.end()
-        if code in (-signal.SIGPROF, -signal.SIGALRM):
+        if code == -signal.SIGPROF:
             return None
         cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return Failure(f"it ended its process ({cause})")
@@ -220,6 +238,7 @@ class Graders:
 
     def __init__(self, size: int):
         self.processes = [Grader() for _ in range(size)]
+        self.sources: dict[str, bytes] = {}  # the contents of users' files
         self.stopped = threading.Event()  # if set, `grade` raises InterruptedError
 
     def grade(self, function: str, calls: list[tuple], seconds: float) -> list:
@@ -227,6 +246,11 @@ class Graders:
         the function raised or ended its process, or None at a time limit. Raises UserError if the
         function cannot be loaded."""
         values: list = [None] * len(calls)
+        file, colon, _ = function.rpartition(":")
+        # all processes run the same version, also if the user edits the file
+        if colon and file not in self.sources and Path(file).is_file():
+            self.sources[file] = Path(file).read_bytes()
+        source = self.sources.get(file)
         size = max(1, min(CHUNK, len(calls) // (4 * len(self.processes))))
         todo = iter(range(0, len(calls), size))  # shared by the threads
         over = threading.Event()
@@ -240,7 +264,9 @@ class Graders:
                         with grader.lock:
                             if over.is_set():
                                 return
-                            results = grader.values(function, calls[done:end], seconds)
+                            results = grader.values(
+                                function, source, calls[done:end], seconds
+                            )
                         values[done : done + len(results)] = results
                         done += len(results)
             except BaseException as e:

@@ -103,9 +103,10 @@ class Reward:
         if self.parts[0].name == "math":
             for value, answer in zip(results[0], answers, strict=True):
                 if is_plain(answer.problem.answer):
-                    exact = ends_with_number(answer.text, answer.problem.answer)
                     counts["plain"] += 1
-                    counts["inexact"] += value == 1 and not exact
+                    counts["inexact"] += value == 1 and not ends_with_number(
+                        answer.text, answer.problem.answer
+                    )
         return total, counts
 
     def values(
@@ -180,6 +181,11 @@ def tell_once(name: str, why: str) -> None:
     if name not in TOLD:
         TOLD.add(name)
         tqdm.write(f"warning: {name}: {why}", file=sys.stderr)
+
+
+def files_of(text: str) -> list[str]:
+    """The parts of --reward that are functions in a user's file."""
+    return [part.name for part in parts_of(text) if ".py:" in part.name] if text else []
 
 
 def parts_of(text: str) -> tuple[Part, ...]:

@@ -170,6 +170,35 @@ def test_a_function_that_cannot_be_loaded_is_an_error(pool, tmp_path):
         pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0)
 
 
+def test_an_edited_file_grades_as_before(pool, tmp_path):
+    """A new process gets the version that the run began with."""
+    path = tmp_path / "own.py"
+    for reward in (1.0, 2.0):
+        path.write_text(f"def score(row, text, finish_reason):\n    return {reward}\n")
+        assert pool.grade(f"{path}:score", [({}, "x", "stop")], 5.0) == [1.0]
+        pool.close()
+
+
+def test_a_function_that_uses_the_alarm_has_a_limit(pool, tmp_path):
+    """As math_verify does, which cancels the process's alarm."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import signal, time\ndef score(*args):\n    signal.alarm(9)\n    signal.alarm(0)\n    time.sleep(999)\n"
+    )
+    assert pool.grade(f"{path}:score", [({}, "x", "stop")], 0.1) == [None]
+
+
+def test_programs_that_a_reward_started_end_with_a_killed_run(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("import subprocess\ndef score(*args):\n    return subprocess.Popen(['sleep', '999']).pid\n")
+    code = f"from tasks.grading import *; print(int(Graders(1).grade('{path}:score', [({{}}, 'x', 'stop')], 5.0)[0]), "
+    code += "flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    pid = int(subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE).stdout)
+    for _ in range(200):
+        time.sleep(0.1 if alive(pid) else 0)
+    assert not alive(pid)
+
+
 def test_an_exception_during_grading_leaves_no_stale_answer(pool):
     """The next call does not get an answer of the interrupted call."""
 
@@ -200,7 +229,7 @@ def boom(number, frame):
 armed = False
 signal.signal(signal.SIGALRM, boom)
 pool = Graders(1)
-pool.processes[0].values = lambda function, calls, seconds: time.sleep(0.0003) or [1.0] * len(calls)
+pool.processes[0].values = lambda function, source, calls, seconds: time.sleep(0.0003) or [1.0] * len(calls)
 rng = random.Random(0)
 for _ in range(4000):
     try:

@@ -316,9 +316,12 @@ def test_a_sampler_checks_its_learners_run(tmp_path, monkeypatch):
         me.read_welcome()
     task = tmp_path / "task.py"
     task.write_text("class Sums: ...")
-    sampler.check_task(f"{task}:Sums", "elsewhere/task.py:Sums", hashlib.sha256(task.read_bytes()).hexdigest())
+    sampler.check_file("task", f"{task}:Sums", "elsewhere/task.py:Sums", hashlib.sha256(task.read_bytes()).hexdigest())
     with pytest.raises(ValueError, match="differs from the learner's elsewhere/task.py:Sums"):
-        sampler.check_task(f"{task}:Sums", "elsewhere/task.py:Sums", "0" * 64)
+        sampler.check_file("task", f"{task}:Sums", "elsewhere/task.py:Sums", "0" * 64)
+    described = msgspec.structs.replace(RUN, reward_digests={f"{task}:score": "0" * 64})
+    with pytest.raises(ValueError, match="--reward=.*task.py:score: this file differs from the learner's"):
+        sampler.configure(described, SamplerFlags())
 
 
 def test_a_new_session_ends_the_fetch_of_an_earlier_one(opened, tmp_path):

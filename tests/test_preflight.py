@@ -12,6 +12,7 @@ from tasks.arith import arithmetic_tokenizer
 from tasks.data import OwnTask, digest_of
 from tasks.preflight import warnings_of
 from tasks.prompts import Answer, Chat, render
+from tasks.rewards import ends_with_number
 
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
 
@@ -151,3 +152,4 @@ def test_inexact_right_answers_are_counted(tmp_path):
     earned, counts = task.rewards(answers)
     assert (counts["plain"], counts["inexact"]) == (5, earned[2]) and earned[2] == 1
     assert grading_metrics(counts)["grade/inexact"] == 1 / 5
+    assert not ends_with_number("\n" * 300_000, "5")  # in quadratic time: half an hour

@@ -21,7 +21,7 @@ rng = np.random.default_rng(0)
 BLOB = rng.integers(0, 256, 2 * CHUNK + 12345, dtype=np.uint8).tobytes()
 RUN = wire.Description(
     config=dict(rollout_quant="none", quant_group=32, seed=3, group_size=4, task="arith", max_tokens=16),
-    model="policy", topk=4, max_allowed=0, context=64, task_digest="", sampling=Sampling(seed=3),
+    model="policy", topk=4, max_allowed=0, context=64, task_digest="", reward_digests={}, sampling=Sampling(seed=3),
     probe=[[1, 2], [3, 4]], packed=False, stop_ids=[1, 7],
 )  # fmt: skip
 
