@@ -517,6 +517,12 @@ def rejects_by_support(cfg: ObjectiveFlags) -> bool:
     return any(row.needs_support for row, _, _ in rejections(cfg))
 
 
+def topk_of(cfg: LossFlags) -> int:
+    """Number of the engine's largest log-probabilities that are recorded with each token."""
+    uses_z = cfg.correction in USES_Z and cfg.obrs_z != "exact"
+    return cfg.obrs_topk if uses_z or rejects_by_support(cfg) else 0
+
+
 def can_drop(cfg: ObjectiveFlags) -> bool:
     """Whether any token can be rejected."""
     return CORRECTIONS[cfg.correction].drops or cfg.reject != "none"

@@ -48,6 +48,7 @@ from model import (
 COUNTERS = ("version", "skipped", "skipped_in_a_row", "rejected")  # in a checkpoint
 # consecutive non-finite updates that stop a run; float16 overflows do not count
 MAX_SKIPS = 5
+SHARED = 4096  # largest --max_tokens with shared prompts
 
 
 class Learner:
@@ -169,14 +170,17 @@ class Learner:
             top_logp_inf = new.top_actor_logp
         else:  # unknown: use the policy's probability, capped at the engine's K-th
             top_logp_inf = torch.minimum(new.top_logp, batch.p_kth.log()[..., None])
-        # (B, T, K, S)
-        same = new.top_ids[..., None] == batch.support_ids[:, :, None, :]
-        top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)
+        known = [
+            (batch.support_ids == ids[..., None]).any(-1)
+            for ids in new.top_ids.unbind(-1)
+        ]
+        top_logp_inf = top_logp_inf.masked_fill(torch.stack(known, -1), -torch.inf)
         support_logp = batch.support_logp
         # the paper's set: the sampled token (column 0) only if a top-K contains it
         if self.cfg.obrs_z == "approx":
             support_logp = support_logp.clone()
-            support_logp[..., 0].masked_fill_(~same[..., 0].any(-1), -torch.inf)
+            listed = (new.top_ids == batch.tokens[..., None]).any(-1)
+            support_logp[..., 0].masked_fill_(~listed, -torch.inf)
         return {
             "support_ids": torch.cat([batch.support_ids, new.top_ids], -1),
             "support_logp": torch.cat([support_logp, top_logp_inf], -1),
@@ -188,8 +192,8 @@ class Learner:
 
         All ranks make the same choice and yield equally many micro-batches: a rank with fewer
         repeats its last row (rows = None). Sharing prompts needs an attention mask,
-        with which some kernels are slower, so prompts are shared only if sharing saves at least
-        15 % of the tokens."""
+        with which some kernels are slower and which grows with the square of the length. So prompts
+        are shared only up to SHARED tokens, if sharing saves at least 15 % of the tokens."""
         plain, plain_tokens = batching.micro_batches(
             batch, self.cfg.micro_tokens, share=False
         )
@@ -197,7 +201,8 @@ class Learner:
             batch, self.cfg.micro_tokens, share=True
         )
         plain_tokens, shared_tokens = self.comm.sum([plain_tokens, shared_tokens])
-        share = self.models.can_share and shared_tokens <= 0.85 * plain_tokens
+        share = self.models.can_share and self.cfg.max_tokens <= SHARED
+        share &= shared_tokens <= 0.85 * plain_tokens
         parts = shared if share else plain
         for i in range(int(self.comm.max([len(parts)])[0])):
             if i < len(parts):
@@ -269,9 +274,8 @@ class Learner:
 
         A non-finite loss or gradient skips the step on every rank; MAX_SKIPS consecutive skips stop
         the run (`error`). A float16 overflow at a loss scale of 1 or more does not count towards
-        MAX_SKIPS. If every token was rejected and neither --entropy_coef nor
-        --cppo_beta is set, the policy's optimizer does not step, because momentum would change the
-        weights; the update is counted."""
+        MAX_SKIPS. A model with a gradient of 0 (all tokens rejected, cut or with advantage 0) does
+        not step, because momentum would change its weights; the update is counted."""
         loss = logged["loss"]
         # rejection does not mask the entropy bonus and CPPO's KL
         alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
@@ -286,9 +290,7 @@ class Learner:
         for name in self.names:
             prefix = "" if name == "policy" else "actor/"
             lr = self.lr[name] * factor * (math.sqrt(ess) if name == "policy" else 1.0)
-            self._optimize(
-                name, lr, step=finite and not (all_rejected and name == "policy")
-            )
+            self._optimize(name, lr, step=finite and norms[name] > 0)
             out |= {f"{prefix}grad_norm": norms[name], f"{prefix}lr": lr}
         overflow = (
             self.scaler.is_enabled()

@@ -145,5 +145,5 @@ def solve_lambda(ratio, rate: float) -> float:
     smallest r of n, the sum of min(1, r_i / lambda) is min_k (S_k / lambda + n - k). So lambda is
     the smallest S_k / (n rate - n + k) with a positive denominator."""
     r = ratio.double().sort().values
-    room = len(r) * (rate - 1) + torch.arange(1, len(r) + 1, device=r.device)
+    room = len(r) * (rate - 1) + torch.arange(1, len(r) + 1).to(r)
     return float((r.cumsum(0) / room)[room > 0].min()) if len(r) else 1.0

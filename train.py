@@ -38,9 +38,10 @@ SAMPLES_EVERY = 10  # updates between two writes of four responses to samples.js
 def train(cfg: Config) -> int:
     """Run `--steps` updates; stop early at a signal; save and report at the end. Returns the exit code.
     Raises UserError with a one-sentence message."""
-    groups = cfg.rollout_batch // cfg.group_size if cfg.samplers != "local" else 1
-    # timeout: in the worst case a rank waits `give_up` seconds for each group
-    comm = Comm.start(patience=groups * cfg.give_up + 1800)
+    # timeout: in the worst case a rank waits `give_up` seconds for each group or rollout
+    local = cfg.samplers == "local"
+    waits = cfg.dynamic_sampling if local else cfg.rollout_batch // cfg.group_size
+    comm = Comm.start(patience=max(1, waits) * cfg.give_up + 1800)
     with locked(cfg, comm):
         training = Training(cfg, comm)
         try:

@@ -50,7 +50,7 @@ import config
 import objectives
 import sampling
 from config import Config
-from corrections import token_k3
+from corrections import token_k3, topk_of
 from eval import sampler_of, write_result
 from learner import Learner
 from machinery import flags, settings
@@ -58,7 +58,7 @@ from machinery.flags import need, run_command
 from machinery.measure import FOLDS, Reference, RowSamples, with_errors
 from machinery.optim import learning
 from machinery.ranks import Comm
-from machinery.run import open_run, open_source, topk_of
+from machinery.run import open_run, open_source
 from model import Needs, TokenStats, needs_of_ref_pass
 from objectives import columns_of, unregularised
 from source import LocalSource

@@ -93,7 +93,7 @@ def schedule(step: int, cfg: Config) -> float:
     warmup = (
         cfg.warmup_steps
         if cfg.warmup_steps >= 1
-        else math.ceil(cfg.warmup_steps * cfg.steps)
+        else math.ceil(cfg.warmup_steps * cfg.steps - 1e-9)
     )
     if step < warmup:
         return (step + 1) / warmup

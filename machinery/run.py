@@ -12,7 +12,6 @@ import fcntl
 import importlib.metadata
 import json
 import math
-import os
 import secrets
 import shutil
 import subprocess
@@ -24,8 +23,8 @@ from pathlib import Path
 import quant
 import sampling
 import tasks
-from config import MICRO_TOKENS, Config, LossFlags, RunFlags, SampleFlags
-from corrections import USES_Z, rejects_by_support
+from config import MICRO_TOKENS, Config, RunFlags, SampleFlags
+from corrections import USES_Z, rejects_by_support, topk_of
 from delay import DelaySource
 from machinery import checkpoint, settings, warmstart
 from machinery.checkpoint import models
@@ -35,6 +34,7 @@ from machinery.flags import (
     is_first_rank,
     need,
     read_json,
+    replace_text,
 )
 from machinery.ranks import from_all
 from model import exact, lora
@@ -253,12 +253,6 @@ def open_eval_engine(cfg: Config, run, comm):
     )
 
 
-def topk_of(cfg: LossFlags) -> int:
-    """Number of the engine's largest log-probabilities that are recorded with each token."""
-    uses_z = cfg.correction in USES_Z and cfg.obrs_z != "exact"
-    return cfg.obrs_topk if uses_z or rejects_by_support(cfg) else 0
-
-
 # -- The run folder
 
 LOCK = "lock"
@@ -394,9 +388,7 @@ def note_saved(folder: Path) -> None:
 
 def write_made(folder: Path, made: dict) -> None:
     """Write config.json, which is complete at any time."""
-    scratch = folder / "config.tmp"
-    scratch.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    os.replace(scratch, folder / "config.json")
+    replace_text(folder / "config.json", json.dumps(made, indent=1) + "\n")
 
 
 def prepare_folder(run: Run) -> None:

@@ -186,8 +186,8 @@ class PolicyAndActor(nn.Module):
 
     @contextlib.contextmanager
     def casts_kept(self):
-        """Cast weights to the compute type once inside this context, not in every forward pass. The
-        weights must not change inside."""
+        """Cast weights to the compute type once inside this context, not in every forward pass (on a
+        GPU with --gradient_checkpointing only the heads'). The weights must not change inside."""
         self.casts = {}
         try:  # autocast keeps its cache until its outermost scope ends
             with torch.autocast(next(self.parameters()).device.type, enabled=False):

@@ -17,6 +17,7 @@ import bisect
 from dataclasses import dataclass, replace
 
 from config import Config, RunFlags
+from corrections import topk_of
 from machinery import warmstart
 from machinery.checkpoint.models import from_hub, read_config, read_tokenizer
 from machinery.flags import embedded_model, is_hub_id, need
@@ -163,6 +164,7 @@ def plan_of(
             read.append(models["policy"].gathered)
         gathered = sum(read) + largest
     others = {
+        "minibatch": minibatch(cfg, prompt, ranks),
         "logits, or a layer's backward": measured.moment,
         "a forward without gradient": measured.forward,
         "gathered from other ranks": gathered,
@@ -175,7 +177,7 @@ def plan_of(
     stays = [*states, *buckets, "second engine"]
     always = [*stays, *([] if asleep else ["engine"])]
     busy = [*([] if buckets else gradients), *activations]
-    busy += ["logits, or a layer's backward", "gathered from other ranks"]
+    busy += ["minibatch", "logits, or a layer's backward", "gathered from other ranks"]
     stages = {
         "publish": [*stays, "engine", "a tensor to publish, and the weight check"],
         "roll out": [*stays, "engine"],
@@ -191,6 +193,13 @@ def plan_of(
     saved = sum(m.gradients + m.optimizer + m.saved for m in models.values())
     categories = states | gradients | activations | others
     return Plan(ranks, (rows, width), categories, stages, saved)
+
+
+def minibatch(cfg: Config, prompt: int, ranks: int) -> int:
+    """Bytes of a rank's responses in an update (batching.Batch), with the top-K of each token."""
+    columns = 1 + topk_of(cfg) * (2 if cfg.obrs_z == "approx" else 1)
+    of_a_token = 48 + 16 * columns
+    return cfg.train_batch // ranks * (prompt * 8 + cfg.max_tokens * of_a_token)
 
 
 def publishing(models: dict[str, States], configs: dict) -> int:

@@ -76,6 +76,14 @@ CASES = [
 ]
 
 
+def test_prompts_of_long_responses_are_not_shared():
+    """The mask of shared prompts grows with the square of the length."""
+    for most, shared in ((4096, True), (4097, False)):
+        cfg = make_cfg(train_batch=12, rollout_batch=12, max_tokens=most)
+        batch = batching.collate(make_groups(3, seed=3, prompt=(3, 12)), cfg)
+        assert {share for *_, share in make_learner(cfg)._micro(batch)} == {shared}
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_micro_batch_split_gives_the_same_gradient(case):
     results = []
@@ -225,6 +233,13 @@ def test_a_completely_rejected_update_moves_only_the_actor():
     assert (logged["rejected_steps"], logged["stepped"], logged["grad_norm"]) == (1, 1, 0)
     for name, p in weights(learner).items():
         assert torch.equal(p, before[name]) == name.startswith("policy"), name
+    # a batch in which every response was cut moves no model, whatever the flags
+    for flags in ({"objective": "gepo", "cppo_beta": 0.1}, {"objective": "jackpot", "entropy_coef": 0.1}):
+        cut = Learner(tiny_model(0), tiny_model(1), make_cfg(**flags, actor="base:actor"), Comm())
+        one_update(cut, batch)
+        before = weights(cut)
+        assert one_update(cut, replace(batch, mask=torch.zeros_like(batch.mask)))["grad_norm"] == 0
+        assert all(torch.equal(p, before[name]) for name, p in weights(cut).items())
     # CPPO's KL must pull back a policy so far off that every token is rejected
     learner = Learner(tiny_model(0), None, replace(learner.cfg, cppo_beta=0.1, actor="none"), Comm())
     before = weights(learner)

@@ -2,6 +2,7 @@
 vLLM's tensor parallelism runs on two CPU ranks."""
 
 import json
+import os
 import pickle
 import sys
 from itertools import pairwise
@@ -67,6 +68,27 @@ def test_a_world_size_without_ranks_is_refused(monkeypatch, variables, missing):
     monkeypatch.setattr(ranks, "WORLD_SIZE", 2)
     with pytest.raises(UserError, match=f"^WORLD_SIZE=2 in the environment without {missing}: start several ranks"):
         Comm.start(patience=60)
+
+
+@pytest.mark.parametrize(
+    "flags, waits", [({}, 1), ({"dynamic_sampling": 10}, 10), ({"samplers": "tcp://127.0.0.1:5555"}, 4)]
+)
+def test_the_timeout_covers_all_waits(monkeypatch, flags, waits):
+    """Rollouts until every prompt has rewards that differ, or groups of remote samplers."""
+    patience = []
+    monkeypatch.setattr(Comm, "start", lambda **more: patience.append(more["patience"]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.train(make_cfg(rollout_batch=32, train_batch=32, group_size=8, give_up=100, **flags))
+    assert patience == [100 * waits + 1800]
+
+
+def test_vllm_keeps_float32_products_and_the_learners_threads(monkeypatch):
+    for name in ("TRITON_F32_DEFAULT", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    in_vllm.import_vllm()
+    assert os.environ.get("TRITON_F32_DEFAULT") == "ieee" and "TORCHDYNAMO_DISABLE" not in os.environ
+    assert os.environ.get("OMP_NUM_THREADS") == str(torch.get_num_threads())
 
 
 def test_a_rank_alone_is_part_of_no_collective_call(monkeypatch):

@@ -95,7 +95,8 @@ def test_gradients_of_ddp_and_the_start_model_of_fsdp(unmeasured):
     """DDP's buckets stay between updates; FSDP gathers embedding and head of the start model too."""
     one, two = planned(), planned(ranks=2)
     more = {stage: two.of_stage(stage) - one.of_stage(stage) for stage in ("publish", "forward and backward")}
-    assert more["publish"] - more["forward and backward"] == one.categories["gradients, policy"]
+    gradients = one.categories["gradients, policy"]
+    assert more["publish"] - more["forward and backward"] == gradients + two.categories["minibatch"]
     sharded = [planned(ranks=2, parallel="fsdp", kl_coef=x).categories["gathered from other ranks"] for x in (0, 1)]
     assert sharded[1] - sharded[0] == plan.States.of(make_cfg(parallel="fsdp"), "policy", small()).gathered
 
@@ -191,11 +192,26 @@ def test_stages_sum_their_categories():
     assert made.of_stage("roll out") == states + c["engine"]
     assert made.of_stage("publish") == states + c["engine"] + c["a tensor to publish, and the weight check"]
     busy = c["gradients, policy"] + c["activations, policy"] + c["logits, or a layer's backward"]
+    busy += c["minibatch"]
     assert made.of_stage("forward and backward") == states + busy + c["engine"]  # the torch engine does not sleep
     assert made.of_stage("ref pass") == states + c["a forward without gradient"] + c["engine"]
     assert made.peak == max(map(made.of_stage, made.stages))
     assert planned(kl_coef=0.1).of_stage("roll out") == states + c["engine"] + 4 * P  # the frozen start model
     assert made.checkpoint == 4 * P * 4 - 2 * P  # float32 weights, two moments, and 16-bit weights for use
+
+
+BATCH = {"train_batch": 16, "rollout_batch": 16, "group_size": 8}
+
+
+@pytest.mark.parametrize("case, K", [({}, 0), ({"objective": "jackpot", "obrs_topk": 20}, 20)])
+def test_a_minibatch_has_the_size_of_its_tensors(unmeasured, case, K):
+    """Without the ref pass, which adds a column of log-probabilities. obrs_z=approx adds the policy's top-K."""
+    cfg = make_cfg(**{"objective": "tis", **BATCH, **case})
+    batch = collate(bench.random_groups(np.random.default_rng(0), 2, 90, 500, K), cfg)
+    one = planned(prompt=32, **BATCH, **case).categories["minibatch"]
+    assert 1 < one / sum(x.nbytes for x in batch.tensors().values()) < 1.5
+    approx = planned(prompt=32, obrs_z="approx", **BATCH, **case).categories["minibatch"]
+    assert approx - one == 16 * 90 * 16 * K
 
 
 def test_a_published_tensor_by_hand():

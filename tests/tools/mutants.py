@@ -172,11 +172,11 @@ MUTANTS = {
     "learner.py": [
         ("self.scaler.scale(loss * self.comm.size).backward()", "self.scaler.scale(loss).backward()"),
         ("                    loss = loss * 0.0", "                    pass"),
-        (' and not (all_rejected and name == "policy")', ""),
+        (" and norms[name] > 0", ""),
         ("self.skipped_in_a_row = 0 if finite else", "self.skipped_in_a_row = self.skipped_in_a_row if finite else"),
         ("self.scaler.unscale_(optimizer)", "pass"),
         ("+ (not overflow)", "+ 1"),
-        ("top_logp_inf = top_logp_inf.masked_fill(same.any(-1), -torch.inf)", "pass"),
+        ("top_logp_inf = top_logp_inf.masked_fill(torch.stack(known, -1), -torch.inf)", "pass"),
         ("if self.comm.any(name):", "if False:"),
     ],
     "model/exact.py": [
