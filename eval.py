@@ -37,6 +37,7 @@ from machinery.flags import (
     names_model,
     need,
     parse_flags,
+    replace_text,
     run_command,
 )
 from machinery.run import check_folders, common_tokenizer, longest_contexts
@@ -334,10 +335,11 @@ def evaluate(cfg: EvalFlags) -> dict:
             ours,
             f"--out={cfg.out}: {path} exists and is not from eval.py; name a different file",
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("", encoding="utf-8")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = make_engine(cfg, setup.folder, setup.context, 0, device, setup.vocabulary)
+    if cfg.out:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("", encoding="utf-8")
     results = []
     for eval_set in setup.sets:
         indices = range(n_problems(eval_set.task, setup.most))
@@ -454,7 +456,7 @@ def write_result(out: str, result: dict) -> None:
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         named = {"command": sys.argv[1:], **result}
-        Path(out).write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
+        replace_text(Path(out), json.dumps(named, indent=1) + "\n")
 
 
 if __name__ == "__main__":

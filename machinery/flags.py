@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import errno
 import functools
 import inspect
 import json
@@ -167,9 +168,16 @@ def is_first_rank() -> bool:
     return from_environment("WORLD_SIZE", 1) == 1 or from_environment("RANK", 0) == 0
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is complete at any time."""
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
+
+
 def run_command(command: Callable[[], object]) -> None:
-    """Run a command and exit with its return code, if any. A UserError, or an error about a named
-    file, prints one sentence and exits with code 1.
+    """Run a command and exit with its return code, if any. A UserError, an error about a named
+    file, a full disk, or another rank's end prints one sentence and exits with code 1.
 
     If stdout is closed (`| head`), exit silently with code 1. After Ctrl-C, exit with 130, as
     shells do."""
@@ -191,9 +199,16 @@ def run_command(command: Callable[[], object]) -> None:
     except UserError as e:
         sys.exit(f"error: {e}")
     except OSError as e:
-        if e.filename is None:
+        if e.filename is None and e.errno not in (errno.ENOSPC, errno.EFBIG):
             raise
-        sys.exit(f"error: {e.filename}: {e.strerror}; name a different path")
+        file = e.filename or "a file that this command writes"
+        sys.exit(
+            f"error: {file}: {e.strerror}; name a different path or free disk space"
+        )
+    except RuntimeError as e:
+        if "Connection closed by peer" not in str(e):
+            raise
+        sys.exit("error: another rank has stopped, and prints the reason")
 
 
 def reader_has_gone() -> bool:

@@ -108,15 +108,14 @@ class Session:
                 values |= self.evaluate()
         finally:
             self.write(values)
-        # a signal to one rank stops all of them, at the same update
-        stops = self.comm.any(self.signals) or bool(self.learner.error)
         self.bar.update(1)
         self.bar.set_postfix(
             {x: f"{values[key]:.3f}" for key, x in SHOWN.items() if key in values}
         )
         if due(cfg.save_every, self.step):
             self.save()
-        return not stops
+        # a signal to one rank stops all of them, at the same update
+        return not (self.comm.any(self.signals) or self.learner.error)
 
     def finish(self) -> None:
         """Save, report and close. Raises UserError if an error has stopped the run."""
@@ -253,7 +252,8 @@ class Session:
     def rescue(self) -> None:
         """Save finished updates after an error between two updates. Several ranks keep their last
         checkpoint, because the other ranks cannot take part."""
-        if self.drawn_at == self.learner.version and not self.pending:
+        if self.drawn_at == self.learner.version:  # no update on the newest groups
+            self.pending = []
             self.source.give_back()
         unsaved = self.learner.version == self.step > self.saved_at
         if unsaved and self.comm.size == 1 and not not_finite(self.learner.models):

@@ -127,9 +127,11 @@ def left(row: dict, seed: int, folder: Path) -> list[str]:
     argv = command(row, seed, folder)
     if not config_of(folder):
         return argv
-    steps = settings.parse([*argv[1:], "--resume"], installed=False).steps
-    made = [line["step"] + 1 for line in log.rows(folder / "metrics.jsonl")[-1:]]
-    return [] if made >= [steps] else [*argv, "--resume"]
+    cfg = settings.parse([*argv[1:], "--resume"], installed=False)
+    last = (log.rows(folder / "metrics.jsonl") or [{"step": -1}])[-1]
+    evaluated = cfg.eval_every < 0 or any(key.startswith("eval/") for key in last)
+    finished = last["step"] + 1 >= cfg.steps and evaluated
+    return [] if finished else [*argv, "--resume"]
 
 
 def run_one(row: dict, seed: int, folder: Path, threads: str) -> None:

@@ -87,7 +87,12 @@ def test_several_sets_with_different_settings(folders, evaluated, tmp_path, monk
     assert sampled == [(2, 3, 1.0, 8, 50), (1, 3, 1.0, 8, 50), (2, 5, 0.5, 4, 50)]
     assert json.loads((tmp_path / "r.json").read_text()).items() >= result.items()
     assert evaluated.lines == [0, 2, 3]  # responses are written during sampling
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    before = file.read_text()
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(evaluation, "make_engine", lambda *args: 1 / 0)
+        evaluated(*common, model=tmp_path / "run")
+    assert file.read_text() == before  # an engine that does not start keeps the result
+    rows = [json.loads(line) for line in before.splitlines()]
     assert [row["id"] + row["answer"] for row in rows] == ["a/01", "a/12", "a/23", "b/04", "b/15"]
     for row in rows:
         assert row["rewards"] == [float(len(text) % 2 == 0) for text in row["responses"]]

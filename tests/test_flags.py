@@ -146,9 +146,17 @@ def test_a_different_broken_pipe_keeps_its_traceback():
     with os.fdopen(read_end), os.fdopen(write_end, "w") as out, contextlib.redirect_stdout(out):  # noqa: SIM117
         with pytest.raises(BrokenPipeError):
             flags.run_command(lambda: fail(BrokenPipeError(errno.EPIPE, "Broken pipe")))
-    with pytest.raises(SystemExit) as e:
-        flags.run_command(lambda: fail(KeyboardInterrupt()))
-    assert e.value.code == 130
+    full, peer = OSError(errno.ENOSPC, "No space left"), RuntimeError("[pair.cc:553] Connection closed by peer [::1]")
+    for error, code in (
+        (KeyboardInterrupt(), 130),
+        (full, "error: a file that this command writes: No space left; name a different path or free disk space"),
+        (peer, "error: another rank has stopped, and prints the reason"),
+    ):
+        with pytest.raises(SystemExit) as e:
+            flags.run_command(lambda error=error: fail(error))
+        assert e.value.code == code
+    with pytest.raises(RuntimeError):
+        flags.run_command(lambda: fail(RuntimeError("ours")))
 
 
 @pytest.mark.parametrize("command", [Config, PlotFlags])

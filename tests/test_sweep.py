@@ -1,6 +1,8 @@
 """The pages of results/: tables from their JSON files, rows that resolve, and a row that runs and is summarised."""
 
+import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,6 +57,15 @@ def test_a_configuration_of_real_models_resolves(name, folders):
     actor = [f"--actor={folders / 'actor'}"] if name == "real_pair" else []
     cfg = parse([f"--config=configs/{name}.toml", f"--model={folders / 'policy'}", *actor])
     assert (cfg.steps, cfg.rollout_dtype) == (40, "bfloat16")
+
+
+def test_a_run_without_its_last_evaluation_is_not_finished(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "command", lambda *args: ["train.py"])
+    monkeypatch.setattr(sweep, "config_of", lambda folder: {"steps": 2})
+    monkeypatch.setattr(sweep.settings, "parse", lambda *args, **more: SimpleNamespace(steps=2, eval_every=1))
+    for row, finished in (({"step": 1, "eval/policy_pass@1": 0.5}, True), ({"step": 1}, False), ({"step": 0}, False)):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        assert (sweep.left({}, 0, tmp_path) == []) == finished
 
 
 def test_summaries_by_hand():

@@ -453,6 +453,15 @@ def test_a_fault_saves_a_checkpoint_and_keeps_its_traceback(
     assert ("saved: continue with --resume" in printed) == (newest != 3)
     train_here(["--resume", f"--out={out}"])
     assert timeless(out) == timeless(whole[0])
+    sampled = [row["step"] for row in read_metrics(out) if "rollout_s" in row]
+    assert sampled == [0, 2, 4]  # also after an error in an update
+
+
+def test_a_signal_during_a_save_ends_the_run(solvers, tmp_path, train_here, monkeypatch):
+    seen, save = [], checkpoint.save
+    monkeypatch.setattr(session, "catch_signals", lambda: seen)
+    monkeypatch.setattr(checkpoint, "save", lambda *args: (seen.append(signal.SIGINT), save(*args))[1])
+    assert len(train_here(flags(solvers, tmp_path / "run"))[1]) == 4  # and the evaluation before
 
 
 def test_too_many_skipped_updates_save_and_end_the_run(solvers, tmp_path, train_here, monkeypatch):

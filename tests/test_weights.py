@@ -1,6 +1,7 @@
 """Published weights on disk: written once for all ranks, deterministic."""
 
 import os
+import resource
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from test_wire import RUN
 
 import quant
 from machinery.checkpoint.tensors import read_tensors, write_tensors
+from machinery.flags import UserError
 from machinery.ranks import Comm
 from model.engines import HFEngine
 from quant import format_of
@@ -40,6 +42,17 @@ def test_tensors_are_read_in_order(tmp_path):
         assert torch.equal(back[name].view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8))
     data = (tmp_path / "x").read_bytes()
     assert data == (tmp_path / "y").read_bytes() and data[0] % 8 == 0  # tensors begin at a multiple of 8
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    try:
+        with pytest.raises(UserError, match=r"/x: cannot be written .*; free disk space there"):
+            write_tensors(tmp_path / "x", {"a": torch.ones(1000)}.items())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_one_copy_for_all_ranks(tmp_path):

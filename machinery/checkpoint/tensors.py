@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from machinery.flags import UserError, shortened
+
 HEAD = "lm_head.weight"
 
 
@@ -40,7 +42,13 @@ def write_tensors(path: Path, named_tensors) -> None:
     scratch = path.with_name(path.name + ".writing")
     scratch.touch()
     mode = scratch.stat().st_mode
-    save_file(tensors, scratch, {"order": order})  # without a second copy in memory
+    try:  # without a second copy in memory
+        save_file(tensors, scratch, {"order": order})
+    except Exception as e:  # safetensors replaces the OSError of a full disk
+        scratch.unlink()
+        raise UserError(
+            f"{path}: cannot be written ({shortened(e)}); free disk space there"
+        ) from None
     scratch.chmod(mode)
     scratch.replace(path)
 
