@@ -274,23 +274,23 @@ class Learner:
 
         A non-finite loss or gradient skips the step on every rank; MAX_SKIPS consecutive skips stop
         the run (`error`). A float16 overflow at a loss scale of 1 or more does not count towards
-        MAX_SKIPS. A model with a gradient of 0 (all tokens rejected, cut or with advantage 0) does
-        not step, because momentum would change its weights; the update is counted."""
+        MAX_SKIPS. If every token was rejected or cut, a model with a gradient of 0 does not
+        step, because momentum would change its weights; the update is counted."""
         loss = logged["loss"]
-        # rejection does not mask the entropy bonus and CPPO's KL
-        alone = not (self.cfg.entropy_coef or self.cfg.cppo_beta)
-        all_rejected = alone and logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
         ess = (
             logged["rollout_corr/seq_eff_sample_size"] if self.cfg.lr_from_ess else 1.0
         )
         norms = {name: self._clip(name) for name in self.names}
+        # rejection does not mask the entropy bonus, CPPO's KL and distillation
+        rejected = logged["rollout_corr/rollout_rs_masked_fraction"] >= 1
+        idle = {name: rejected and norm == 0 for name, norm in norms.items()}
         finite = math.isfinite(loss) and all(map(math.isfinite, norms.values()))
         factor, out = schedule(self.version, self.cfg), {}
         self.version += 1
         for name in self.names:
             prefix = "" if name == "policy" else "actor/"
             lr = self.lr[name] * factor * (math.sqrt(ess) if name == "policy" else 1.0)
-            self._optimize(name, lr, step=finite and norms[name] > 0)
+            self._optimize(name, lr, step=finite and not idle[name])
             out |= {f"{prefix}grad_norm": norms[name], f"{prefix}lr": lr}
         overflow = (
             self.scaler.is_enabled()
@@ -299,7 +299,7 @@ class Learner:
         )
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + (not overflow)
         self.skipped += not finite
-        self.rejected += all_rejected
+        self.rejected += idle["policy"]
         if self.skipped_in_a_row >= MAX_SKIPS:
             self.error = (
                 f"{self.skipped_in_a_row} updates in a row had a non-finite loss or gradient (the last: loss {loss}, "

@@ -167,7 +167,7 @@ MUTANTS = {
     "learner.py": [
         ("self.scaler.scale(loss * self.comm.size).backward()", "self.scaler.scale(loss).backward()"),
         ("                    loss = loss * 0.0", "                    pass"),
-        (" and norms[name] > 0", ""),
+        (" and not idle[name]", ""),
         ("self.skipped_in_a_row = 0 if finite else", "self.skipped_in_a_row = self.skipped_in_a_row if finite else"),
         ("self.scaler.unscale_(optimizer)", "pass"),
         ("+ (not overflow)", "+ 1"),
