@@ -170,7 +170,7 @@ def is_first_rank() -> bool:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file that is complete at any time."""
-    scratch = path.with_suffix(".tmp")
+    scratch = path.with_name(f"{path.name}.tmp")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_cfg
-from tools.ladder_faults import PLANTED, make_models, named
+from tools.ladder_faults import PLANTED, Planted, make_models, named
 
 import batching
 import probe
@@ -156,6 +156,12 @@ def test_a_planted_fault_is_named(planted, models, tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "suspects", watched)
     first = named(planted, models, tmp_path, "--problems=8", "--max_tokens=12")[0]
     assert f"{first['fault']} {first['where']}".startswith(planted.name) and first["named"] and kept == [True]
+
+
+def test_an_unknown_fault_is_not_named(models, tmp_path):
+    half = Planted("half a layer", lambda engine: engine.model.model.layers[1].mlp.down_proj.weight.data.mul_(0.5))
+    suspects = named(half, models, tmp_path, "--problems=8", "--max_tokens=12")
+    assert suspects and not any(row["named"] for row in suspects)
 
 
 def test_the_record_names_every_planted_fault_first():

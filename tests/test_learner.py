@@ -268,6 +268,8 @@ def test_step_clips_each_model_and_follows_the_schedule():
     assert min(logged["grad_norm"], logged["actor/grad_norm"]) > 1e-3  # as measured before the clip
     assert stepped_with["policy"] == pytest.approx((1e-2 / 4, 1e-3), rel=1e-2)
     assert stepped_with["actor"] == pytest.approx((2e-2 / 4, 1e-3), rel=1e-2)
+    share = make_cfg(warmup_steps=0.07, steps=100)  # 7 updates, though 0.07 * 100 > 7
+    assert schedule(6, share) == 1 > schedule(5, share)
 
 
 def test_the_rate_falls_with_the_effective_sample_size():
