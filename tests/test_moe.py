@@ -387,7 +387,9 @@ def test_impossible_replays_are_refused(monkeypatch):
     with pytest.raises(UserError, match="--router_replay: vLLM reports expert choices only on the first rank"):
         quant.check_routing(SimpleNamespace(router_replay=True, rollout="hf", rollout_tp=2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    description = SimpleNamespace(packed=False, config=dataclasses.asdict(make_cfg(router_replay=True)))
+    description = SimpleNamespace(
+        packed=False, reward_digests={}, config=dataclasses.asdict(make_cfg(router_replay=True))
+    )
     with pytest.raises(UserError, match="--router_replay: on a CPU vLLM does not report"):
         sampler.configure(description, sampler.SamplerFlags(rollout="vllm"))
     assert sampler.configure(description, sampler.SamplerFlags(rollout="hf")).router_replay

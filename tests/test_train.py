@@ -289,7 +289,9 @@ def test_counters_that_are_not_0_go_on(solvers, tmp_path, train_here, monkeypatc
 
     def step(self, logged):
         changed = {"loss": math.nan} if self.version in (0, 3, 4, 5) else {}
-        changed |= {"rollout_corr/rollout_rs_masked_fraction": 1.0} if self.version == 1 else {}
+        if self.version == 1:
+            changed |= {"rollout_corr/rollout_rs_masked_fraction": 1.0}
+            self.models.policy.zero_grad(set_to_none=False)
         out = original(self, logged | changed)
         counts.append((self.version, self.skipped, self.skipped_in_a_row, self.rejected))
         return out
