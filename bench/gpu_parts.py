@@ -185,8 +185,8 @@ def repeats_row(what: str, values: list[float], unit: str) -> dict:
 
 
 def tests(chosen: str, limit: int, s: Setting) -> Iterator[dict]:
-    """tests/test_gpu.py, the tests with these names, in `limit` seconds: a row for each test that did not pass, and the
-    number of passed tests."""
+    """tests/test_gpu.py, the tests with these names, in `limit` seconds: a row for each test that
+    did not pass, and the number of passed tests."""
     command = [
         sys.executable,
         "-m",
@@ -585,7 +585,8 @@ def published(s: Setting, engine, learner: Learner) -> Iterator[dict]:
 
 
 def saved(s: Setting, model, name: str) -> str:
-    """The folder of a model that vLLM loads. vLLM's cache of compiled code depends on the path."""
+    """Save a model for vLLM and return its folder. The path is the same in all parts, because
+    vLLM's cache of compiled code depends on it."""
     folder = str(ROOT / f"out/bench-{name}-{s.pick('full', 'tiny')}")
     model.save_pretrained(folder)
     return folder
@@ -721,9 +722,9 @@ def pair(s: Setting) -> Iterator[dict]:
 
 
 LIMIT = 60  # seconds of a part
-# seconds of parts that compile
+MOST = 180  # seconds of parts that compile
 COMPILING = "engine pair ours trl tests-vllm tests-aligned"
-LONG = dict.fromkeys(COMPILING.split(), 180)
+LONG = dict.fromkeys(COMPILING.split(), MOST)
 # name -> part; the most important first
 PARTS = {
     "engine": partial(vllm, lambda *_: ()),
@@ -736,8 +737,8 @@ PARTS = {
     "kernels-liger": partial(kernels, "liger"),
     "linears-8B": partial(linears, "8B"),
     "tests-numbers": partial(tests, "gradient or quantized or product", LIMIT),
-    "tests-vllm": partial(tests, "(vllm or sleeping) and not aligned", 180),
-    "tests-aligned": partial(tests, "vllm and aligned", 180),
+    "tests-vllm": partial(tests, "(vllm or sleeping) and not aligned", MOST),
+    "tests-aligned": partial(tests, "vllm and aligned", MOST),
     "tests-runs": partial(
         tests, "not (gradient or quantized or product or vllm or sleeping)", LIMIT
     ),

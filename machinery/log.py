@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from machinery.flags import need
+from machinery.flags import need, replace_text
 
 # thresholds of WARNINGS that are not 0
 ABOVE = {
@@ -127,10 +126,8 @@ def truncate(path: Path, step: int) -> None:
     """Keep only the lines before `step`, because a resumed run writes the later lines again."""
     if not path.exists():
         return
-    scratch = path.with_suffix(".tmp")
     kept = [json.dumps(row) + "\n" for row in rows(path) if row["step"] < step]
-    scratch.write_text("".join(kept), encoding="utf-8")
-    os.replace(scratch, path)
+    replace_text(path, "".join(kept))
 
 
 def rows(path: Path) -> list[dict]:

@@ -24,7 +24,7 @@ import quant
 import sampling
 import tasks
 from config import MICRO_TOKENS, Config, RunFlags, SampleFlags
-from corrections import USES_Z, rejects_by_support, topk_of
+from corrections import topk_of
 from delay import DelaySource
 from machinery import checkpoint, settings, warmstart
 from machinery.checkpoint import models
@@ -138,9 +138,8 @@ def open_run(cfg: Config, comm) -> Run:
     read = context if cfg.eval_engine == "torch" else max(context, eval_context)
     vocabulary = models.vocabulary_size(tokenizer, folders)
     check_folders(cfg, folders, vocabulary, read, learns=True)
-    uses_topk = cfg.correction in USES_Z or rejects_by_support(cfg)
     need(
-        not uses_topk or cfg.obrs_topk <= vocabulary,
+        topk_of(cfg) <= vocabulary,
         f"--obrs_topk={cfg.obrs_topk}: larger than the vocabulary of {vocabulary} tokens",
     )
     configs = {
